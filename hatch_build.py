@@ -1,8 +1,9 @@
 """The compiled core: ``python hatch_build.py`` builds it in place, and hatchling builds it into a wheel.
 
-mypyc turns the modules of ``asynccache.core`` into C as they stand, and the C compiler that Python itself was made with
-turns that into extension modules; see ``asynccache.compiled`` for when they run. What is in place is not built again as
-long as the source, and what builds it, are the same; of what is built, only those C files that have changed.
+mypyc turns the modules of ``asynccache.core``, and a few besides, into C as they stand, and the C compiler that Python
+itself was made with turns that into extension modules; see ``asynccache.compiled`` for which these are and when they
+run. What is in place is not built again as long as the source, and what builds it, are the same; of what is built, only
+those C files that have changed.
 
 A wheel has the compiled core, and its tag says for which interpreter, if ASYNCCACHE_COMPILE=1; otherwise it is for
 every interpreter and has none.
@@ -76,7 +77,7 @@ def modules() -> list[str]:
     """The names of those that are compiled."""
     paths = (ROOT / "asynccache" / "core").rglob("*.py")
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
-    return sorted(names.difference(compiled().PURE_MODULES))
+    return sorted({*names.difference(compiled().PURE_MODULES), *compiled().ALSO})
 
 
 def build() -> Path:
@@ -145,14 +146,17 @@ def _compiler() -> list[str]:
 def _generated(work: Path, names: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
     """The extension modules to make, each with its C files and folders of headers, relative to ``work``.
 
-    mypyc sees the core and what is beneath it, and nothing else of asynccache: that takes a tenth of the time.
+    mypyc sees what is compiled and what that imports, and nothing else of asynccache: that takes a tenth of the time.
     """
     package = work / "asynccache"
     package.mkdir()
     (package / "__init__.py").touch()
     here = compiled()
-    for name in here.BENEATH:
-        shutil.copy(here.source_of(name), here.source_of(name, str(package)))
+    for name in (*here.ALSO, *here.BENEATH):
+        target = Path(here.source_of(name, str(package)))
+        target.parent.mkdir(exist_ok=True)
+        (target.parent / "__init__.py").touch()
+        shutil.copy(here.source_of(name), target)
     shutil.copytree(ROOT / "asynccache" / "core", package / "core", ignore=shutil.ignore_patterns("__pycache__"))
     for name, classes in OPEN_CLASSES.items():
         path = package / "core" / name

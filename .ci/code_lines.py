@@ -13,8 +13,8 @@ import tokenize
 from pathlib import Path
 
 WORKER = (
-    "change", "fold", "gathering", "group", "holdings", "link", "messages", "performing", "rank", "sent", "serving",
-    "sockets", "topology", "wire",
+    "change", "fold", "gathering", "group", "holdings", "joining", "link", "messages", "performing", "rank", "sent",
+    "serving", "sockets", "topology", "work",
 )  # fmt: skip
 LINKS = [Path(f"asynccache/worker/{name}.py") for name in WORKER]
 BESIDE = [

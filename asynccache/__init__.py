@@ -1,6 +1,7 @@
 """asynccache: a hierarchical KV-cache runtime for LLM serving, built on asyncio.
 
-The public names, each imported when it is first asked for: torch, and whatever else takes long, no sooner than used.
+These are the public names. Each is imported when it is first asked for, so that torch, and whatever else takes long to
+import, waits until it is used.
 """
 
 from __future__ import annotations

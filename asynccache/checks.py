@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, KeysView, Mapping
+from collections.abc import Callable, Collection, KeysView, Mapping
 from dataclasses import fields
 from enum import Enum
 from math import isfinite
@@ -55,6 +55,19 @@ def within(
 ) -> dict[str, Bounds]:
     """Return the ``metadata`` of a dataclass's field with these bounds. ``check_fields`` checks values against them."""
     return {"bounds": Bounds(minimum, maximum, above)}
+
+
+def setting(
+    text: str, minimum: float | None = None, maximum: float | None = None, *, above: float | None = None,
+    choices: Callable[[], tuple[str, ...]] = tuple,
+) -> dict[str, Any]:
+    """Return the ``metadata`` of a dataclass's field that users may set by files, environment and options.
+
+    ``text`` says in a sentence what the setting means. ``choices`` returns the values that are allowed now, or nothing
+    if they cannot be listed; for a field whose type is an ``Enum`` they are its values. The bounds are those of
+    ``within``.
+    """
+    return {"text": text, "choices": choices, **within(minimum, maximum, above=above)}
 
 
 def integer(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -102,7 +115,8 @@ def flag(name: str, value: object) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """Whether ``value`` is a truth value that ``flag`` takes. For parameters that may also be something else."""
+    """Return True if ``value`` is a truth value that ``flag`` takes. This is for parameters that may also be something
+    else."""
     return isinstance(value, bool) or _kind(value) == "bool"
 
 

@@ -25,8 +25,16 @@ FOLDER = os.path.join(PACKAGE, "_compiled", SUFFIX.strip(".").rpartition(".")[0]
 PURE_MODULES = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings")
 """Modules of the core that are not compiled. The first is empty. ``keys`` has a subclass of str, which mypyc does not
 support. ``settings`` has frozen values that are seldom used; compiled, they could be neither copied nor pickled."""
-BENEATH = ("asynccache.checks", "asynccache.errors", "asynccache.redaction")
-"""What the core imports from outside itself. mypyc reads the types in these modules."""
+ALSO = (
+    "asynccache.runtime.driver", "asynccache.runtime.line", "asynccache.runtime.treelock", "asynccache.worker.joining",
+)  # fmt: skip
+"""Modules outside the core that are compiled with it. They are on the way of every request, and nothing in them
+waits."""
+BENEATH = (
+    "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.runtime.operations",
+    "asynccache.worker.work",
+)  # fmt: skip
+"""What the compiled modules import of asynccache that is not compiled. mypyc reads the types in these modules."""
 BESIDE = (*PURE_MODULES, *BENEATH)
 """Modules that are not compiled and on whose types the compiled ones rely, so that the digest covers them."""
 SOURCE = "source"

@@ -7,12 +7,12 @@ return; there enum members stand in the place of strings. This module imports ne
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from asynccache import checks
-from asynccache.checks import INT32_MAX, within
+from asynccache.checks import INT32_MAX, setting
 from asynccache.core.settings import (
     POLICIES,
     ComponentKind,
@@ -27,15 +27,15 @@ from asynccache.errors import ConfigError
 _T = TypeVar("_T")
 
 EVICTION_POLICIES = ("lru", "p2c")
-"""The policies that come with asynccache. ``asynccache.core.policies.POLICIES`` also has those that users added."""
+"""The policies that come with asynccache."""
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
 
-_POSITIVE = within(1)
-_NOT_NEGATIVE = within(0)
-_LAYERS = within(1, MOST_LAYERS)
-_SECONDS = within(0)
-_SHARE = within(0, 1)
+
+def eviction_policies() -> tuple[str, ...]:
+    """Return the names that ``eviction`` may have now: ``EVICTION_POLICIES``, then those that somebody has added to
+    ``asynccache.core.policies.POLICIES``."""
+    return tuple(dict.fromkeys((*EVICTION_POLICIES, *POLICIES)))
 
 
 class Replicated(Enum):
@@ -59,89 +59,94 @@ class Replicated(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Full:
-    """Full attention: the KV of every token is kept.
+class _Pool:
+    """What every pool has. ``pool``: the name of a component's pool and of its table in a file."""
 
-    ``bytes_per_token``: bytes of one token, all layers together; 0 means a *logical* pool, which has slots and no
-    bytes. ``device_tokens`` and ``host_tokens``: how many tokens there is room for on each tier. ``host_tokens`` 0
-    means that there is no host tier, and therefore no storage. ``covers``: for each of the ``layers`` the number of the
-    model's layer that it holds, in an order that never falls; () means 0, 1, 2 and so on. A load_back completes layer i
-    of the model, in all pools that hold parts of it, before layer i+1.
-    """
+    pool: ClassVar[str] = ""
 
-    bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
-    device_tokens: int = field(metadata=_POSITIVE)
-    host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
-    layers: int = field(default=1, metadata=_LAYERS)
-    covers: tuple[int, ...] = ()
-    replicated: Replicated = Replicated.NO
-    dtype: str = "uint8"
+    layers: int = field(default=1, metadata=setting(
+        "How many layers the pool has; its bytes are divided evenly among them.", 1, MOST_LAYERS))
+    covers: tuple[int, ...] = field(default=(), metadata=setting(
+        "For each of the layers the number of the model's layer that it holds, never falling; `[]`: 0, 1, 2, ..."))
+    replicated: Replicated = field(default=Replicated.NO, metadata=setting(
+        "The ranks that hold the same bytes of every page, so that one of them stores the pages for all."))
+    dtype: str = field(default="uint8", metadata=setting(
+        "The type of the bytes; part of the storage key, so that pages of another dtype are never read."))
 
     def __post_init__(self) -> None:
-        _check_pool(self, "full")
+        _check_pool(self, self.pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindow:
-    """Sliding-window attention: a position attends to the last ``window`` tokens only. The other fields are those of
-    ``Full``."""
+class _Attention(_Pool):
+    """What the pools of attention have."""
 
-    window: int = field(metadata=_POSITIVE)
-    bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
-    device_tokens: int = field(metadata=_POSITIVE)
-    host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
-    layers: int = field(default=1, metadata=_LAYERS)
-    covers: tuple[int, ...] = ()
-    replicated: Replicated = Replicated.NO
-    dtype: str = "uint8"
-
-    def __post_init__(self) -> None:
-        _check_pool(self, "swa")
+    bytes_per_token: int = field(metadata=setting(
+        "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes.", 0))
+    device_tokens: int = field(metadata=setting("Room on the device, in tokens; a multiple of `page_size`.", 1))
+    host_tokens: int = field(default=0, metadata=setting(
+        "Room in host memory, in tokens; a multiple of `page_size`; 0: there is no host tier.", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba:
-    """Recurrent state: one state stands for a whole prefix.
+class Full(_Attention):
+    """Full attention: the KV of every token is kept. Every cache has it.
 
-    ``state_bytes``: bytes of one state, all layers together. ``device_states`` and ``host_states``: how many states
-    there is room for on each tier. The other fields are those of ``Full``.
+    With ``bytes_per_token=0`` the pool is *logical*: it has slots and no bytes. Without host tokens there is no host
+    tier, and therefore no storage. A load_back completes layer i of the model, in all pools that hold parts of it
+    (``covers``), before layer i+1. The table ``[components.full]`` of docs/configuration.md has the fields.
     """
 
-    state_bytes: int = field(metadata=_POSITIVE)
-    device_states: int = field(metadata=_POSITIVE)
-    host_states: int = field(default=0, metadata=_NOT_NEGATIVE)
-    layers: int = field(default=1, metadata=_LAYERS)
-    covers: tuple[int, ...] = ()
-    replicated: Replicated = Replicated.NO
-    dtype: str = "uint8"
+    pool: ClassVar[str] = "full"
 
-    def __post_init__(self) -> None:
-        _check_pool(self, "mamba")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(_Attention):
+    """Sliding-window attention, beside full attention: a position attends to the last ``window`` tokens only.
+
+    The table ``[components.swa]`` of docs/configuration.md has the fields.
+    """
+
+    pool: ClassVar[str] = "swa"
+
+    window: int = field(metadata=setting("Tokens that a position attends to.", 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba(_Pool):
+    """Recurrent states, beside full attention: one state stands for a whole prefix.
+
+    The table ``[components.mamba]`` of docs/configuration.md has the fields.
+    """
+
+    pool: ClassVar[str] = "mamba"
+
+    state_bytes: int = field(metadata=setting("Bytes of one recurrent state, all layers together.", 1))
+    device_states: int = field(metadata=setting("Room on the device, in states.", 1))
+    host_states: int = field(default=0, metadata=setting(
+        "Room in host memory, in states; 0: there is no host tier.", 0))
 
 
 Component = Full | SlidingWindow | Mamba
 
-_KIND = {Full: ComponentKind.FULL, SlidingWindow: ComponentKind.SWA, Mamba: ComponentKind.MAMBA}
-POOL_NAME = {ComponentKind.FULL: "full", ComponentKind.SWA: "swa", ComponentKind.MAMBA: "mamba"}
+POOL_NAME = {ComponentKind.FULL: Full.pool, ComponentKind.SWA: SlidingWindow.pool, ComponentKind.MAMBA: Mamba.pool}
+_KIND = {name: kind for kind, name in POOL_NAME.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sidecar:
-    """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots.
+class Sidecar(_Pool):
+    """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots. In a file
+    each one is a table of its own, whose name is the pool's name.
 
-    ``indices_from`` names that other pool: a component's, or another sidecar. ``bytes_per_page``: bytes of one page,
-    all layers together. ``hit_policy`` follows from ``indices_from``; a policy that is given is only checked against
-    it. The other fields are those of ``Full``.
+    The table ``[sidecars.NAME]`` of docs/configuration.md has the fields.
     """
 
     name: str
-    indices_from: str
-    bytes_per_page: int = field(metadata=_POSITIVE)
-    layers: int = field(default=1, metadata=_LAYERS)
-    covers: tuple[int, ...] = ()
-    hit_policy: HitPolicy | None = None
-    replicated: Replicated = Replicated.NO
-    dtype: str = "uint8"
+    indices_from: str = field(metadata=setting(
+        "The component (`full`, `swa`, `mamba`) or sidecar whose slots this pool uses."))
+    bytes_per_page: int = field(metadata=setting("Bytes of one page, all layers together.", 1))
+    hit_policy: HitPolicy | None = field(default=None, metadata=setting(
+        "Which pages a hit needs. It follows from `indices_from`; if given, it is checked against that."))
 
     def __post_init__(self) -> None:
         where = f"sidecar {checks.shown(self.name)}"
@@ -202,42 +207,60 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """All settings of an ``AsyncCache``. docs/configuration.md says what each of them means.
+    """All settings of an ``AsyncCache``. Each field says what it means; docs/configuration.md has them in tables.
 
-    ``model`` names the weights. It is part of every page hash, so caches of different models never share stored pages.
     ``components``: one ``Full``, then at most one ``SlidingWindow``, then at most one ``Mamba``.
-    ``storage``: None, a URL such as ``file:/var/kv?capacity=10GiB``, or several URLs, the nearest store first.
-    ``storage_options`` are added to the URL; with several URLs there must be none.
     Times are in seconds. Sizes are in tokens unless the setting's name says otherwise.
     """
 
-    model: str
+    model: str = field(metadata=setting(
+        "A name for the weights; part of every page hash, so caches of different models never share stored pages."))
     components: tuple[Component, ...]
     sidecars: tuple[Sidecar, ...] = ()
-    page_size: int = field(default=16, metadata=within(1, MOST_PAGE))
-    device: str = "cpu"
-    storage: str | tuple[str, ...] | None = field(default=None, repr=False)
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    eviction: str = "lru"
-    prefetch_threshold: int = field(default=256, metadata=_NOT_NEGATIVE)
-    prefetch_quota: float = field(default=0.5, metadata=_SHARE)
-    backup_quota: float = field(default=0.25, metadata=_SHARE)
-    prefetch_timeout_base: float = field(default=1.0, metadata=_SECONDS)
-    prefetch_timeout_per_1k: float = field(default=0.25, metadata=_SECONDS)
-    prefetch_timeout_max: float = field(default=30.0, metadata=within(above=0))
-    load_back_threshold: int = field(default=0, metadata=_NOT_NEGATIVE)
-    max_backup_ops: int = field(default=256, metadata=_POSITIVE)
-    write_back_watermark: float = field(default=0.1, metadata=_SHARE)
-    kept_fraction: float = field(default=0.25, metadata=_SHARE)
-    close_deadline: float = field(default=30.0, metadata=within(above=0))
-    freeze_gc: bool = False
-    storage_options: dict[str, str] = field(default_factory=dict, repr=False)
+    page_size: int = field(default=16, metadata=setting("Tokens in a page, the unit of every tier.", 1, MOST_PAGE))
+    device: str = field(default="cpu", metadata=setting(
+        "Where the pages of the first tier are: `cpu`, `cuda:N`, `cuda:N?blocks=16` (see CUDA)."))
+    storage: str | tuple[str, ...] | None = field(default=None, repr=False, metadata=setting(
+        "The third tier: a URL such as `file:/var/kv?capacity=10GiB`, or several, nearest first (in the environment "
+        "with spaces between them); `none`: there is no third tier."))
+    write_policy: WritePolicy = field(default=WritePolicy.WRITE_THROUGH, metadata=setting(
+        "When pages are copied to the host and to storage: at once, after their second use, or when they would be "
+        "lost."))
+    prefetch_policy: PrefetchPolicy = field(default=PrefetchPolicy.TIMEOUT, metadata=setting(
+        "How long a request waits for storage: not at all, until all pages have arrived, or for a time."))
+    eviction: str = field(default="p2c", metadata=setting(
+        "The policy by which pages are evicted when a tier is full.", choices=eviction_policies))
+    prefetch_threshold: int = field(default=256, metadata=setting(
+        "How many tokens storage must hold beyond those on the host to make a prefetch worth it.", 0))
+    prefetch_quota: float = field(default=0.5, metadata=setting(
+        "Share of the host's pages that prefetches may hold at one time.", 0, 1))
+    backup_quota: float = field(default=0.25, metadata=setting(
+        "Share of the host's pages that may wait for storage; beyond it the oldest are dropped.", 0, 1))
+    prefetch_timeout_base: float = field(default=1.0, metadata=setting(
+        "With `timeout`: seconds that a request waits for its prefetch, whatever the length.", 0))
+    prefetch_timeout_per_1k: float = field(default=0.25, metadata=setting(
+        "With `timeout`: seconds that are added for each 1,024 tokens.", 0))
+    prefetch_timeout_max: float = field(default=30.0, metadata=setting(
+        "With `timeout`: seconds that a request waits at most.", above=0))
+    load_back_threshold: int = field(default=0, metadata=setting(
+        "A match on the host of fewer tokens is computed again and not loaded.", 0))
+    max_backup_ops: int = field(default=256, metadata=setting(
+        "How many copies from device to host are in flight at one time, at most.", 1))
+    write_back_watermark: float = field(default=0.1, metadata=setting(
+        "Share of the smaller of device and host that the device keeps free or saved in advance.", 0, 1))
+    kept_fraction: float = field(default=0.25, metadata=setting("Share of the device's pages that `keep()` may pin.",
+                                                                0, 1))
+    close_deadline: float = field(default=30.0, metadata=setting(
+        "Seconds that closing waits for pages that are still to be saved.", above=0))
+    freeze_gc: bool = field(default=False, metadata=setting(
+        "Whether the garbage collector is told to leave out the tree as it grows."))
+    storage_options: dict[str, str] = field(default_factory=dict, repr=False, metadata=setting(
+        "Options of the store, if there is one store; they win over those in its URL. All values are text."))
 
     def __post_init__(self) -> None:
         checks.check_fields(self)
         checks.text("model", self.model, empty=False)
-        checks.choice("eviction", self.eviction, tuple(dict.fromkeys((*EVICTION_POLICIES, *POLICIES))))
+        checks.choice("eviction", self.eviction, eviction_policies())
         checked = {
             "write_policy": checks.member("write_policy", self.write_policy, WritePolicy),
             "prefetch_policy": checks.member("prefetch_policy", self.prefetch_policy, PrefetchPolicy),
@@ -264,24 +287,16 @@ class CacheConfig:
             ConfigError: a component has more slots than an int32 can number.
         """
         slots = tuple(
-            ComponentSlots(_KIND[type(c)], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
+            ComponentSlots(_KIND[c.pool], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
                            c.window if isinstance(c, SlidingWindow) else 0)
             for c in self.components
         )
         for component in slots:
             _check_numbers(component)
-        return CoreConfig(
-            page_size=self.page_size,
-            components=slots,
-            write_policy=self.write_policy,
-            eviction=self.eviction,
-            storage=bool(self.stores),
-            prefetch_threshold=self.prefetch_threshold,
-            load_back_threshold=self.load_back_threshold,
-            max_backup_ops=self.max_backup_ops,
-            max_prefetch_pages=max(1, int(slots[0].host * self.prefetch_quota)),
-            write_back_watermark=self.write_back_watermark,
-        )
+        names = {one.name for one in fields(CoreConfig)} & {one.name for one in fields(CacheConfig)}
+        own: dict[str, Any] = {name: getattr(self, name) for name in names - {"components", "storage"}}
+        return CoreConfig(components=slots, storage=bool(self.stores),
+                          max_prefetch_pages=max(1, int(slots[0].host * self.prefetch_quota)), **own)
 
     def pools(self) -> tuple[PoolSpec, ...]:
         """Return every pool: those of the components, in their order, then the sidecars in theirs.
@@ -297,10 +312,10 @@ class CacheConfig:
         return (*own.values(), *(_sidecar_pool(s, own, sidecars) for s in self.sidecars))
 
     def _component_pool(self, component: Component) -> PoolSpec:
-        kind = _KIND[type(component)]
+        kind = _KIND[component.pool]
         unit = component.state_bytes if isinstance(component, Mamba) else component.bytes_per_token * self.page_size
         return PoolSpec(
-            name=POOL_NAME[kind], component=kind, bytes_per_page=unit, layers=component.layers,
+            name=component.pool, component=kind, bytes_per_page=unit, layers=component.layers,
             device_pages=_slots(component, self.page_size, host=False),
             host_pages=_slots(component, self.page_size, host=True),
             hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
@@ -327,7 +342,7 @@ def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, .
     return tuple(checks.instance(f"{name}[{at}]", value, kinds) for at, value in enumerate(values))
 
 
-def _check_pool(pool: Component | Sidecar, where: str) -> None:
+def _check_pool(pool: _Pool, where: str) -> None:
     """Check and convert all fields of a pool that can be checked without knowing the other pools. ``where`` names the
     pool in errors."""
     checks.check_fields(pool, f"{where}: ")
@@ -394,9 +409,8 @@ def _check_policy(where: str, policy: HitPolicy, root: PoolSpec) -> None:
 
 
 def _check_components(config: CacheConfig) -> None:
-    kinds = [_KIND.get(type(c)) for c in config.components]
-    known = [kind for kind in kinds if kind is not None]
-    if known[:1] != [ComponentKind.FULL] or sorted(set(known)) != kinds:
+    kinds = [_KIND[c.pool] for c in config.components]
+    if kinds[:1] != [ComponentKind.FULL] or sorted(set(kinds)) != kinds:
         raise ConfigError("components must be one Full, then at most one SlidingWindow, then at most one Mamba")
     for component in config.components:
         _check_component(component, config.page_size)
@@ -411,7 +425,7 @@ def _check_components(config: CacheConfig) -> None:
 
 def _check_component(component: Component, page_size: int) -> None:
     """Check that a component's room is whole pages, and that the bytes of a page can be divided among its layers."""
-    name = POOL_NAME[_KIND[type(component)]]
+    name = component.pool
     if isinstance(component, Mamba):
         unit = component.state_bytes
     else:

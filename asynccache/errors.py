@@ -18,7 +18,8 @@ class ConfigError(AsyncCacheError, ValueError):
 
 
 class CacheFull(AsyncCacheError):
-    """The pages asked for cannot be had: never (``lease``), not now (``wait=False``, ``extend``)."""
+    """The pages asked for cannot be had: not ever, or with nothing in flight that could free them (``lease``); or not
+    now (``lease`` with ``wait=False``, ``extend``)."""
 
 
 class CacheClosed(AsyncCacheError):
@@ -28,7 +29,7 @@ class CacheClosed(AsyncCacheError):
 class LoadFailed(AsyncCacheError):
     """A load_back under a lease failed. The first ``valid`` tokens of the lease are still good on the device.
 
-    Such a lease is good only for release; the request enters again.
+    Such a lease is good for nothing but to be released. The request may then ask for another one.
     """
 
     def __init__(self, valid: int) -> None:
@@ -41,8 +42,8 @@ class CopyFailed(AsyncCacheError):
 
 
 class RankFailure(AsyncCacheError):
-    """A rank of a group is gone, silent, or cannot go on, for this ``reason``. ``rank``: which; None: it has no number
-    here."""
+    """A rank of a group is gone, silent, or cannot go on. ``reason``: which of these, in words. ``rank``: the rank's
+    number; None if it has none here."""
 
     def __init__(self, reason: str, rank: int | None = None) -> None:
         super().__init__(reason if rank is None else f"rank {rank}: {reason}")
@@ -51,7 +52,8 @@ class RankFailure(AsyncCacheError):
 
 
 class BatchFailed(AsyncCacheError):
-    """An engine could not run a batch: batch ``number``, on the ranks of ``reasons``, each with what it said."""
+    """An engine could not run batch ``number``. ``reasons``: what each rank said that could not run it, by the rank's
+    number."""
 
     def __init__(self, number: int, reasons: Mapping[int, str]) -> None:
         said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
@@ -81,7 +83,8 @@ class InvariantViolation(AssertionError):
 
 
 def forget_frames(error: BaseException) -> None:
-    """For an error that is kept: it would keep, by the frames that it went through, the memory that they worked on."""
+    """Drop the tracebacks of an error that is kept, and of its causes. They would keep the frames that the error went
+    through, and with these the memory that was worked on there."""
     found: BaseException | None = error
     while found is not None:
         found.__traceback__ = None

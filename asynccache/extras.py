@@ -1,7 +1,7 @@
-"""What the optional parts of asynccache need, and the command that brings it.
+"""What the optional parts of asynccache need, and the command that installs it.
 
-The command names the packages themselves: ``pip install 'asynccache[events]'`` would look for asynccache, too, and does
-nothing good in a clone that is not installed.
+The command names the packages themselves. ``pip install 'asynccache[events]'`` would look for asynccache, too, and is
+no help in a clone that is not installed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BRINGS: Mapping[str, tuple[str, ...]] = {
     "cuda12": ("cupy-cuda12x>=14.0", "nvidia-cuda-nvrtc-cu12"),
     "cuda13": ("cupy-cuda13x>=14.0", "nvidia-cuda-nvrtc>=13,<14"),
 }
-"""As ``pyproject.toml`` has them, by the name of the extra."""
+"""The packages of each extra, by its name. They are the same as in ``pyproject.toml``."""
 
 
 def install(extra: str) -> str:
-    """The command that brings what ``extra`` needs, in a clone and beside an installed asynccache."""
+    """Return the command that installs what ``extra`` needs, in a clone or beside an installed asynccache."""
     return "pip install " + " ".join(f"'{package}'" for package in BRINGS[extra])

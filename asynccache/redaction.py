@@ -18,7 +18,7 @@ _IN_QUERY = re.compile(r"([?&])([^=&\s]*)=([^&\s]*)")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is a secret, judged by the name alone."""
+    """Return True if a setting of this name is a secret. The name alone decides."""
     return _SECRET.search(name) is not None
 
 

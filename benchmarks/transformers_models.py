@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 from asynccache_hf import ContinuousBatching, PagedModel, PrefixCache, describe
-from asynccache_shim import Limits, Request, Scheduler, Settings
+from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
 from asynccache.cli.bench_together import continued
@@ -101,7 +101,8 @@ async def measure(rounds: int) -> dict[str, float]:
     manager.start()
     try:
         async with AsyncCache(config) as cache:
-            async with Scheduler(cache, PagedModel(model, layout, cache.pools), Settings(step_tokens=1024)) as ours:
+            settings = SchedulerConfig(step_tokens=1024)
+            async with Scheduler(cache, PagedModel(model, layout, cache.pools), settings) as ours:
                 for number in range(-1, rounds):
                     texts = prompts(2 * number + 2)
                     again = [[*t[:SHARED], *u[SHARED:]] for t, u in zip(texts, prompts(2 * number + 3), strict=True)]

@@ -36,12 +36,12 @@ if _missing := [name for name in NEEDS if find_spec(name) is None]:
 import torch
 import uvicorn
 import uvloop
-from asynccache_shim import Settings
+from asynccache_shim import SchedulerConfig
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
 from openai_serving.models import FAMILIES, checkpoint, random
 from openai_serving.paths import PATHS, Means, OnEvent
-from openai_serving.service import Plan, Service
+from openai_serving.service import Served, Service
 
 from asynccache import AsyncCacheError
 from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
@@ -96,7 +96,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def plan(args: argparse.Namespace, on_event: OnEvent | None = None) -> Plan:
+def served(args: argparse.Namespace, on_event: OnEvent | None = None) -> Served:
     """What is to be served: the model, its tokenizer and its path. ``on_event``: called with KV events.
 
     Raises:
@@ -113,9 +113,9 @@ def plan(args: argparse.Namespace, on_event: OnEvent | None = None) -> Plan:
     }  # fmt: skip
     path = PATHS[args.path](Means(
         model=served.model, page_size=args.page_size, cache=cache, on_event=on_event,
-        scheduler=Settings(step_tokens=args.step_tokens, max_running=args.max_running),
+        scheduler=SchedulerConfig(step_tokens=args.step_tokens, max_running=args.max_running),
     ))  # fmt: skip
-    return Plan(
+    return Served(
         name=args.served_model_name or args.model or f"random-{args.model_family}",
         words=served.words,
         path=path,
@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and not self.should_exit:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(greeting(f"http://{host}:{port}", self._service.plan.name), flush=True)
+            print(greeting(f"http://{host}:{port}", self._service.served.name), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig == signal.SIGTERM:
@@ -191,7 +191,7 @@ def told_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def serve(args: argparse.Namespace, planned: Plan) -> int:
+async def serve(args: argparse.Namespace, planned: Served) -> int:
     """Open everything, serve until SIGINT or SIGTERM, close everything; returns the exit status."""
     async with Service(planned) as service:
         app = build(service)
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, termination)
     try:
         with announced(args) as on_event:
-            return uvloop.run(serve(args, plan(args, on_event)))
+            return uvloop.run(serve(args, served(args, on_event)))
     except AsyncCacheError as error:
         print(f"openai_server: {error}", file=sys.stderr)
         return 2

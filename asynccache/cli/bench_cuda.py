@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from asynccache.cli.devices import gpu
+from asynccache.cli.parsing import POSITIVE, integer
 from asynccache.cli.text import first_line
 from asynccache.errors import ConfigError
 
 Figures = dict[str, Any]
 
 SHARE = {4 << 10: 0.6, 16 << 10: 0.85, 64 << 10: 0.95, 256 << 10: 0.95, 2 << 20: 0.95}
-"""Of one large copy, by width of the pieces."""
+"""The share of the rate of one large copy that copies in pieces must reach, by the width of a piece in bytes."""
 BOTH_WIDTHS = (64 << 10, 2 << 20)
 BOTH, ONE = 80.0, 50.0
-"""GB/s both ways at once, where one way makes ``ONE``."""
+"""The goal for both directions at once is ``BOTH`` GB/s, where one direction alone reaches ``ONE``."""
 SLOWER = {"dma": 0.03, "kernel": 0.08}
 WAKE_P50_US, WAKE_P99_US, LOOP_US_EACH = 80.0, 300.0, 5.0
 OFF_LOOP_US, ON_LOOP_US = 1000.0, 50.0
@@ -33,41 +33,39 @@ LAYER_WISE = 1.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
                         help="which GPU, and with which settings (default: %(default)s)")
-    parser.add_argument("--buffer", type=float, default=1.0, metavar="GIB",
+    parser.add_argument("--buffer", type=POSITIVE, default=1.0, metavar="GIB",
                         help="what is copied at a time, and the pools on either side (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the best counts (%(default)s)")
-    parser.add_argument("--samples", type=int, default=1000, metavar="N", help="of wake-ups (default: %(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="print no table")
+    parser.add_argument("--rounds", type=integer(1), default=5, metavar="N",
+                        help="of which the best counts (default: %(default)s)")
+    parser.add_argument("--samples", type=integer(1), default=1000, metavar="N",
+                        help="of wake-ups (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the figures, return them.
+    """Measure and return the figures.
 
     Raises:
-        ConfigError: there is no GPU here, or it gave up; the message is one sentence.
+        ConfigError: there is no GPU here, or the GPU failed while it was measured; the message is one sentence.
     """
     from asynccache.memory.cuda.cupy_driver import find
     from asynccache.memory.cuda.device import open_device
-    from asynccache.memory.cuda.driver import DriverError
+    from asynccache.memory.cuda.driver_protocol import DriverError
 
     missing = find().missing
     if missing:
         raise ConfigError(f"bench cuda: there is no GPU to measure: {missing}")
     device = open_device(args.device)
     try:
-        figures = asyncio.run(measure(device, args))
+        return asyncio.run(measure(device, args))
     except (DriverError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise ConfigError(f"bench cuda: the GPU could not be measured: {first_line(error)}") from error
-    if not args.quiet:
-        print("\n".join(told(figures)), file=sys.stderr)
-    return figures
 
 
 async def measure(device: Any, args: argparse.Namespace) -> Figures:
-    """The figures of ``device``, which is closed at the end. Everything that torch has to compute is in it."""
+    """Return the figures of ``device``, which is closed at the end. Cancelling closes it as well."""
     from asynccache.cli import cuda_compute, cuda_copies, cuda_leases, cuda_waking
     from asynccache.memory.cuda.cupy_driver import find
 
@@ -89,12 +87,13 @@ async def measure(device: Any, args: argparse.Namespace) -> Figures:
 
 
 class Goal(NamedTuple):
-    """``value`` beside its ``limit``; a figure that could not be taken counts as missed."""
+    """A figure beside its goal. ``value`` None: the figure could not be taken, which counts as missed. ``least``: the
+    limit is the least that the value may be, and not the most."""
 
     figure: str
     value: float | None
     limit: float
-    least: bool = False  # the limit is the least that it may be, not the most
+    least: bool = False
 
     @property
     def met(self) -> bool:
@@ -106,7 +105,7 @@ class Goal(NamedTuple):
 
 
 def goals(figures: Figures) -> Iterator[Goal]:
-    """Every goal, in the order in which they are told."""
+    """Yield every goal, in the order in which the table has them."""
     copies, waking, leases = figures["copies"], figures["waking"], figures["leases"]
     for row in copies["pieces"]:
         name = f"{row['direction']}, pieces of {row['width'] >> 10} KiB: share of one large copy"
@@ -130,8 +129,12 @@ def goals(figures: Figures) -> Iterator[Goal]:
     yield Goal(name, leases["ratio"], LAYER_WISE)
 
 
-def told(figures: Figures) -> Iterator[str]:
-    """For a person."""
+def table(figures: Figures) -> str:
+    """Return the figures as lines for people."""
+    return "\n".join(_told(figures))
+
+
+def _told(figures: Figures) -> Iterator[str]:
     from asynccache.cli.cuda_copies import told as copies
 
     yield figures["device"]["name"]

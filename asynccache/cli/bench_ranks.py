@@ -1,11 +1,12 @@
 """``asynccache bench ranks``: what passes between a head and its workers, over TCP on this machine.
 
-The head of a real group hands operations to workers that are processes, each of which takes them as ever and ends their
-copies at once, without touching a byte: what is left is the way there and back, encoding and folding included. *one*: a
-single operation; *plan*: 64 of one plan, until the last outcome is handed to the core. *echo*: the same bytes, sent to
-as many processes on the same loop, each of which has a plain TCP echo beside its worker. Operations and echoes take
-turns one by one, so that both meet the same machine. With more processes than cores either is mostly the wait for one.
-What the core has decided, and the bytes of the echo, are there before the clock starts.
+The head of a real group hands operations to workers, each in a process of its own. A worker takes an operation as it
+always does, but ends the copy at once, without touching a byte. So what is measured is the way there and back, with
+encoding and folding. *one* is a single operation; *plan* is 64 operations of one plan, until the last outcome would be
+handed to the core. *echo* is the same number of bytes, sent from the same loop to the same processes, each of which has
+a plain TCP echo beside its worker. Operations and echoes take turns one by one, so that both meet the same machine.
+With more processes than cores, both are mostly the wait for a core. The core's decisions and the bytes of the echo are
+made before the clock starts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from asynccache.worker.contract import Reports, Work
 from asynccache.worker.gathering import Workers, listen
 from asynccache.worker.given import Given
 from asynccache.worker.group import WorkerGroup, open_group
+from asynccache.worker.joining import joined
 from asynccache.worker.link import StreamLink
 from asynccache.worker.performing import Performer
 from asynccache.worker.serving import connect
@@ -52,7 +54,7 @@ _CONFIG = CacheConfig(model="bench", components=(Full(bytes_per_token=16, device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--workers", nargs="+", type=_count, default=list(RANKS), metavar="N",
                         help=f"how many processes (default: {' '.join(map(str, RANKS))})")
     parser.add_argument("--rounds", type=_count, default=1000, metavar="N",
@@ -68,7 +70,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure every number of workers, print the figures, return them."""
+    """Measure with every number of workers, print the figures, and return them."""
     found = {}
     for count in args.workers:
         found[str(count)] = figures = uvloop.run(_measure(count, args.rounds))
@@ -136,9 +138,15 @@ def _effect(op: int) -> BackupHost:
     return BackupHost(op, (Move(0, slots, slots),))
 
 
+def _nobody(_: object) -> tuple[()]:
+    """Return the batches that an effect has to wait for: none."""
+    return ()
+
+
 def _frame(size: int) -> bytes:
-    """What goes over each link for so many operations."""
-    frame = messages.encode([messages.Perform.of(_effect(1000 + op)) for op in range(size)])
+    """Return as many bytes as go over each link for ``size`` operations of one plan."""
+    plan = joined([_effect(1000 + op) for op in range(size)], _nobody)
+    frame = messages.encode([messages.Perform(work) for work in plan])
     return bytes(4) + frame
 
 
@@ -152,30 +160,31 @@ class Head:
         self._done = asyncio.Event()
         group.start(Reports(self._ended, self._failed, lambda *_: None))
 
-    def _ended(self, outcome: Outcome) -> None:
-        assert outcome.status is _DONE
-        self._left -= 1
+    def _ended(self, status: Status, ops: Sequence[int]) -> None:
+        outcomes = [Outcome(op, status) for op in ops]  # as the core takes them
+        assert status is _DONE
+        self._left -= len(outcomes)
         if not self._left:
             self._done.set()
 
     def _failed(self, error: BaseException) -> None:
         raise error
 
-    def decide(self, size: int) -> list[Work]:
-        """So many operations, as the core has decided them."""
+    def decide(self, size: int) -> list[BackupHost]:
+        """Return ``size`` operations, as a plan of the core has them."""
         self._op += size
-        return [Work(_effect(self._op - at)) for at in range(size)]
+        return [_effect(self._op - at) for at in range(size)]
 
-    async def way(self, plan: Sequence[Work]) -> None:
-        """There and back."""
+    async def way(self, plan: Sequence[BackupHost]) -> None:
+        """Hand ``plan`` to the group, and return when the last outcome is back."""
         self._done.clear()
         self._left = len(plan)
-        self._group.perform(plan)
+        self._group.perform(joined(plan, _nobody))
         await self._done.wait()
 
 
 class Echo:
-    """Sends so many bytes to each port, and waits until all are back."""
+    """Sends ``size`` bytes to each port, and waits until all are back."""
 
     def __init__(self, size: int) -> None:
         self._content = bytes(size)
@@ -185,7 +194,7 @@ class Echo:
 
     @classmethod
     async def open(cls, ports: Sequence[int], size: int) -> Echo:
-        """Connect to each."""
+        """Connect to each of ``ports`` of this machine."""
         made = cls(size)
         loop = asyncio.get_running_loop()
         for port in ports:
@@ -194,7 +203,7 @@ class Echo:
         return made
 
     async def way(self, _: object) -> None:
-        """There and back."""
+        """Send the bytes to every port, and return when all are back."""
         self._done.clear()
         self._left = len(self._content) * len(self._transports)
         for transport in self._transports:
@@ -207,7 +216,7 @@ class Echo:
             self._done.set()
 
     def close(self) -> None:
-        """Of every port."""
+        """Close all connections."""
         for transport in self._transports:
             transport.close()
 
@@ -239,7 +248,7 @@ async def _turns(head: Head, echo: Echo, size: int, rounds: int) -> Figures:
 
 
 async def _cpu(head: Head, workers: int, rounds: int) -> float:
-    """Of this process, all threads, in µs an operation and worker."""
+    """Return the CPU time of this process, with all its threads, in µs for each operation and worker."""
     plans = [head.decide(PLAN) for _ in range(rounds)]
     began = time.process_time()
     for plan in plans:
@@ -248,7 +257,7 @@ async def _cpu(head: Head, workers: int, rounds: int) -> float:
 
 
 async def _idle(group: WorkerGroup) -> int:
-    """Bytes that the head sends while nothing is in flight."""
+    """Return how many bytes the head sends in ``IDLE`` seconds while nothing is in flight."""
     sent: list[int] = []
     links = [cast("StreamLink", link) for link in group._wire.links]
     for link in links:
@@ -258,7 +267,7 @@ async def _idle(group: WorkerGroup) -> int:
 
 
 class _Noting:
-    """A transport, and how many bytes it is given."""
+    """A wrapper of a transport that notes in ``sent`` how many bytes each write has."""
 
     def __init__(self, transport: Any, sent: list[int]) -> None:
         self._transport = transport
@@ -268,7 +277,7 @@ class _Noting:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Noted."""
+        """Note how many bytes ``data`` has, and write it."""
         self._sent.append(len(data))
         self._transport.write(data)
 
@@ -287,10 +296,10 @@ class _Echoing(asyncio.Protocol):
 
 
 async def _work(rank: int, address: str) -> None:
-    """Until the head closes."""
+    """Serve as a worker with an echo beside it, until the head closes."""
 
-    def ends_at_once(self: Performer, order: messages.Perform) -> None:
-        self._ended(Outcome(order.op, _DONE))
+    def ends_at_once(self: Performer, work: Work) -> None:
+        self._ended(_DONE, work.ops)
 
     Performer._perform = ends_at_once  # type: ignore[method-assign]
     server = await asyncio.get_running_loop().create_server(_Echoing, "127.0.0.1", 0)

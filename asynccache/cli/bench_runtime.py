@@ -16,23 +16,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import numpy as np
-import uvloop
 
+from asynccache.cli.loops import loop_factory
+from asynccache.cli.options import LOOPS
+from asynccache.cli.parsing import NOT_NEGATIVE, integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.cache import Ask, CacheCore, Grant
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.treelock import TreeLock
 
-_T = TypeVar("_T")
-
 Figures = dict[str, Any]
 
 PAGE, TOKENS = 16, 2560
+ROUNDS = 10
 GOAL_OVERHEAD_US = 5.0  # a core call
 GOAL_LOCK_US = 1.0
 CALLS = {"match": 1, "lease + release": 2}
@@ -41,25 +43,29 @@ GOAL_LAG_MS = {"p99": 1.5, "p999": 5.0, "max": 20.0}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
-    parser.add_argument("--calls", type=int, default=20_000, metavar="N",
+    parser.add_argument("--calls", type=integer(ROUNDS), default=20_000, metavar="N",
                         help="calls that each figure is made from (default: %(default)s)")
-    parser.add_argument("--duration", type=float, default=20.0, metavar="S",
+    parser.add_argument("--duration", type=NOT_NEGATIVE, default=20.0, metavar="S",
                         help="seconds of stress for each loop; 0: no stress (default: %(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="print no table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure on both loops, print the figures, and return them."""
-    overhead = {name: loop(measure_overhead(args.calls)) for name, loop in LOOPS.items()}
+    """Measure on both loops and return the figures."""
+    overhead = {}
+    for name in LOOPS:
+        with asyncio.Runner(loop_factory=loop_factory(name)) as runner:
+            overhead[name] = runner.run(measure_overhead(args.calls))
     lag = {name: measure_lag(name, args.duration) for name in LOOPS} if args.duration > 0 else {}
-    if not args.quiet:
-        for name, rows in overhead.items():
-            for row, figures in rows.items():
-                print(f"{name:<8} {row:<16} core {figures['core_us']:6.2f}  await {figures['await_us']:6.2f}  "
-                      f"adds {figures['adds_us']:5.2f} µs (goal {figures['goal_us']})", file=sys.stderr)  # fmt: skip
-        for name, figures in lag.items():
-            print(f"{name:<8} lag ms {figures['loop_lag_ms']} run queue ms {figures['run_queue_ms']}", file=sys.stderr)
     return {"bench": "runtime", "overhead": overhead, "stress": lag, "goal_lag_ms": GOAL_LAG_MS}
+
+
+def table(figures: Figures) -> str:
+    """Return the figures as lines for people."""
+    lines = [f"{loop:<8} {call:<16} core {row['core_us']:6.2f}  await {row['await_us']:6.2f}  "
+             f"adds {row['adds_us']:5.2f} µs (goal {row['goal_us']})"
+             for loop, rows in figures["overhead"].items() for call, row in rows.items()]
+    return "\n".join(lines + [f"{loop:<8} lag ms {row['loop_lag_ms']} run queue ms {row['run_queue_ms']}"
+                              for loop, row in figures["stress"].items()])
 
 
 # overhead
@@ -101,12 +107,7 @@ def _cost_of_lock(calls: int) -> float:
         lock.take()
         lock.release()
 
-    rounds = [_cpu_of(take, calls) - _cpu_of(_nothing, calls) for _ in range(5)]
-    return sorted(rounds)[2]
-
-
-def _nothing() -> None:
-    pass
+    return median(_cpu_of(take, calls) - _cpu_of(lambda: None, calls) for _ in range(5))
 
 
 def _core_lease(core: CacheCore, ask: Ask) -> None:
@@ -123,12 +124,11 @@ async def _cache_lease(cache: AsyncCache, tokens: np.ndarray[Any, Any]) -> None:
 async def _compare(direct: Callable[[], object], awaited: Callable[[], Awaitable[object]], calls: int) -> Figures:
     """Call both in turns, so that other work of the machine slows both alike; returns the median round of each, in
     µs."""
-    rounds = 10
     core, await_ = [], []
-    for _ in range(rounds + 1):
-        core.append(_cpu_of(direct, calls // rounds))
-        await_.append(await _cpu_of_awaits(awaited, calls // rounds))
-    core_us, await_us = sorted(core[1:])[rounds // 2], sorted(await_[1:])[rounds // 2]
+    for _ in range(ROUNDS + 1):  # the first one warms up
+        core.append(_cpu_of(direct, calls // ROUNDS))
+        await_.append(await _cpu_of_awaits(awaited, calls // ROUNDS))
+    core_us, await_us = median(core[1:]), median(await_[1:])
     return {"core_us": round(core_us, 2), "await_us": round(await_us, 2), "adds_us": round(await_us - core_us, 2)}
 
 
@@ -144,17 +144,6 @@ async def _cpu_of_awaits(work: Callable[[], Awaitable[object]], calls: int) -> f
     for _ in range(calls):
         await work()
     return (time.thread_time() - start) / calls * 1e6
-
-
-def _on_uvloop(main: Coroutine[Any, Any, _T]) -> _T:
-    return uvloop.run(main)
-
-
-def _on_asyncio(main: Coroutine[Any, Any, _T]) -> _T:
-    return asyncio.run(main)
-
-
-LOOPS: dict[str, Callable[[Coroutine[Any, Any, Figures]], Figures]] = {"uvloop": _on_uvloop, "asyncio": _on_asyncio}
 
 
 # lag

@@ -29,6 +29,7 @@ from asynccache.cli.bench_raw import OpenRaw, copy, page_memory, raw_client
 from asynccache.cli.bench_store_text import table
 from asynccache.cli.loops import loop_factory
 from asynccache.cli.options import LOOPS
+from asynccache.cli.parsing import integer
 from asynccache.cli.progress import Progress
 from asynccache.cli.text import size as shown
 from asynccache.errors import BackendError, ConfigError
@@ -118,10 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-sizes", default=PAGE_SIZES, metavar="SIZES",
                         help=f"sizes of a page, each measured by itself (default: {PAGE_SIZES})")
     parser.add_argument("--bytes", default="128MiB", metavar="SIZE", help="bytes moved in a pass (default: 128MiB)")
-    parser.add_argument("--batch", type=int, metavar="N",
+    parser.add_argument("--batch", type=integer(1), metavar="N",
                         help="pages in a call (default: as many as 8 MiB hold, at most 128)")
-    parser.add_argument("--concurrency", type=int, default=2, metavar="N", help="calls at a time (default: 2)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N",
+    parser.add_argument("--concurrency", type=integer(1), default=2, metavar="N", help="calls at a time (default: 2)")
+    parser.add_argument("--repeat", type=integer(1), default=3, metavar="N",
                         help="rounds; medians over them are shown (default: 3)")
     parser.add_argument("--verify", choices=("on", "off", "both"), default="both",
                         help="measure with checksums, without them, or both (default)")
@@ -140,20 +141,18 @@ def run(args: argparse.Namespace, tell: Tell | None = None) -> Figures:
     """
     sizes = [parse_size("--page-sizes", text) for text in args.page_sizes.split(",")]
     total = parse_size("--bytes", args.bytes)
-    batch = 1 if args.batch is None else args.batch
-    for name, value in (("--concurrency", args.concurrency), ("--repeat", args.repeat), ("--page-sizes", min(sizes)),
-                        ("--batch", batch)):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
+    if min(sizes) < 1:
+        raise ConfigError(f"--page-sizes={args.page_sizes}: must be at least 1")
     if total < max(sizes):
         raise ConfigError(f"--bytes={args.bytes!r} is less than one page of {max(sizes)} bytes")
     progress = Progress(sys.stderr)
+    tell = tell or ((lambda line: None) if args.quiet else progress.tell)
     try:
         if args.url is not None:
-            return _measured(args, args.url, sizes, total, tell or progress.tell)
+            return _measured(args, args.url, sizes, total, tell)
         with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
             url = f"file:{folder}/store?capacity={4 * total + (1 << 30)}"
-            return _measured(args, url, sizes, total, tell or progress.tell)
+            return _measured(args, url, sizes, total, tell)
     finally:
         progress.end()
 

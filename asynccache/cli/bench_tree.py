@@ -23,15 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from statistics import median_high
 from typing import Any, TypeVar
 
 from asynccache import compiled
+from asynccache.cli.parsing import choice, integer, listed
+from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import Ask, CacheCore, Grant, Lease
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
 from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
-from asynccache.errors import ConfigError
 
 _T = TypeVar("_T")
 
@@ -46,8 +48,8 @@ MEMORY_NODES = 20_000
 WINDOW = 1024
 FREEZE_EVERY = 4096
 HASH = bytes(32)
-REMEMBERED = 16_384             # nodes, as a cache that runs has it
-BETWEEN_S = 0.37                # from one request to the next, on the clock that the core is told of
+REMEMBERED = 16_384             # how many evicted nodes the core remembers, as in a running cache
+BETWEEN_S = 0.37                # seconds from one request to the next, on the clock that the core is told
 
 OPERATIONS = {
     "match": "match of 2,560 tokens, with its pages",
@@ -80,7 +82,7 @@ class Timer:
     cpu: array[int] = field(default_factory=lambda: array("q"))
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """Time one call."""
+        """Time one call of ``work``, and return its result."""
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         result = work()
         self.cpu.append(max(0, time.thread_time_ns() - cpu - self.own[1]))
@@ -88,38 +90,34 @@ class Timer:
         return result
 
     def figures(self) -> Figures:
-        """The figures in microseconds."""
+        """Return the figures: the number of calls, and times in microseconds."""
         return {"calls": len(self.wall)} | {
-            name: {"mean": _us(sum(values) / len(values)), "p50": _us(_at(values, 50)), "p99": _us(_at(values, 99)),
-                   "max": _us(max(values))}
+            name: {"mean": _us(sum(values) / len(values)), "p50": _us(median_high(values)),
+                   "p99": _us(sorted(values)[len(values) * 99 // 100]), "max": _us(max(values))}
             for name, values in (("wall", self.wall), ("cpu", self.cpu))
         }  # fmt: skip
 
+    def worst(self) -> Figures:
+        """Return the longest CPU time and the longest wall time of a call, in milliseconds. If the wall time is far
+        above the CPU time, the machine was busy."""
+        return {"cpu_ms": round(max(self.cpu) / 1e6, 3), "wall_ms": round(max(self.wall) / 1e6, 3)}
+
 
 def timer() -> Timer:
-    """A timer that subtracts its own cost, which is measured on the first call."""
+    """Return a timer that subtracts its own cost, which the first call of this function measures."""
     if not _own:
         bare = Timer()
         for _ in range(4000):
-            bare.call(_nothing)
-        _own.append((_at(bare.wall, 50), _at(bare.cpu, 50)))
+            bare.call(lambda: None)
+        _own.append((median_high(bare.wall), median_high(bare.cpu)))
     return Timer(_own[0])
 
 
 _own: list[tuple[int, int]] = []
 
 
-def _nothing() -> None:
-    """The empty call that is timed to measure the cost of timing."""
-
-
 def _us(nanoseconds: float) -> float:
     return round(nanoseconds / 1000, 2)
-
-
-def _at(values: array[int], percent: int) -> int:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
 class Bed:
@@ -151,7 +149,7 @@ class Bed:
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 
     def lease(self, key: bytes) -> Lease:
-        """A lease with room for ``key``, a while after the one before."""
+        """Return a lease with room for ``key``, granted ``BETWEEN_S`` seconds after the one before."""
         self._now += BETWEEN_S
         self.core.at(self._now)
         tokens = len(key) // 4
@@ -163,7 +161,7 @@ class Bed:
         return answer.lease
 
     def commit(self, lease: Lease, key: bytes) -> Plan:
-        """Publish ``key``, with a checkpoint at its end."""
+        """Publish ``key``, with a checkpoint at its end if there are states, and return the plan."""
         end = len(key) // 4 // self.page * self.page
         checkpoint = (end, int.from_bytes(lease.states[-4:], "little")) if self.kind == "all" else None
         answer = self.core.commit(lease, key, HASH * (end // self.page), checkpoint)
@@ -190,12 +188,12 @@ class Bed:
 
 
 def tokens(random: Random, count: int) -> bytes:
-    """``count`` random tokens."""
+    """Return ``count`` random tokens."""
     return array("i", [random.randrange(1 << 17) for _ in range(count)]).tobytes()
 
 
 def shared(seed: int = 0) -> list[bytes]:
-    """The keys of *shared*, shuffled."""
+    """Return the keys of *shared*, shuffled."""
     random = Random(seed)
     prompts = [tokens(random, PROMPT) for _ in range(PROMPTS)]
     keys = [prompt + tokens(random, CONTINUATION) for prompt in prompts for _ in range(CONTINUATIONS)]
@@ -204,7 +202,7 @@ def shared(seed: int = 0) -> list[bytes]:
 
 
 def turns(seed: int = 0) -> Iterator[bytes]:
-    """The keys of *turns*: in each round every conversation gets one turn longer, one after the other."""
+    """Yield the keys of *turns*: in each round every conversation gets one turn longer, one after the other."""
     random = Random(seed)
     conversations = [b""] * CONVERSATIONS
     for _ in range(TURNS):
@@ -288,7 +286,7 @@ def measure_evict(kind: str, page: int, eviction: str, calls: int = 60) -> dict[
 
 
 def measure_shape(kind: str, page: int, eviction: str) -> Figures:
-    """Every row of the table for one configuration."""
+    """Return every row of the table for one configuration."""
     timers: dict[str, Timer] = {}
     for part in (measure_shared, measure_turns, measure_evict):
         timers |= part(kind, page, eviction)
@@ -305,12 +303,12 @@ def measure_shape(kind: str, page: int, eviction: str) -> Figures:
 
 
 def measure_metrics(rounds: int, progress: Progress) -> Figures:
-    """How much counting for metrics adds to all calls together and to an eviction.
+    """Measure how much counting for metrics adds to all calls together and to an eviction, as shares.
 
     Two trees, one with and one without it, are called in turns, so that other work of the machine slows both alike.
     Most of the metrics are always counted; what a running cache has in addition is a memory of evicted nodes, from
-    which it knows the reason of a miss. In the sum over all calls each operation counts with its median, as often as it
-    is called.
+    which it knows the reason of a miss. In the sum over all calls, an operation counts with its median CPU time, as
+    often as it is called.
     """
     both: list[dict[str, Timer]] = [{name: timer() for name in ("insert", "match", "pin", "evict")} for _ in range(2)]
     for number in range(rounds):
@@ -318,7 +316,7 @@ def measure_metrics(rounds: int, progress: Progress) -> Figures:
         _side_by_side(both)
         gc.unfreeze()
         gc.collect()
-    off, on = ({name: len(one.cpu) * _at(one.cpu, 50) for name, one in timers.items()} for timers in both)
+    off, on = ({name: len(one.cpu) * median_high(one.cpu) for name, one in timers.items()} for timers in both)
     adds = sum(on.values()) / sum(off.values()) - 1
     return {"rounds": rounds, "off_us": {name: _us(value) for name, value in off.items()},
             "on_us": {name: _us(value) for name, value in on.items()}, "all_adds": round(adds, 4),
@@ -366,7 +364,7 @@ class Forest:
         self.keys: list[bytes] = []
 
     def key(self) -> bytes:
-        """The next key."""
+        """Return the next key to insert."""
         if not self._left:
             self._prompt = self._random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4)
             self._left = FANOUT
@@ -377,7 +375,7 @@ class Forest:
         return key
 
     def sample(self, count: int) -> list[bytes]:
-        """Some keys that were inserted."""
+        """Return at most ``count`` of the keys that were inserted."""
         return self._random.sample(self.keys, min(count, len(self.keys)))
 
     def grow(self, nodes: int) -> None:
@@ -401,18 +399,21 @@ def _grown(kind: str, size: int, eviction: str) -> Figures:
     forest = Forest(kind, size, eviction)
     forest.grow(size)
     bed = forest.bed
-    timers = {name: timer() for name in ("match", "pin", "insert", "release", "evict")}
+    told = ("match", "pin", "insert", "release", "evict")
+    worst = ("commit", "complete", "evict", "evict_slice", "freeze", "lease", "release")
+    timers = {name: timer() for name in (*told, *worst)}
     time_hits(bed, forest.sample(SAMPLE // 4), timers["match"], timers["pin"])
-    worst = Worst()
     for _ in range(SAMPLE // 2):
-        _timed_insert(bed, forest.key(), timers, worst)
+        _timed_insert(bed, forest.key(), timers)
+    timers["commit"] = timers["insert"]
     _fill(bed)
     ask = Ask(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
     for _ in range(SAMPLE // 4):
-        _evict_in_slices(bed, ask, lambda work: timers["evict"].call(lambda: worst.call("evict", work)))
+        _evict_in_slices(bed, ask, timers["evict"].call)
     tenth = size // 10 * GROWTH_PAGES * GROWTH_PAGE
-    _evict_in_slices(bed, Ask(SPACE, b"", 0, tenth, tenth, 0), lambda work: worst.call("evict_slice", work))
-    return {name: one.figures() for name, one in timers.items()} | {"worst_call": worst.figures()}
+    _evict_in_slices(bed, Ask(SPACE, b"", 0, tenth, tenth, 0), timers["evict_slice"].call)
+    return {**{name: timers[name].figures() for name in told},
+            "worst_call": {name: timers[name].worst() for name in worst}}
 
 
 Answer = Grant | Wait | More
@@ -425,12 +426,12 @@ def _evict_in_slices(bed: Bed, ask: Ask, call: Callable[[Callable[[], Answer]], 
     assert isinstance(answer, Grant)
 
 
-def _timed_insert(bed: Bed, key: bytes, timers: dict[str, Timer], worst: Worst) -> None:
-    lease = worst.call("lease", lambda: bed.lease(key))
-    plan = timers["insert"].call(lambda: worst.call("commit", lambda: bed.commit(lease, key)))
-    worst.call("complete", lambda: bed.complete(plan))
-    bed.complete(timers["release"].call(lambda: worst.call("release", lambda: bed.core.release(lease))))
-    worst.call("freeze", bed.freeze)
+def _timed_insert(bed: Bed, key: bytes, timers: dict[str, Timer]) -> None:
+    lease = timers["lease"].call(lambda: bed.lease(key))
+    plan = timers["insert"].call(lambda: bed.commit(lease, key))
+    timers["complete"].call(lambda: bed.complete(plan))
+    bed.complete(timers["release"].call(lambda: bed.core.release(lease)))
+    timers["freeze"].call(bed.freeze)
 
 
 def _fill(bed: Bed) -> None:
@@ -440,36 +441,13 @@ def _fill(bed: Bed) -> None:
     assert isinstance(bed.core.lease(Ask(SPACE, b"", 0, free, swa, 0)), Grant)
 
 
-class Worst:
-    """The longest single call of each kind, with garbage collection. If the wall time is far above the CPU time, the
-    machine was busy."""
-
-    def __init__(self) -> None:
-        self._worst: dict[str, tuple[int, int]] = {}
-
-    def call(self, name: str, work: Callable[[], _T]) -> _T:
-        """Call ``work`` and note how long it took; returns its result."""
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        result = work()
-        cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
-        before = self._worst.get(name, (0, 0))
-        self._worst[name] = (max(before[0], cpu), max(before[1], wall))
-        return result
-
-    def figures(self) -> Figures:
-        """The figures in milliseconds."""
-        return {
-            name: {"cpu_ms": round(cpu / 1e6, 3), "wall_ms": round(wall / 1e6, 3)}
-            for name, (cpu, wall) in sorted(self._worst.items())
-        }
-
-
 # memory
 
 
 def measure_memory(kind: str, eviction: str) -> Figures:
-    """Bytes of memory per node besides its tokens (4 bytes each), slots (4 for each page and tier) and hashes (32 for
-    each page). Measured before anything is evicted, so without what a policy remembers of evicted nodes."""
+    """Measure the bytes of memory per node besides its tokens (4 bytes each), slots (4 bytes for each page and tier)
+    and hashes (32 bytes for each page). Nothing is evicted, so what a policy remembers of evicted nodes is not in
+    it."""
     random = Random(1)
     nodes = MEMORY_NODES
     bed = Bed(kind, GROWTH_PAGE, 3 * nodes * GROWTH_PAGES * GROWTH_PAGE, host=True, states=2 * nodes,
@@ -489,8 +467,8 @@ def measure_memory(kind: str, eviction: str) -> Figures:
 
 
 def measure_ghosts(eviction: str) -> Figures | None:
-    """Bytes of memory for each evicted node that the policy remembers; None for a policy that remembers none. ``most``:
-    how many nodes it may remember at this size."""
+    """Measure the bytes of memory for each evicted node that the policy remembers. Returns None for a policy that
+    remembers none. ``most`` among the figures: how many nodes it may remember at this size."""
     random, nodes = Random(2), MEMORY_NODES // 8
     bed = Bed("full", GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE, host=False, eviction=eviction)
     if bed.core.learned() is None:
@@ -519,32 +497,23 @@ def _payload(node: Node) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
-    parser.add_argument("--nodes", default="1000,10000,100000,1000000", metavar="N,N",
+    numbers = [str(i) for i in range(len(SHAPES))]
+    parser.add_argument("--nodes", type=listed(integer(1)), default="1000,10000,100000,1000000", metavar="N,N",
                         help="numbers of nodes of the trees that are measured; empty: none (default: %(default)s)")
-    parser.add_argument("--shapes", default=",".join(f"{i}" for i in range(len(SHAPES))), metavar="I,I",
+    parser.add_argument("--shapes", type=listed(choice(*numbers)), default=",".join(numbers), metavar="I,I",
                         help="shapes to measure (default: all): "
-                             + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
-    parser.add_argument("--eviction", default="lru", choices=("lru", "p2c"),
-                        help="the eviction policy (default: %(default)s)")
-    parser.add_argument("--metrics", type=int, default=0, metavar="N",
+                             + "; ".join(map("{}: {}".format, numbers, SHAPES)))
+    parser.add_argument("--eviction", default="lru", choices=EVICTION_POLICIES,
+                        help="the eviction policy (default: %(default)s, for which the goals were set)")
+    parser.add_argument("--metrics", type=integer(0), default=0, metavar="N",
                         help="instead of all else, measure in N rounds how much counting for metrics adds")
     parser.add_argument("--this-core", action="store_true",
                         help="if the compiled core runs, do not measure the pure one as well")
-    parser.add_argument("--quiet", action="store_true", help="print no progress and no table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the table, and return the figures, in microseconds unless a name says otherwise. ``pure`` among
-    them: the figures of the pure core, if the compiled one runs.
-
-    Raises:
-        ConfigError: ``--nodes`` or ``--shapes`` cannot be used.
-    """
-    sizes, chosen = _numbers("nodes", args.nodes), _numbers("shapes", args.shapes)
-    if any(not 0 <= index < len(SHAPES) for index in chosen):
-        raise ConfigError(f"shapes: {args.shapes!r} must be numbers from 0 to {len(SHAPES) - 1}")
-    if any(size < 1 for size in sizes):
-        raise ConfigError(f"nodes: {args.nodes!r} must be numbers of at least 1")
+    """Measure, and return the figures, in microseconds unless a name says otherwise. If the compiled core runs,
+    ``pure`` among them has the figures of the pure core, but not with ``--this-core``."""
     progress: Progress = (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
     if args.metrics > 0:
         found = measure_metrics(args.metrics, progress)
@@ -552,45 +521,40 @@ def run(args: argparse.Namespace) -> Figures:
         progress(f"metrics add {adds:.2f} % to all calls, {evict:.1f} % to an eviction")
         return {"bench": "tree", "shapes": {}, "growth": {}, "memory": {}, "metrics": found}
     shapes = {}
-    for name, (kind, page) in [list(SHAPES.items())[index] for index in chosen]:
+    for name, (kind, page) in [list(SHAPES.items())[int(number)] for number in args.shapes]:
         progress(f"{name}: shared, turns, evict")
         shapes[name] = measure_shape(kind, page, args.eviction)
-    growth = {kind: measure_growth(kind, sizes, args.eviction, progress) for kind in ("full", "all")} if sizes else {}
+    kinds = ("full", "all") if args.nodes else ()
+    growth = {kind: measure_growth(kind, args.nodes, args.eviction, progress) for kind in kinds}
     memory: Figures = {kind: measure_memory(kind, args.eviction) for kind in ("full", "all")}
     ghosts = measure_ghosts(args.eviction)
     found = {"bench": "tree", "core": compiled.CORE, "eviction": args.eviction, "python": sys.version.split()[0],
              "shapes": shapes, "growth": growth, "memory": memory if ghosts is None else {**memory, "ghosts": ghosts}}
-    pure = None
     if compiled.CORE == "compiled" and not args.this_core:
         progress("the pure core")
-        pure = found["pure"] = _measured_pure(args)
-    for line in lines(shapes, None if pure is None else pure["shapes"]):
-        progress(line)
+        found["pure"] = _measured_pure(args)
     return found
 
 
 def _measured_pure(args: argparse.Namespace) -> Figures:
-    """The figures of the pure core, measured in a process of its own."""
+    """Return the figures of the pure core, measured in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "tree.json")
-        command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--nodes", args.nodes, "--shapes",
-                   args.shapes, "--eviction", args.eviction, "--quiet", "--json", path]  # fmt: skip
+        command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--nodes", ",".join(map(str, args.nodes)),
+                   "--shapes", ",".join(args.shapes), "--eviction", args.eviction, "--quiet", "--json", path]
         subprocess.run(command, env={**os.environ, "ASYNCCACHE_PURE": "1"}, check=True)
         with open(path) as file:
             figures: Figures = json.load(file)
     return figures
 
 
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ConfigError(f"{name}: {text!r} is no list of numbers") from None
+def table(figures: Figures) -> str:
+    """Return the table for people: CPU times beside the goals, which are for p50 with the compiled core and for the
+    mean with the pure one. Where both cores were measured, the pure one's p50 stands beside them."""
+    return "\n".join(_lines(figures["shapes"], figures.get("pure", {}).get("shapes")))
 
 
-def lines(shapes: Figures, pure: Figures | None = None) -> Iterator[str]:
-    """The table: CPU times beside the goals, which are for p50 with the compiled core and for the mean with the pure
-    one. ``pure``: figures of the pure core, to be shown beside them."""
+def _lines(shapes: Figures, pure: Figures | None) -> Iterator[str]:
     judged = "p50" if compiled.CORE == "compiled" else "mean"
     for name, rows in shapes.items():
         yield f"{name + ', ' + compiled.CORE:<29} CPU µs: mean    p50    p99   goal{'   pure p50' if pure else ''}"

@@ -31,6 +31,7 @@ import torch
 import uvloop
 from asynccache_hf import INSTALL
 
+from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import ConfigError
@@ -39,7 +40,7 @@ from asynccache.runtime.cache import AsyncCache
 try:
     import transformers
     from asynccache_hf import Layout, PagedModel, describe
-    from asynccache_shim import Limits, Request, Scheduler, Settings
+    from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
     from asynccache.cli import bench_together
     from asynccache.cli.bench_together import Load
@@ -56,46 +57,41 @@ Figures = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
-    parser.add_argument("--prefix", type=int, default=4096, metavar="N",
+    parser.add_argument("--prefix", type=integer(PAGE), default=4096, metavar="N",
                         help=f"tokens of the shared prefix, a multiple of {PAGE} (default: %(default)s)")
-    parser.add_argument("--own", type=int, default=32, metavar="N",
+    parser.add_argument("--own", type=integer(1), default=32, metavar="N",
                         help="tokens of its own at the end of each prompt (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=8, metavar="N",
+    parser.add_argument("--requests", type=integer(1), default=8, metavar="N",
                         help="requests at once in the second table (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=128, metavar="N",
+    parser.add_argument("--prompt", type=integer(2 * PAGE), default=128, metavar="N",
                         help="tokens of a prompt in the second table (default: %(default)s)")
-    parser.add_argument("--new", type=int, default=24, metavar="N",
+    parser.add_argument("--new", type=integer(1), default=24, metavar="N",
                         help="new tokens of a request in the second table (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="layers of the model (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=512, metavar="N",
+    parser.add_argument("--repeats", type=integer(1), default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--layers", type=integer(1), default=8, metavar="N",
+                        help="layers of the model (default: %(default)s)")
+    parser.add_argument("--width", type=integer(64), default=512, metavar="N",
                         help="hidden size of the model, a multiple of 64 (default: %(default)s)")
     parser.add_argument("--storage", metavar="URL", help="L3 (default: a file store in a temporary folder)")
-    parser.add_argument("--quiet", action="store_true", help="print neither progress nor the table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the tables, and return the figures.
+    """Measure, tell the progress on standard error, and return the figures.
 
     Raises:
         ConfigError: an option cannot be used.
         Unavailable: the store cannot be opened.
     """
-    if args.prefix < PAGE or args.prefix % PAGE or min(args.own, args.repeats, args.layers) < 1:
-        raise ConfigError(f"--prefix must be a multiple of {PAGE}; --own, --repeats and --layers at least 1")
-    if args.width < 64 or args.width % 64:
-        raise ConfigError(f"--width={args.width} must be a multiple of 64")
-    if min(args.requests, args.new) < 1 or args.prompt < 2 * PAGE:
-        raise ConfigError(f"--requests and --new must be at least 1, --prompt at least {2 * PAGE}")
+    for name, unit in (("prefix", PAGE), ("width", 64)):
+        if getattr(args, name) % unit:
+            raise ConfigError(f"--{name}={getattr(args, name)} must be a multiple of {unit}")
     load = Load(args.requests, args.prompt, args.new)
-    say = _Nothing() if args.quiet else _Progress(args.repeats)
+    say = _Progress(args.repeats, quiet=args.quiet)
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         bench = Bench(args, args.storage or f"file:{folder}/store?capacity={_store_bytes(args)}")
         times = uvloop.run(bench.measure(say))
     together = bench_together.measure(bench.model, load, args.repeats, say.took)
-    figures = {**bench.figures(times), "together": _together(load, together)}
-    say.table(figures)
-    return figures
+    return {**bench.figures(times), "together": _together(load, together)}
 
 
 def _together(load: Load, times: bench_together.Times) -> Figures:
@@ -177,13 +173,13 @@ class Bench:
     async def _served(self) -> AsyncIterator[Served]:
         async with AsyncCache(self._config()) as cache:
             model = PagedModel(self._model, self._layout, cache.pools)
-            async with Scheduler(cache, model, Settings(step_tokens=CHUNK)) as scheduler:
+            async with Scheduler(cache, model, SchedulerConfig(step_tokens=CHUNK)) as scheduler:
                 await scheduler.submit(Request(self._tokens(PAGE), Limits(max_new_tokens=1), extra_key="warm")).done()
                 yield Served(cache, scheduler)
 
     # measuring
 
-    async def measure(self, say: _Nothing) -> dict[str, list[float]]:
+    async def measure(self, say: _Progress) -> dict[str, list[float]]:
         """Measure all rounds; returns the seconds of each round by way. Cancelling closes everything that is open."""
         times: dict[str, list[float]] = {way: [] for way in WAYS}
 
@@ -191,7 +187,7 @@ class Bench:
             times[way].append(seconds)
             say.took(way, seconds)
 
-        say.filling()
+        say.say("filling the store")
         await self._alone(self._without)
         async with self._served() as served:
             await self._first_token(served, (0, 0, 0))
@@ -254,45 +250,36 @@ class Bench:
         }
 
 
-class _Nothing:
-    """Shows nothing."""
+class _Progress:
+    """Tells the progress on standard error, or nothing if ``quiet``."""
 
-    def filling(self) -> None: ...
-    def took(self, way: str, seconds: float) -> None: ...
-    def table(self, figures: Figures) -> None: ...
-
-
-class _Progress(_Nothing):
-    """Shows the progress and, in the end, the tables on standard error."""
-
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, *, quiet: bool) -> None:
         self._total = rounds * (len(WAYS) + 4)
         self._done = 0
+        self._quiet = quiet
 
-    def filling(self) -> None:
-        print("filling the store", file=sys.stderr)
+    def say(self, line: str) -> None:
+        if not self._quiet:
+            print(line, file=sys.stderr)
 
     def took(self, way: str, seconds: float) -> None:
         self._done += 1
-        print(f"[{self._done:>2}/{self._total}] {way:<32} {seconds * 1e3:8.1f} ms", file=sys.stderr)
+        self.say(f"[{self._done:>2}/{self._total}] {way:<32} {seconds * 1e3:8.1f} ms")
 
-    def table(self, figures: Figures) -> None:
-        medians, millions = figures["ttft_ms"], figures["parameters"] / 1e6
-        print(f"\n{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, {millions:.0f} M "
-              f"parameters, {figures['torch_threads']} threads\n", file=sys.stderr)  # fmt: skip
-        print("| prefix    | time to first token |      |\n|---|---:|---:|", file=sys.stderr)
-        for way, value in medians.items():
-            print(f"| {way:<9} | {value:>16.1f} ms | {medians['no cache'] / value:>3.1f}× |", file=sys.stderr)
-        self._batches(figures["together"])
 
-    def _batches(self, figures: Figures) -> None:
-        first, speed = figures["first_tokens_ms"], figures["tokens_per_cpu_second"]
-        base = next(iter(speed.values()))
-        sizes = f"of {figures['prompt_tokens']} tokens and {figures['new_tokens']} new ones"
-        print(f"\n{figures['requests']} requests at once, {sizes}: until all have a token,\n"
-              "and new tokens per second of CPU time\n", file=sys.stderr)  # fmt: skip
-        print(f"| {'continuous batching':<32} | first tokens | a CPU second |       |\n|---|---:|---:|---:|",
-              file=sys.stderr)  # fmt: skip
-        for way, value in first.items():
-            print(f"| {way:<32} | {value:>9.1f} ms | {speed[way]:>12.1f} | {speed[way] / base:>4.2f}× |",
-                  file=sys.stderr)  # fmt: skip
+def table(figures: Figures) -> str:
+    """Return both tables as Markdown of at most 80 columns."""
+    medians, together = figures["ttft_ms"], figures["together"]
+    first, speed = together["first_tokens_ms"], together["tokens_per_cpu_second"]
+    base = next(iter(speed.values()))
+    return "\n".join((
+        f"\n{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, "
+        f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['torch_threads']} threads\n",
+        "| prefix    | time to first token |      |\n|---|---:|---:|",
+        *(f"| {way:<9} | {value:>16.1f} ms | {medians['no cache'] / value:>3.1f}× |" for way, value in medians.items()),
+        f"\n{together['requests']} requests at once, of {together['prompt_tokens']} tokens and "
+        f"{together['new_tokens']} new ones: until all have a token,\nand new tokens per second of CPU time\n",
+        f"| {'continuous batching':<32} | first tokens | a CPU second |       |\n|---|---:|---:|---:|",
+        *(f"| {way:<32} | {value:>9.1f} ms | {speed[way]:>12.1f} | {speed[way] / base:>4.2f}× |"
+          for way, value in first.items()),
+    ))

@@ -43,7 +43,7 @@ def capacity(
 
     ``trace``: the trace under ``replay``, None under ``stress``. ``facts``: the cache's own figures. With ``compare``,
     some sizes are also computed under the policy in use and with the whole future known; that takes a while. Policies
-    other than LRU go by the time at which prompts came, which only a trace tells; without one they are not compared.
+    other than LRU go by the time at which prompts came, which only a trace tells; without one LRU stands for them.
     """
     unit = settings.page_size if trace is None else BLOCK_TOKENS
     requests = list(_numbered(tally.paths) if trace is None else blocks(trace))
@@ -59,12 +59,13 @@ def capacity(
         "points": [{"units": at, "hit_ratio": ratios.of(found.found(at))} for at in shown],
         "tiers": tiers,
     }
-    if compare and (trace is not None or settings.eviction == "lru"):
+    if compare:
+        eviction = settings.eviction if trace is not None else "lru"
         wanted = {tier["units"] for tier in tiers} | {_evenly(shown, i) for i in range(_COMPARED)}
         sizes = sorted(units for units in wanted if units <= found.pages)
         times = [0.0] * len(requests) if trace is None else arrivals(trace, 1.0)
-        rows = list(compared(requests, found, sizes, settings.eviction, times))
-        report |= {"eviction": settings.eviction, "compared": [
+        rows = list(compared(requests, found, sizes, eviction, times))
+        report |= {"eviction": eviction, "compared": [
             {"units": size, **{name: ratios.of(pages) for name, pages in row.items()}}
             for size, row in zip(sizes, rows, strict=True)
         ]}

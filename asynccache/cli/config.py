@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from asynccache.cli.options import OPTIONS, Option, RunSettings, resolve_options
+from asynccache.cli.options import Option, RunSettings, options_for, resolve_options, said_of
 from asynccache.cli.runfile import SECTIONS
 from asynccache.config import CacheConfig
 from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
@@ -76,26 +76,18 @@ def _plain(values: Iterable[Effective]) -> list[dict[str, object]]:
 
 
 def _of_runs(name: str) -> Iterator[Effective]:
-    """The options that hold for each command that a file without a cache has a section for; ``stress`` if it has
-    none."""
+    """Yield the options that hold for each command that a file without a cache has a section for; for ``stress`` if it
+    has none. Values are shown as they were written."""
     file = read_file(name)
     for section in [each for each in SECTIONS if each in file.table] or ["stress"]:
-        given: dict[str, tuple[Any, str]] = {}
-        top = {key: value for key, value in file.table.items() if key not in SECTIONS}
-        for path, table in (((), top), ((section,), file.table.get(section, {}))):
-            for key, value in table.items():
-                given[key.replace("-", "_")] = (_frozen(value), file.origin((*path, key)))
-        for option in OPTIONS:
-            variable = f"ASYNCCACHE_{section.upper()}__{option.field.upper()}"
-            if variable in os.environ:
-                given[option.field] = (os.environ[variable], f"environment variable {variable}")
-            if section in option.defaults and option.name != "config":
-                value, origin = given.get(option.field, (option.defaults[section], "default"))
-                yield Effective((section, option.name), value, origin)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+        said = said_of(section, file, os.environ).values
+        for field, option in options_for(section).items():
+            if field in said:
+                written = said[field].written
+                value = tuple(written) if isinstance(written, list) else written
+                yield Effective((section, option.name), value, said[field].origin)
+            elif field != "config":
+                yield Effective((section, option.name), option.defaults[section], "default")
 
 
 def _check(file: str) -> int:
@@ -173,7 +165,7 @@ def whole_schema() -> dict[str, Any]:
 
 
 def _section(section: str) -> dict[str, Any]:
-    options = [option for option in OPTIONS if section in option.defaults and option.name != "config"]
+    options = [option for field, option in options_for(section).items() if field != "config"]
     names = {name: option for option in options for name in (option.name, option.field)}
     return {
         "type": "object", "description": f"Options of asynccache {section}.", "additionalProperties": False,

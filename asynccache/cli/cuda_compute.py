@@ -1,18 +1,19 @@
-"""Copies beside computing: what they cost a stream of bf16 products.
+"""What copies cost a computation that runs beside them: a stream of products of bf16 matrices.
 
-Needs torch with CUDA. Products are timed by the device; copies run from before their first to after their last, or the
-round is done again with more of them.
+It needs torch with CUDA. The device itself times the products. The copies begin before the first product and must end
+after the last one; where they end earlier, the round is done again with more copies.
 """
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import torch
 
 from asynccache.cli.cuda_copies import Pages, Ways, ended
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import Towards
+from asynccache.memory.cuda.driver_protocol import Towards
 
 SIDE = 4096
 PRODUCTS = 200
@@ -23,7 +24,7 @@ Figures = dict[str, Any]
 
 
 class Products:
-    """An endless supply of bf16 products on a stream of their own."""
+    """Products of two bf16 matrices with ``side`` rows and columns, on a stream of their own."""
 
     def __init__(self, index: int, side: int) -> None:
         self.stream = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
@@ -32,13 +33,13 @@ class Products:
         torch.cuda.synchronize(index)
 
     def put(self, count: int) -> None:
-        """Enqueue so many."""
-        with torch.cuda.stream(self.stream):  # and nothing is awaited in here
+        """Enqueue ``count`` products. Returns at once."""
+        with torch.cuda.stream(self.stream):  # nothing may be awaited in here
             for _ in range(count):
                 torch.mm(self._a, self._b, out=self._out)
 
     def seconds(self, count: int) -> float:
-        """Device time of so many."""
+        """Return the seconds that the device takes for ``count`` products. Blocks until they are done."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(self.stream)
         self.put(count)
@@ -47,16 +48,12 @@ class Products:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def middle(values: list[float]) -> float:
-    """The median; of an even number the larger."""
-    return sorted(values)[len(values) // 2]
-
-
 def slow_down(ways: Ways, index: int, rounds: int) -> Figures:
-    """How much longer the products take while pieces of 64 KiB are copied all the time, by way and path."""
+    """Return by how much longer the products take while pieces of 64 KiB are copied all the time, for each direction
+    and path."""
     products = Products(index, SIDE)
     products.seconds(PRODUCTS)
-    alone = middle([products.seconds(PRODUCTS) for _ in range(rounds)])
+    alone = median([products.seconds(PRODUCTS) for _ in range(rounds)])
     beside = [
         {"direction": towards.value, "path": path, "slower_by": _beside(device, towards, products, alone, rounds)}
         for towards in (Towards.OUT, Towards.IN) for path, device in ways.items()
@@ -72,13 +69,13 @@ def _beside(device: CudaDevice, towards: Towards, products: Products, alone: flo
             taken.append(one)
         batches *= 2
     device.release(stream)
-    return round(middle(taken) / alone - 1, 4) if len(taken) == rounds else None
+    return round(median(taken) / alone - 1, 4) if len(taken) == rounds else None
 
 
 def _covered(
     device: CudaDevice, stream: Any, pages: Pages, towards: Towards, products: Products, batches: int
 ) -> float | None:
-    """Seconds of the products while so many batches are copied; ``None`` if these ended before the products."""
+    """Return the seconds of the products while ``batches`` batches are copied; None if the copies ended first."""
     events = [pages.submit(device, stream, towards, pages.scattered()) for _ in range(batches)]
     ended(events[0])  # so the copies run, and the submitter is ahead of them
     taken = products.seconds(PRODUCTS)

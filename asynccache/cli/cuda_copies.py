@@ -1,8 +1,12 @@
 """Bandwidth of page copies: every width of pieces, both ways, by each path, as a share of one large pinned copy.
 
-Law: the large copy is measured in the same run, before and after; a figure is the best of some rounds, since whatever
-disturbs only makes it slower; pages are scattered, so nothing is merged that a real cache could not merge. What is
-timed begins with the call and ends when a thread knows of the last byte: planning, submission and wake-up are in it.
+Laws:
+
+* The large copy is measured in the same run, before and after the others.
+* A figure is the best of some rounds, since a disturbance can only make a copy slower.
+* Pages are scattered, so nothing is merged that a real cache could not merge.
+* The time begins with the call and ends when a thread knows of the last byte: planning, submission and wake-up are in
+  it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from asynccache.cli.text import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import Towards
+from asynccache.memory.cuda.driver_protocol import Towards
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.streams import CudaStream
 from asynccache.memory.device import PageCopy
@@ -28,11 +32,11 @@ from asynccache.memory.pools import DevicePool, HostPool
 WIDTHS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 LAYERS = 4
 PATHS = {"dma": 0, "kernel": 1 << 62}
-"""Each path by the ``kernel_below`` that forces it."""
+"""For each path the ``kernel_below``, in bytes, that forces it."""
 NAMES = {"dma": "the copy engines", "kernel": "the kernel"}
 MARGIN = 0.9
-"""A kernel takes multiprocessors from whoever computes: it is worth that where copy engines reach less than this share
-of what it does."""
+"""The kernel is used where the copy engines reach less than this share of its rate: it has to be that much faster,
+since it takes multiprocessors from whoever computes."""
 
 Figures = dict[str, Any]
 Ways = Mapping[str, CudaDevice]
@@ -40,7 +44,8 @@ Ways = Mapping[str, CudaDevice]
 
 @asynccontextmanager
 async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
-    """The same GPU, once for each path by name. Cancelling it closes them."""
+    """Open the GPU of ``device`` once for each path, and give these devices by the path's name. They are closed at the
+    end of the ``async with``, also if it is cancelled."""
     ways = {
         path: CudaDevice(device.driver, device.name, settings=replace(device.settings, kernel_below=below))
         for path, below in PATHS.items()
@@ -53,7 +58,7 @@ async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
 
 
 class Pages:
-    """A pool of ``size`` bytes on either tier, whose pages have ``width`` bytes in each layer."""
+    """A pool on device and host, of ``size`` bytes on each. Its pages have ``width`` bytes in each layer."""
 
     def __init__(self, device: CudaDevice, size: int, width: int, layers: int = LAYERS) -> None:
         count = max(1, size // (width * layers))
@@ -63,17 +68,17 @@ class Pages:
         self._random = np.random.default_rng(1)
 
     def scattered(self, count: int | None = None) -> list[PageCopy]:
-        """So many pages, or all, of which no two are neighbours but by chance."""
+        """Return a copy of ``count`` pages, or of all if that is None, in random order on either side."""
         drawn = (self._random.permutation(self.spec.device_pages)[:count].astype(np.int32) for _ in range(2))
         return [PageCopy(self.device, self.host, *map(_kept, drawn))]
 
     def neighbours(self) -> list[PageCopy]:
-        """All pages, in their order on either side."""
+        """Return a copy of all pages, in their order on either side."""
         ids = _kept(np.arange(self.spec.device_pages, dtype=np.int32))
         return [PageCopy(self.device, self.host, ids, ids)]
 
     def submit(self, device: CudaDevice, stream: CudaStream, towards: Towards, copies: Sequence[PageCopy]) -> CudaEvent:
-        """Begin to copy; the event is done when all is there."""
+        """Begin to copy, and return an event that fires when all is there."""
         if towards is Towards.OUT:
             device.device_to_host(stream, copies)
         else:
@@ -82,16 +87,16 @@ class Pages:
 
 
 def _kept(ids: Any) -> Any:
-    """Read-only, as the ids of a plan's moves are: the device need not copy them."""
+    """Make ``ids`` read-only, as the ids of a plan's moves are, so that the device need not copy them."""
     ids.flags.writeable = False
     return ids
 
 
 def ended(event: CudaEvent) -> None:
-    """Wait for it.
+    """Block until ``event`` has fired.
 
     Raises:
-        Exception: what it stands for failed.
+        Exception: the copy that the event stands for failed.
     """
     event.block()
     if event.failure is not None:
@@ -99,7 +104,7 @@ def ended(event: CudaEvent) -> None:
 
 
 def rate(device: CudaDevice, pages: Pages, towards: Towards, copies: Sequence[PageCopy], rounds: int) -> float:
-    """Bytes a second, the best of so many rounds after one that warms up."""
+    """Return bytes per second: of the best of ``rounds`` rounds, after one that warms up."""
     stream, taken = device.stream("rate"), list[float]()
     for _ in range(rounds + 1):
         began = time.perf_counter()
@@ -110,13 +115,14 @@ def rate(device: CudaDevice, pages: Pages, towards: Towards, copies: Sequence[Pa
 
 
 def large(device: CudaDevice, size: int, rounds: int) -> dict[Towards, float]:
-    """Bytes a second of one large copy each way."""
+    """Return bytes per second of one copy of ``size`` bytes, each way by itself."""
     pages = Pages(device, size, 1 << 20, layers=1)
     return {way: rate(device, pages, way, pages.neighbours(), rounds) for way in (Towards.OUT, Towards.IN)}
 
 
 def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
-    """Each way by itself, with pools of ``size`` bytes."""
+    """Measure each way by itself, with pools of ``size`` bytes, and return the figures. Rates are in GB/s, ``share`` is
+    of the large copy's rate."""
     before = large(device, size, rounds)
     rows = list(table(device, ways, size, rounds))
     after = large(device, size, rounds)
@@ -128,7 +134,7 @@ def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
 
 
 def table(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Iterator[Figures]:
-    """A row for each way and width: what each path makes of it, and by which one the settings have it go."""
+    """Yield a row for each width and direction: each path's rate in GB/s, and the path that the settings choose."""
     for width in WIDTHS:
         pages = Pages(device, size, width)
         for towards in (Towards.OUT, Towards.IN):
@@ -139,13 +145,15 @@ def table(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Iterator[Fi
 
 
 def crossover(rows: Sequence[Figures]) -> int:
-    """The ``kernel_below`` that these rows speak for: the least width from which the copy engines suffice."""
+    """Return the ``kernel_below`` that these rows speak for: the least width, in bytes, from which on the copy engines
+    suffice."""
     slow = [row["width"] for row in rows if row["dma_gb_s"] < MARGIN * row["kernel_gb_s"]]
     return min((width for width in WIDTHS if width > max(slow, default=0)), default=2 * WIDTHS[-1])
 
 
 def both(device: CudaDevice, size: int, width: int, rounds: int) -> Figures:
-    """A stream each way, at the same time, in pools of their own, of ``size`` bytes together."""
+    """Copy both ways at the same time, each on a stream and in a pool of its own, ``size`` bytes together. Returns the
+    width of the pieces in bytes, and the sum of both rates in GB/s."""
     ways = [(way, Pages(device, size // 2, width), device.stream(way.value)) for way in (Towards.OUT, Towards.IN)]
     taken = []
     for _ in range(rounds + 1):
@@ -159,7 +167,7 @@ def both(device: CudaDevice, size: int, width: int, rounds: int) -> Figures:
 
 
 def told(copies: Figures) -> Iterator[str]:
-    """What ``measure`` found, for a person."""
+    """Yield the sentences that tell a person what ``measure`` found."""
     for direction, rate in copies["large_gb_s"].items():
         yield f"{direction}: {rate} GB/s for one large copy"
     for row in copies["pieces"]:

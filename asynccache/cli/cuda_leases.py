@@ -11,6 +11,7 @@ from typing import Any
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.cuda_compute import Products
+from asynccache.cli.meter import spread
 from asynccache.memory.cuda.device import CudaDevice
 
 LAYERS, SIDE = 32, 2048
@@ -20,8 +21,9 @@ Figures = dict[str, Any]
 
 
 async def layer_wise(device: CudaDevice, index: int, rounds: int) -> Figures:
-    """A load of all layers, as long a computation in which each layer waits for its own, and both together. Cancelling
-    it closes the cache; what is in flight ends by itself."""
+    """Measure a load of all layers, a computation that takes as long, and both together, where the computation of each
+    layer waits for the layer's load. Returns the figures, in seconds unless a name says otherwise. Cancelling it closes
+    the cache; what is in flight ends by itself."""
     products = Products(index, SIDE)
     full = Full(bytes_per_token=PAGE_BYTES // PAGE_TOKENS, layers=LAYERS, device_tokens=(PAGES + 8) * PAGE_TOKENS,
                 host_tokens=(2 * PAGES + 8) * PAGE_TOKENS)  # fmt: skip
@@ -36,16 +38,16 @@ async def layer_wise(device: CudaDevice, index: int, rounds: int) -> Figures:
         compute = min(products.seconds(each * LAYERS) for _ in range(rounds))
         prompts.waits.clear()
         together = min([await prompts.serve(each) for _ in range(rounds)])
-    waits = sorted(prompts.waits)
+    waits = spread(prompts.waits, 1e6)
     return {"layers": LAYERS, "load_s": round(load, 6), "compute_s": round(compute, 6),
             "together_s": round(together, 6), "ratio": round(together / max(load, compute), 3),
-            "tokens": min(prompts.loaded), "wait_layer_p50_us": _us(waits[len(waits) // 2]),
-            "wait_layer_max_us": _us(waits[-1])}  # fmt: skip
+            "tokens": min(prompts.loaded), "wait_layer_p50_us": round(waits.p50, 2),
+            "wait_layer_max_us": round(waits.max, 2)}  # fmt: skip
 
 
 class _Prompts:
-    """Two of them, by turns. ``waits``: how long each ``wait_layer`` kept the caller. ``loaded``: the tokens that the
-    last leases had from the host."""
+    """Two prompts that are served by turns. ``waits``: how many seconds each ``wait_layer`` kept the caller.
+    ``loaded``: how many tokens each of the last two leases had from the host."""
 
     def __init__(self, cache: AsyncCache, device: CudaDevice, products: Products) -> None:
         self._cache = cache
@@ -56,7 +58,8 @@ class _Prompts:
         self.loaded: list[int] = []
 
     async def serve(self, each: int) -> float:
-        """Seconds of a lease, with so many products in each layer, which waits for its own. 0: the load alone."""
+        """Serve the next prompt with ``each`` products in each layer, which wait for the layer's load; 0: the load
+        alone. Returns how many seconds it took, from before the lease to the end of the last layer's products."""
         self._tokens.reverse()
         tokens, began = self._tokens[0], time.perf_counter()
         async with self._cache.lease(tokens) as lease:
@@ -70,7 +73,3 @@ class _Prompts:
             self.loaded = [*self.loaded, lease.hits.host][-2:]
             await lease.commit(tokens)
         return taken
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 2)

@@ -1,7 +1,8 @@
-"""What waiting and submitting cost: from a call to the coroutine that goes on, and CPU time of either thread.
+"""What waiting and submitting cost: the time from a call until the coroutine goes on, and CPU time of both threads.
 
-Law: the loop is idle but for what is measured. Nothing is copied where waking is timed, so all of it is ours: the way
-to the submitter, the event, the wake-up of the waiter, its hop, and the loop's turn.
+The loop does nothing else while that is measured. Nothing is copied where waking is timed, so all of that time is
+ours: the way to the thread that submits, the event, the wake-up of the thread that waits, its call to the loop, and the
+loop's turn.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
-from asynccache.cli.cuda_compute import middle
 from asynccache.cli.cuda_copies import Pages
+from asynccache.cli.meter import spread
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.device import PageCopy
 
@@ -23,7 +25,7 @@ Figures = dict[str, Any]
 
 
 async def measure(device: CudaDevice, samples: int) -> Figures:
-    """All of it. Cancelling it leaves copies in flight, which end by themselves."""
+    """Return all figures of this module. Cancelling leaves copies in flight, which end by themselves."""
     scattered, dense = Pages(device, PAGES * 4 * WIDTH, WIDTH), Pages(device, PAGES * WIDTH, WIDTH, layers=1)
     rounds = max(5, samples // 50)
     return {"wake_up": await wake_up(device, samples), "in_flight": await _in_flight(device, scattered),
@@ -32,19 +34,20 @@ async def measure(device: CudaDevice, samples: int) -> Figures:
 
 
 async def wake_up(device: CudaDevice, samples: int) -> Figures:
-    """From the call for an event, on an idle stream, to the coroutine that awaited it. Cancelling it leaves nothing."""
+    """Return percentiles of the microseconds from the call for an event on an idle stream until the coroutine that
+    awaits it goes on. Cancelling leaves nothing in flight."""
     stream, taken = device.stream("wake-up"), list[float]()
     for _ in range(samples):
         began = time.perf_counter()
         await stream.record().wait()
         taken.append(time.perf_counter() - began)
     device.release(stream)
-    late = sorted(taken)
-    return {"p50_us": _us(late[len(late) // 2]), "p99_us": _us(late[int(len(late) * 0.99)]), "samples": samples}
+    late = spread(taken, 1e6)
+    return {"p50_us": round(late.p50, 2), "p99_us": round(late.p99, 2), "samples": samples}
 
 
 async def _in_flight(device: CudaDevice, pages: Pages) -> Figures:
-    """CPU time of the loop's thread for each of many transfers that end."""
+    """Return the CPU time of the loop's thread for each of many transfers that end, in microseconds."""
     gate, stream = device.gate(), device.stream("in flight")
     stream.wait_event(gate)
     waiters = []
@@ -59,7 +62,8 @@ async def _in_flight(device: CudaDevice, pages: Pages) -> Figures:
 
 
 async def _submitting(device: CudaDevice, way: str, copies: Sequence[PageCopy], rounds: int) -> Figures:
-    """CPU time of submitting many pages, in the caller's thread and in the submitter's. The stream is idle."""
+    """Return the CPU time of submitting many pages on an idle stream, in microseconds: that of the caller's thread and
+    that of the thread that submits."""
     stream, on, off = device.stream("submitting"), list[float](), list[float]()
     for _ in range(rounds):
         notes: list[float] = []
@@ -71,7 +75,7 @@ async def _submitting(device: CudaDevice, way: str, copies: Sequence[PageCopy], 
         await stream.record().wait()
         off.append(notes[1] - notes[0])
     device.release(stream)
-    return {"way": way, "pages": len(copies[0].src), "on_loop_us": _us(middle(on)), "off_loop_us": _us(middle(off))}
+    return {"way": way, "pages": len(copies[0].src), "on_loop_us": _us(median(on)), "off_loop_us": _us(median(off))}
 
 
 def _us(seconds: float) -> float:

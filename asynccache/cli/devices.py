@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asynccache.errors import ConfigError
 from asynccache.memory.device import Device
-from asynccache.memory.naming import parse_device
+from asynccache.memory.device_names import parse_device
 
 if TYPE_CHECKING:
     from asynccache.cli.engine import Gate
@@ -32,10 +32,10 @@ def check_device(text: str) -> str:
 
 
 def gpu(text: str) -> str:
-    """For argparse: the name of a GPU.
+    """``text``, if it can be the name of a GPU; whether there is such a GPU is not looked at.
 
     Raises:
-        ConfigError: it is none; argparse says so, since it is a ValueError.
+        ConfigError: it cannot be one.
     """
     if parse_device(text).kind != "cuda":
         raise ConfigError(f"{text} is no GPU")

@@ -1,6 +1,7 @@
-"""``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast it is, and what will be used.
+"""``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast that is, and what will be
+used.
 
-Law: it never fails for what is missing. Without a GPU it says so in a sentence and what the cache does then; with one
+Law: it never fails for what is missing. Without a GPU it says so in a sentence, and what the cache does then. With one
 it measures in some seconds how fast either path copies, and how soon a coroutine goes on.
 """
 
@@ -27,7 +28,7 @@ SMALL_BUFFER = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the command's options to ``parser``."""
     parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
                         help="which GPU (default: %(default)s)")
     parser.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
@@ -35,21 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Look, measure, print. 0, also where there is no GPU; 1 where there is one that cannot be used."""
-    from asynccache.cli.output import check_writable, dump
+    """Examine this machine and print the report. Return the exit status: 0, also if there is no GPU; 1 if there is one
+    that cannot be used."""
+    from asynccache.cli.output import answer, check_writable
 
     if args.json is not None:
         check_writable(args.json)
     report = examine(args.device)
-    if args.json != "-":
-        print("\n".join(told(report)))
-    if args.json is not None:
-        dump(report, args.json)
+    answer(report, "\n".join(told(report)), args.json)
     return 1 if report.get("error") else 0
 
 
 def examine(name: str) -> Report:
-    """Everything, as far as there is something."""
+    """Return the report on this machine, and on the GPU called ``name`` if one can be used. Otherwise ``missing`` says
+    why not."""
     from asynccache.memory.cuda.cupy_driver import find
 
     found = find()
@@ -63,6 +63,7 @@ def examine(name: str) -> Report:
 
 
 def _examined(name: str) -> Report:
+    """Return what ``measured`` does of the GPU called ``name``; or ``error``, why it cannot be used."""
     from asynccache.memory.cuda.device import open_device
 
     try:
@@ -72,7 +73,8 @@ def _examined(name: str) -> Report:
 
 
 async def measured(device: Any) -> Report:
-    """What ``device`` is and does; it is closed at the end. Cancelling it leaves copies that end by themselves."""
+    """Return what ``device`` is and how fast it is, and close it. If this is cancelled, copies are left in flight,
+    which end by themselves."""
     from asynccache.cli.cuda_copies import by_path, measure
     from asynccache.cli.cuda_waking import wake_up
 
@@ -88,7 +90,8 @@ async def measured(device: Any) -> Report:
 
 
 def nvrtc() -> Report:
-    """Whether the kernel compiles here, for an H100."""
+    """Return whether NVRTC compiles the copy kernel here (for an H100, which need not be there): its size in bytes, or
+    why it does not."""
     from asynccache.memory.cuda.kernels import compile_for
 
     try:
@@ -98,7 +101,8 @@ def nvrtc() -> Report:
 
 
 def limits() -> Report:
-    """How much memory may be pinned: by the shell's limit, and by the control group's, in which it counts."""
+    """Return how many bytes may be pinned: by the shell's limits (``memlock``, ``memlock_hard``; None: no limit), and
+    by what memory there is on this machine and in the control group (``available_bytes``)."""
     from asynccache.memory.pools import available_memory
 
     soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
@@ -106,7 +110,7 @@ def limits() -> Report:
 
 
 def numa_node(bus: str) -> int | None:
-    """The node that the device hangs at, where the system knows."""
+    """Return the NUMA node that the device at the PCI address ``bus`` hangs at; None if the system does not know."""
     try:
         node = int(FilePath(f"/sys/bus/pci/devices/{bus.lower()}/numa_node").read_text())
     except (OSError, ValueError):
@@ -118,7 +122,7 @@ def numa_node(bus: str) -> int | None:
 
 
 def told(report: Report) -> Iterator[str]:
-    """In plain words."""
+    """Yield the report in lines for a person."""
     yield from _software(report)
     if report["missing"]:
         yield f"No GPU can be used here: {report['missing']}."
@@ -148,7 +152,9 @@ def _software(report: Report) -> Iterator[str]:
 
 
 def _needed(versions: list[str]) -> Iterator[str]:
-    """A driver serves programs for its own version of CUDA and older; of one major version, newer ones too."""
+    """Yield what driver the versions of CUDA need that cupy and torch are for, and what to install if these differ. A
+    driver serves programs for its own version of CUDA and for older ones; within one major version, for newer ones,
+    too."""
     majors = {int(version.split(".")[0]) for version in versions}
     if majors:
         yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"

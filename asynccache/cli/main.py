@@ -55,6 +55,17 @@ class _Parser(argparse.ArgumentParser):
             hint = suggest(words[-1], message.split()[2])
         self.exit(2, f"{self.prog}: {message}{hint}\n{self.prog} --help shows what can be given\n")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Return the value of an option. If a parser of ours refuses the text, raise its own error with the option and
+        the text before it, where argparse would only say that the value is invalid."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, ConfigError):
+                name = "/".join(action.option_strings) or action.metavar
+                raise ConfigError(f"{name}={arg_string}: {error.__context__}") from None
+            raise
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status. ``argv``: the arguments (default: the process's own)."""
@@ -123,24 +134,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (or ASYNCCACHE_DEBUG=1)")
     parser.add_argument("--version", action="version", version=f"asynccache {__version__}, {compiled.CORE} core")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, text in _COMMANDS.items():
-        _fill(commands.add_parser(name, help=text, description=text), name)
-    for tool, (text, _) in _TOOLS.items():
-        commands.add_parser(tool, help=text, add_help=False)
+    for name, text in (_COMMANDS | {tool: text for tool, (text, _) in _TOOLS.items()}).items():
+        commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
-
-
-def _fill(parser: argparse.ArgumentParser, command: str) -> None:
-    if command == "replay":
-        parser.add_argument("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
-    add_arguments(parser, command)
 
 
 def _run(arguments: list[str]) -> int:
     name: Literal["replay", "stress"] = "replay" if arguments[0] == "replay" else "stress"
     parser = _Parser(prog=f"asynccache {name}", description=_sentence(_COMMANDS[name]))
-    _fill(parser, name)
+    if name == "replay":
+        parser.add_argument("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
+    add_arguments(parser, name)
     settings = resolve_options(name, vars(parser.parse_args(arguments[1:])))
     with Presses() as presses:
         from asynccache.cli.session import execute  # imports torch: --help and wrong input need not wait for that
@@ -170,22 +175,22 @@ def _bench(arguments: list[str]) -> int:
     own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
                      help="where the figures go (default: -)")
     own.add_argument("--report", metavar="FILE.html", help="also write the figures as one page with plots")
+    own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
     module.add_arguments(own)
     options = own.parse_args(arguments[1:])
     from asynccache.cli.output import check_writable, dump, write_page
 
-    table = getattr(module, "table", None)             # a table for people, printed unless JSON goes to standard output
-    path = options.json or ("-" if table is None else None)
-    if path is not None:
-        check_writable(path)
+    if options.json is not None:
+        check_writable(options.json)
     if options.report is not None:
         check_writable(options.report, "--report")
     figures = {"core": compiled.CORE, **module.run(options)}
-    if table is not None and path != "-":
-        print(table(figures))
-        print(f"the {compiled.CORE} core ran")
-    if path is not None:
-        dump(figures, path)
+    beside = own.get_default("json") is not None       # then the table stands beside the JSON, and not in its place
+    if hasattr(module, "table") and not options.quiet and (beside or options.json != "-"):
+        out = sys.stderr if beside else sys.stdout
+        print(module.table(figures), f"the {compiled.CORE} core ran", sep="\n", file=out)
+    if options.json is not None:
+        dump(figures, options.json)
     if options.report is not None:
         write_page(figures, options.report)
     return 0

@@ -1,187 +1,50 @@
-"""The options of ``replay`` and ``stress`` as one table, and the settings of a run made from it.
+"""The options of ``replay`` and ``stress``, and the settings of a run made from them.
 
-A row of the table says how an option is written, how its text is parsed and what its default is. The command line's
-parser, the reader of ``--config`` and the checks all come from the table. The command line wins over the environment,
-the environment over the file, the file over the defaults. An option that cannot be used is refused here, by its name
-and value, before anything starts.
+Each option is declared once, as a field of ``RunSettings``: how it is written, how its text is parsed and what its
+default is. The command line's parser, the reader of ``--config`` and the checks all come from that. The command line
+wins over the environment, the environment over the file, the file over the defaults. An option that cannot be used is
+refused here, by its name and value, before anything starts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from asynccache import checks
 from asynccache.cli.devices import check_device
+from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, choice, integer, like, port
 from asynccache.cli.replicas import check_replicas
-from asynccache.cli.runfile import Told, cache_of, from_environment, from_file, options_of
+from asynccache.cli.runfile import Told, cache_of, options_of, told
 from asynccache.cli.sidecars import PRESET, check_sidecars
-from asynccache.config import EVICTION_POLICIES, CacheConfig, split_urls
-from asynccache.configuration import nearest, read_file
+from asynccache.config import CacheConfig, split_urls
+from asynccache.configuration import File, read_file
+from asynccache.configuration.settings import CACHE, COMPONENTS, Setting
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
-COMPONENTS = ("full", "swa", "mamba")
+COMMANDS = ("replay", "stress")
 WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
 LOOPS = ("uvloop", "asyncio")
 MOST_RANKS = 64
 
+Command = Literal["replay", "stress"]
 Size = int | Literal["all"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """All settings of one run, with defaults filled in; the options of the same names are described in ``OPTIONS``.
-
-    ``trace``, ``speed`` and ``limit`` are None under ``stress``; ``workload``, ``duration`` and ``requests`` are None
-    under ``replay``. ``cache``: the cache that the file of ``--config`` describes, None if it describes none; if there
-    is one, the settings about the cache repeat what it says.
-    """
-
-    command: Literal["replay", "stress"]
-    trace: str | None = None
-    speed: float | None = None
-    limit: int | None = None
-    workload: str | None = None
-    duration: float | None = None
-    requests: int | None = None
-    rate: float = 0.0
-    cancel_rate: float = 0.0
-    faults: float = 0.0
-    components: tuple[str, ...]
-    window: int
-    page_size: int
-    bytes_per_token: int
-    layers: int
-    mamba_bytes: int
-    sidecars: str = ""
-    device_tokens: Size
-    host_tokens: Size
-    swa_ratio: float
-    storage: str | tuple[str, ...] | None
-    concurrency: int
-    decode_tokens: int
-    insert_outputs: bool
-    end_hints: float
-    shared_hints: bool = False
-    prefill_tokens_per_s: float
-    write_policy: WritePolicy
-    prefetch_policy: PrefetchPolicy
-    eviction: str
-    device: str = "cpu"
-    seed: int
-    loop: str | None
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    replicated: str = ""
-    rank_timeout: float = 30.0
-    rank_delay: float = 0.0
-    serve: int | None = None
-    config: str | None = None
-    json: str | None = None
-    report: str | None = None
-    quiet: bool = False
-    cache: CacheConfig | None = None
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are. If there are several, each one is a process."""
-        return self.tp * self.cp * self.pp
-
-    def plain(self) -> dict[str, object]:
-        """The settings as plain values for the JSON report, without secrets."""
-        values: dict[str, object] = json.loads(json.dumps(asdict(self), default=lambda member: member.value))
-        return {name: shown(name, value) for name, value in values.items()}
-
-
-class Option(NamedTuple):
-    """One row of the table.
-
-    parse: turns the text into the value, or raises a ConfigError without the option's name; None: the option is a
-        switch, on or off.
-    defaults: the default by command; a command that is not a key does not have the option.
-    several: the option may be given more than once.
-    """
-
-    name: str
-    parse: Callable[[str], Any] | None
-    defaults: Mapping[str, Any]
-    metavar: str
-    help: str
-    several: bool = False
-
-    @property
-    def field(self) -> str:
-        return self.name.replace("-", "_")
-
-
-def _integer(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise ConfigError("must be an integer") from None
-        if value < low:
-            raise ConfigError(f"must be at least {low}")
-        return value
-    return parse
-
-
-def _port(text: str) -> int:
-    port = _integer(0)(text)
-    if port > 65535:
-        raise ConfigError("must be a port: 0 to 65535")
-    return port
-
-
-def _real(text: str, wanted: str, low: float, high: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(f"must be {wanted}") from None
-    if not low <= value <= high:
-        raise ConfigError(f"must be {wanted}")
-    return value
-
-
-def _share(text: str) -> float:
-    return _real(text, "a share between 0 and 1", 0.0, 1.0)
-
-
-def _not_negative(text: str) -> float:
-    return _real(text, "a number, 0 or more", 0.0, 1e15)
-
-
-def _positive(text: str) -> float:
-    return _real(text, "a number above 0", 1e-9, 1e15)
-
-
-def _choice(*names: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in names:
-            raise ConfigError(f"must be one of {', '.join(names)}{_nearest(text, names)}")
-        return text
-    return parse
-
-
-def _size(none: bool) -> Callable[[str], Size]:
-    words = "a number of tokens, 'all' or 'none'" if none else "a number of tokens, at least 1, or 'all'"
-
+def _size(words: str, low: int) -> Callable[[str], Size]:
     def parse(text: str) -> Size:
         if text == "all":
             return "all"
-        if text == "none" and none:
-            return 0
         try:
-            value = int(text)
+            value = 0 if text == "none" else int(text)
         except ValueError:
             raise ConfigError(f"must be {words}") from None
-        if value < (0 if none else 1):
+        if value < low:
             raise ConfigError(f"must be {words}")
         return value
     return parse
@@ -191,7 +54,7 @@ def _components(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in COMPONENTS:
-            raise ConfigError(f"{name!r} is no component: one of {', '.join(COMPONENTS)}{_nearest(name, COMPONENTS)}")
+            raise ConfigError(f"{name!r} is no component: one of {', '.join(COMPONENTS)}{like(name, COMPONENTS)}")
     if names[0] != "full" or len(set(names)) < len(names):
         raise ConfigError("must begin with full; swa and mamba may follow, each once")
     return tuple(name for name in COMPONENTS if name in names)
@@ -206,87 +69,170 @@ def _storage(text: str) -> str | tuple[str, ...] | None:
     return urls[0] if len(urls) == 1 else urls
 
 
+def _option(
+    parse: Parse | None, metavar: str, text: str, *, several: bool = False, otherwise: Any = None, **defaults: Any
+) -> Any:
+    """Declare a field of ``RunSettings`` as an option; see ``Option``. ``defaults``: by command, or ``both``.
+    ``otherwise``: the field's value under a command that does not have the option."""
+    if "both" in defaults:
+        defaults = dict.fromkeys(COMMANDS, defaults["both"])
+    return field(default=otherwise, metadata={"option": (parse, defaults, metavar, text, several)})
 
-def _both(value: Any) -> Mapping[str, Any]:
-    return {"replay": value, "stress": value}
+
+def _whole(row: Setting) -> Parse:
+    """Return the parser of an option that has the bounds of a setting of the cache."""
+    return integer(row.bounds.minimum, row.bounds.maximum)
 
 
-def _each(replay: Any, stress: Any) -> Mapping[str, Any]:
-    return {"replay": replay, "stress": stress}
+def _policy(name: str, **defaults: Any) -> Any:
+    """Declare an option that is a setting of the cache with a few choices, which are listed where that is declared."""
+    row = CACHE[name]
+
+    def parse(text: str) -> str:
+        return choice(*row.choices())(text)
+
+    return _option(parse, "NAME", ", ".join(row.choices()), **(defaults or {"both": row.default}))
 
 
-OPTIONS: tuple[Option, ...] = (
-    Option("speed", _not_negative, {"replay": 0.0}, "X",
-           "replay by the trace's clock, X times as fast; 0: as fast as the cache serves"),
-    Option("limit", _integer(1), {"replay": None}, "N", "serve the first N requests only"),
-    Option("workload", _choice(*WORKLOADS), {"stress": "mixed"}, "NAME", "mixed, chat, shared, agent or random"),
-    Option("duration", _positive, {"stress": None}, "SECONDS",
-           "admit requests for so long; 20 if --requests is not given"),
-    Option("requests", _integer(1), {"stress": None}, "N", "stop after N requests"),
-    Option("rate", _not_negative, {"stress": 40.0}, "R",
-           "requests that arrive per second on average; 0: as fast as the cache serves"),
-    Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests that are cancelled at a random await"),
-    Option("faults", _share, {"stress": 0.0}, "P",
-           "of all copies and backend calls, P/2 are delayed by 1-50 ms and P/4 fail; P/4 of the backend calls corrupt "
-           "bytes"),
-    Option("components", _components, _each(("full",), COMPONENTS), "LIST", "full, or full with swa, mamba or both"),
-    Option("window", _integer(1), _each(1024, 512), "TOKENS", "sliding window of swa"),
-    Option("page-size", _integer(1), _each(512, 16), "TOKENS", "tokens in a page"),
-    Option("bytes-per-token", _integer(1), _each(16, 512), "BYTES",
-           "KV of one token in all layers, of full and of swa each"),
-    Option("layers", _integer(1), _each(1, 4), "N", "layers in every pool"),
-    Option("mamba-bytes", _integer(1), _each(65536, 65536), "BYTES", "one recurrent state in all layers"),
-    Option("sidecars", check_sidecars, _both(""), "LIST",
-           f"pools that use another pool's slots, as NAME:FROM:BYTES_PER_TOKEN,...; {PRESET}: compressed KV on full, "
-           "which has no bytes of its own then, and compressor states on swa; none: no sidecars"),
-    Option("device-tokens", _size(none=False), _each(1 << 20, 49152), "N|all",
-           "room in L1; all (replay only): so much that nothing is evicted"),
-    Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none",
-           "room in L2, as for L1; none: no host tier"),
-    Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of the room for full"),
-    Option("storage", _storage, _each(None, "memory:?capacity=1GiB"), "URL",
-           "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, gs://..., "
-           "az://..., mooncake://HOST:PORT; given again: a farther store", several=True),
-    Option("concurrency", _integer(1), _each(16, 32), "N", "requests that run at the same time"),
-    Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),
-    Option("insert-outputs", None, _each(False, True), "", "commit the decoded tokens as well"),
-    Option("end-hints", _share, _each(0.0, 0.5), "P",
-           "share of conversations whose last request tells the cache that it is the last"),
-    Option("shared-hints", None, {"replay": False}, "",
-           "those last requests also tell how much of their prompt later requests share"),
-    Option("prefill-tokens-per-s", _positive, _both(8000.0), "X",
-           "tokens that the modelled engine computes per second, for time to first token"),
-    Option("write-policy", _choice(*(p.value for p in WritePolicy)), _both("write_through"), "NAME",
-           ", ".join(p.value for p in WritePolicy)),
-    Option("prefetch-policy", _choice(*(p.value for p in PrefetchPolicy)), _each("wait_complete", "timeout"), "NAME",
-           ", ".join(p.value for p in PrefetchPolicy)),
-    Option("eviction", _choice(*EVICTION_POLICIES), _both("lru"), "NAME", ", ".join(EVICTION_POLICIES)),
-    Option("device", check_device, _both("cpu"), "cpu|cuda:N", "where L1 is; asynccache doctor describes the GPUs"),
-    Option("seed", _integer(0), _both(0), "N", "seed of everything that is drawn at random"),
-    Option("loop", _choice(*LOOPS), _both(None), "NAME", "event loop: uvloop (default if installed) or asyncio"),
-    Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks; each is a process and holds a part of each page"),
-    Option("cp", _integer(1), _both(1), "N", "context parallel ranks; as for --tp"),
-    Option("pp", _integer(1), _both(1), "N", "pipeline stages; each rank holds the layers of its stage"),
-    Option("replicated", check_replicas, _both(""), "LIST",
-           "pools that every rank holds whole, as NAME, NAME:tp or NAME:cp; one of the ranks writes them if the store "
-           "is shared"),
-    Option("rank-timeout", _positive, _both(30.0), "SECONDS", "a rank that is silent for so long has failed"),
-    Option("rank-delay", _not_negative, _both(0.0), "MS",
-           "each rank waits a random time, up to MS milliseconds, before each batch"),
-    Option("serve", _port, _both(None), "PORT",
-           "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port"),
-    Option("config", str, _both(None), "FILE", "a TOML file with these options by name"),
-    Option("json", str, _both(None), "PATH|-", "write the report as JSON"),
-    Option("report", str, _both(None), "FILE.html", "write the report as one page with plots"),
-    Option("quiet", None, _both(False), "", "neither a live display nor a summary"),
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """All settings of one run, with defaults filled in.
+
+    ``cache``: the cache that the file of ``--config`` describes, None if it describes none; if there is one, the
+    settings about the cache repeat what it says.
+    """
+
+    command: Command
+    trace: str | None = None
+    speed: float | None = _option(
+        NOT_NEGATIVE, "X", "replay by the trace's clock, X times as fast; 0: as fast as the cache serves", replay=0.0)
+    limit: int | None = _option(integer(1), "N", "serve the first N requests only", replay=None)
+    workload: str | None = _option(choice(*WORKLOADS), "NAME", "mixed, chat, shared, agent or random", stress="mixed")
+    duration: float | None = _option(
+        POSITIVE, "SECONDS", "admit requests for so long; 20 if --requests is not given", stress=None)
+    requests: int | None = _option(integer(1), "N", "stop after N requests", stress=None)
+    rate: float = _option(
+        NOT_NEGATIVE, "R",
+        "requests that arrive per second on average; 0: as fast as the cache serves", stress=40.0, otherwise=0.0)
+    cancel_rate: float = _option(
+        SHARE, "P", "share of requests that are cancelled at a random await", stress=0.0, otherwise=0.0)
+    faults: float = _option(
+        SHARE, "P",
+        "of all copies and backend calls, P/2 are delayed by 1-50 ms and P/4 fail; P/4 of the backend calls "
+        "corrupt bytes",
+        stress=0.0, otherwise=0.0)
+    components: tuple[str, ...] = _option(
+        _components, "LIST", "full, or full with swa, mamba or both", replay=("full",), stress=tuple(COMPONENTS))
+    window: int = _option(
+        _whole(COMPONENTS["swa"]["window"]), "TOKENS", "sliding window of swa", replay=1024, stress=512)
+    page_size: int = _option(_whole(CACHE["page_size"]), "TOKENS", "tokens in a page", replay=512, stress=16)
+    bytes_per_token: int = _option(
+        integer(1), "BYTES", "KV of one token in all layers, of full and of swa each", replay=16, stress=512)
+    layers: int = _option(_whole(COMPONENTS["full"]["layers"]), "N", "layers in every pool", replay=1, stress=4)
+    mamba_bytes: int = _option(
+        _whole(COMPONENTS["mamba"]["state_bytes"]), "BYTES", "one recurrent state in all layers", both=65536)
+    sidecars: str = _option(
+        check_sidecars, "LIST",
+        f"pools that use another pool's slots, as NAME:FROM:BYTES_PER_TOKEN,...; {PRESET}: compressed KV on full, "
+        "which has no bytes of its own then, and compressor states on swa; none: no sidecars",
+        both="")
+    device_tokens: Size = _option(
+        _size("a number of tokens, at least 1, or 'all'", 1), "N|all",
+        "room in L1; all (replay only): so much that nothing is evicted", replay=1 << 20, stress=49152)
+    host_tokens: Size = _option(
+        _size("a number of tokens, 'all' or 'none'", 0), "N|all|none",
+        "room in L2, as for L1; none: no host tier", replay=1 << 23, stress=98304)
+    swa_ratio: float = _option(SHARE, "R", "room for swa as a share of the room for full", both=0.5)
+    storage: str | tuple[str, ...] | None = _option(
+        _storage, "URL",
+        "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, gs://..., "
+        "az://..., mooncake://HOST:PORT; given again: a farther store",
+        replay=None, stress="memory:?capacity=1GiB", several=True)
+    concurrency: int = _option(integer(1), "N", "requests that run at the same time", replay=16, stress=32)
+    decode_tokens: int = _option(integer(0), "N", "decode at most N tokens of each output", both=256)
+    insert_outputs: bool = _option(None, "", "commit the decoded tokens as well", replay=False, stress=True)
+    end_hints: float = _option(
+        SHARE, "P", "share of conversations whose last request tells the cache that it is the last",
+        replay=0.0, stress=0.5)
+    shared_hints: bool = _option(
+        None, "", "those last requests also tell how much of their prompt later requests share",
+        replay=False, otherwise=False)
+    prefill_tokens_per_s: float = _option(
+        POSITIVE, "X", "tokens that the modelled engine computes per second, for time to first token", both=8000.0)
+    write_policy: WritePolicy = _policy("write_policy")
+    prefetch_policy: PrefetchPolicy = _policy("prefetch_policy", replay="wait_complete", stress="timeout")
+    eviction: str = _policy("eviction")
+    device: str = _option(check_device, "cpu|cuda:N", "where L1 is; asynccache doctor describes the GPUs", both="cpu")
+    seed: int = _option(integer(0), "N", "seed of everything that is drawn at random", both=0)
+    loop: str | None = _option(
+        choice(*LOOPS), "NAME", "event loop: uvloop (default if installed) or asyncio", both=None)
+    tp: int = _option(
+        integer(1), "N", "tensor parallel ranks; each is a process and holds a part of each page", both=1)
+    cp: int = _option(integer(1), "N", "context parallel ranks; as for --tp", both=1)
+    pp: int = _option(integer(1), "N", "pipeline stages; each rank holds the layers of its stage", both=1)
+    replicated: str = _option(
+        check_replicas, "LIST",
+        "pools that every rank holds whole, as NAME, NAME:tp or NAME:cp; one of the ranks writes them if the "
+        "store is shared",
+        both="")
+    rank_timeout: float = _option(POSITIVE, "SECONDS", "a rank that is silent for so long has failed", both=30.0)
+    rank_delay: float = _option(
+        NOT_NEGATIVE, "MS", "each rank waits a random time, up to MS milliseconds, before each batch", both=0.0)
+    serve: int | None = _option(
+        port, "PORT",
+        "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port",
+        both=None)
+    config: str | None = _option(str, "FILE", "a TOML file with these options by name", both=None)
+    json: str | None = _option(str, "PATH|-", "write the report as JSON", both=None)
+    report: str | None = _option(str, "FILE.html", "write the report as one page with plots", both=None)
+    quiet: bool = _option(None, "", "neither a live display nor a summary", both=False)
+    cache: CacheConfig | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are. If there are several, each one is a process."""
+        return self.tp * self.cp * self.pp
+
+    def plain(self) -> dict[str, object]:
+        """The settings as plain values for the JSON report, without secrets."""
+        import msgspec  # here: --version and --help answer without any dependency
+
+        return {name: shown(name, value) for name, value in msgspec.to_builtins(self).items()}
+
+
+class Option(NamedTuple):
+    """An option of the command line.
+
+    parse: turns the text into the value, or raises a ConfigError without the option's name; None: the option is a
+        switch, on or off.
+    defaults: the default by command; a command that is not a key does not have the option.
+    several: the option may be given more than once.
+    """
+
+    name: str
+    parse: Parse | None
+    defaults: Mapping[str, Any]
+    metavar: str
+    help: str
+    several: bool = False
+
+    @property
+    def field(self) -> str:
+        return self.name.replace("-", "_")
+
+
+OPTIONS = tuple(Option(one.name.replace("_", "-"), *one.metadata["option"]) for one in fields(RunSettings)
+                if "option" in one.metadata)
+
+
+def options_for(command: str) -> dict[str, Option]:
+    """Return the options of ``command`` by field."""
+    return {option.field: option for option in OPTIONS if command in option.defaults}
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the options of ``command`` to ``parser``. Their values stay text until ``resolve_options``."""
-    for option in OPTIONS:
-        if command not in option.defaults:
-            continue
+    for option in options_for(command).values():
         default = option.defaults[command]
         if option.name == "quiet":
             parser.add_argument("--quiet", action="store_true", default=None, help=option.help)
@@ -305,7 +251,7 @@ def _written(value: object) -> str:
 
 
 def resolve_options(
-    command: Literal["replay", "stress"], given: Mapping[str, object], env: Mapping[str, str] | None = None
+    command: Command, given: Mapping[str, object], env: Mapping[str, str] | None = None
 ) -> RunSettings:
     """The settings of a run.
 
@@ -316,46 +262,43 @@ def resolve_options(
         ConfigError: an option, or a setting in the file, is unknown or cannot be used.
     """
     env = os.environ if env is None else env
-    options = {o.field: o for o in OPTIONS if command in o.defaults}
-    told, cache = _told(command, given, env, options)
-    values = {o.field: o.defaults[command] for o in options.values()} | told
+    options, path = options_for(command), given.get("config")
+    file = read_file(str(path), f"--config={path}") if path else None
+    said = said_of(command, file, env)
+    if said.problems:
+        raise ConfigError("\n".join(said.problems))
+    values = {name: one.value for name, one in said.values.items()}
+    for name, option in options.items():
+        if (text := given.get(name)) is not None:
+            values[name] = _parsed(option, text, f"--{option.name}")
+    cache = None if file is None else cache_of(file, env, values)
+    values = {name: option.defaults[command] for name, option in options.items()} | values
     values |= {} if cache is None else options_of(cache)
-    values["write_policy"] = WritePolicy(values["write_policy"])
-    values["prefetch_policy"] = PrefetchPolicy(values["prefetch_policy"])
+    values |= {"write_policy": WritePolicy(values["write_policy"]),
+               "prefetch_policy": PrefetchPolicy(values["prefetch_policy"])}
     trace = given.get("trace")
     return _checked(RunSettings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
 
 
-def _told(
-    command: str, given: Mapping[str, object], env: Mapping[str, str], options: Mapping[str, Option]
-) -> tuple[dict[str, Any], CacheConfig | None]:
-    """The values that the file, the environment and the command line give, where a later one of these wins; and the
-    cache that the file describes, None if it describes none."""
-    names = {o.name: o.field for o in options.values() if o.name != "config"}
-    path = given.get("config")
-    file = read_file(str(path), f"--config={path}") if path else None
+def said_of(command: str, file: File | None, env: Mapping[str, str]) -> Told:
+    """Return what ``file``, if there is one, and the environment say of the options of ``command``."""
+    options = options_for(command)
+    names = {option.name: field for field, option in options.items() if field != "config"}
+    return told(command, file, env, names, lambda field, value, where: _parsed(options[field], value, where))
 
-    def parse(field: str, value: object, where: str) -> Any:
-        return _parsed(options[field], value, where)
 
-    told = Told({}, []) if file is None else from_file(file, command, names, parse)
-    above = from_environment(env, command, names, parse)
-    if problems := told.problems + above.problems:
-        raise ConfigError("\n".join(problems))
-    values = told.values | above.values
-    for field, option in options.items():
-        if (text := given.get(field)) is not None:
-            values[field] = _parsed(option, text, f"--{option.name}")
-    return values, None if file is None else cache_of(file, env, values)
+def _safe(option: Option, value: object) -> str:
+    """Return what was given for an option as an error may show it: short, and without secrets."""
+    return checks.shown(shown(option.field, value))
 
 
 def _parsed(option: Option, value: object, where: str) -> Any:
     if option.parse is None:
         if not isinstance(value, bool):
-            raise ConfigError(f"{where}={value!r} must be true or false")
+            raise ConfigError(f"{where}={_safe(option, value)} must be true or false")
         return value
     if isinstance(value, (bool, dict)):
-        raise ConfigError(f"{where}={value!r} must be a number or a string")
+        raise ConfigError(f"{where}={_safe(option, value)} must be a number or a string")
     if option.several and isinstance(value, list):
         return _together([_parsed(option, one, where) for one in value])
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -370,15 +313,10 @@ def _together(values: Sequence[str | tuple[str, ...] | None]) -> str | tuple[str
     return None if not urls else urls[0] if len(urls) == 1 else tuple(urls)
 
 
-def _nearest(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
-    hint = nearest(name, names)
-    return f"; {hint}" if hint else ""
-
-
 def suggest(command: str, word: str) -> str:
     """For an option that ``command`` does not have: "; did you mean ...", or nothing if no option is like it."""
-    names = [f"--{o.name}" for o in OPTIONS if command in o.defaults]
-    return _nearest(word.split("=")[0], names)
+    names = [f"--{option.name}" for option in options_for(command).values()]
+    return like(word.split("=")[0], names)
 
 
 def _checked(settings: RunSettings) -> RunSettings:
@@ -390,12 +328,7 @@ def _checked(settings: RunSettings) -> RunSettings:
     if settings.storage is not None and settings.host_tokens == 0:
         where = shown("storage", settings.storage)
         raise ConfigError(f"--storage={where} needs a host tier, and --host-tokens is none")
-    if settings.ranks > 1:
-        _check_ranks(settings)
-    return settings
-
-
-def _check_ranks(settings: RunSettings) -> None:
-    count = f"there are {settings.ranks} ranks, --tp {settings.tp} --cp {settings.cp} --pp {settings.pp}"
     if settings.ranks > MOST_RANKS:
-        raise ConfigError(f"{count}: this command runs {MOST_RANKS} at most")
+        raise ConfigError(f"there are {settings.ranks} ranks, --tp {settings.tp} --cp {settings.cp} --pp "
+                          f"{settings.pp}: this command runs {MOST_RANKS} at most")
+    return settings

@@ -29,6 +29,19 @@ def check_writable(path: str, option: str = "--json") -> None:
         raise ConfigError(f"{option}=-: the page goes to a file only, for example {option} run.html")
 
 
+def answer(report: Mapping[str, Any], text: str, path: str | None) -> None:
+    """Print ``text``, and write ``report`` as JSON to ``path`` if there is one. With "-" the JSON is printed in the
+    text's place.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path != "-":
+        print(text)
+    if path is not None:
+        dump(report, path)
+
+
 def dump(report: Mapping[str, Any], path: str) -> None:
     """Write JSON to ``path``, or to standard output for ``-``. Blocking, so to be called when no loop runs any more.
 

@@ -14,21 +14,23 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from asynccache.cli.capacity import compared
 from asynccache.cli.curve import Curve, PagePath, blocks, curve
-from asynccache.cli.output import check_writable, dump
+from asynccache.cli.output import answer, check_writable
+from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, integer, listed
+from asynccache.cli.parsing import number as number_of
 from asynccache.cli.progress import Progress
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.text import HIT_RATIO, number, percent
+from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
 from asynccache.cli.trace import TraceRequest, arrivals, read_trace
-from asynccache.config import EVICTION_POLICIES, CacheConfig
+from asynccache.configuration.settings import CACHE
 from asynccache.errors import ConfigError
 
 GIB = 1 << 30
-EVICTION: str = next(str(field.default) for field in fields(CacheConfig) if field.name == "eviction")
+SIZES = listed(number_of("sizes in GiB above 0, with commas between them", 1e-9, 1e9))
+EVICTION = CACHE["eviction"]
 Report = dict[str, Any]
 
 
@@ -67,24 +69,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
-    add("--limit", type=int, metavar="N", help="use the first N requests only")
-    add("--device-tokens", type=int, default=1 << 18, metavar="N", help="room in L1 (default: %(default)s)")
-    add("--bytes-per-token", type=int, default=131_072, metavar="BYTES",
+    add("--limit", type=integer(1), metavar="N", help="use the first N requests only")
+    add("--device-tokens", type=integer(0), default=1 << 18, metavar="N", help="room in L1 (default: %(default)s)")
+    add("--bytes-per-token", type=integer(1), default=131_072, metavar="BYTES",
         help="KV of one token in all layers (default: %(default)s, which is keys and values of 32 layers with 8 heads "
              "of 128 elements of 2 bytes)")
-    add("--prefill-tokens-per-s", type=float, default=8000.0, metavar="X",
+    add("--prefill-tokens-per-s", type=POSITIVE, default=8000.0, metavar="X",
         help="tokens that the engine computes per second (default: %(default)s)")
-    add("--host-gib", default="64,128,256,512", metavar="GIB,GIB", help="sizes of L2 (default: %(default)s)")
-    add("--storage-gib", default="1024,2048,4096,8192", metavar="GIB,GIB",
+    add("--host-gib", type=SIZES, default="64,128,256,512", metavar="GIB,GIB",
+        help="sizes of L2 (default: %(default)s)")
+    add("--storage-gib", type=SIZES, default="1024,2048,4096,8192", metavar="GIB,GIB",
         help="sizes of L3, together with the largest L2; empty: no L3 (default: %(default)s)")
-    add("--host-gb-per-s", type=float, default=25.0, metavar="X",
+    add("--host-gb-per-s", type=POSITIVE, default=25.0, metavar="X",
         help="GB/s from host to device (default: %(default)s)")
-    add("--storage-gb-per-s", type=float, default=3.0, metavar="X",
+    add("--storage-gb-per-s", type=POSITIVE, default=3.0, metavar="X",
         help="GB/s from storage to host (default: %(default)s)")
-    add("--host-gib-price", type=float, default=0.0, metavar="X",
+    add("--host-gib-price", type=NOT_NEGATIVE, default=0.0, metavar="X",
         help="price of a GiB of host memory, in any currency for any span of time")
-    add("--storage-gib-price", type=float, default=0.0, metavar="X", help="price of a GiB of storage, as for the host")
-    add("--eviction", default=EVICTION, choices=EVICTION_POLICIES, help="the policy in use (default: %(default)s)")
+    add("--storage-gib-price", type=NOT_NEGATIVE, default=0.0, metavar="X",
+        help="price of a GiB of storage, as for the host")
+    add("--eviction", default=EVICTION.default, choices=EVICTION.choices(),
+        help="the policy in use (default: %(default)s)")
     add("--json", metavar="PATH|-", help="the answer as JSON, to a file or (-) instead of the table")
 
 
@@ -94,48 +99,13 @@ def execute(args: argparse.Namespace) -> int:
     Raises:
         AsyncCacheError: an option or the trace cannot be used.
     """
-    check(args)
+    if args.storage_gib and not args.host_gib:
+        raise ConfigError("--storage-gib needs a host tier, and --host-gib is empty")
     if args.json is not None:
         check_writable(args.json)
     report = plan(args, asyncio.run(read_trace(args.trace, args.limit)))
-    if args.json != "-":
-        print(text(report))
-    if args.json is not None:
-        dump(report, args.json)
+    answer(report, text(report), args.json)
     return 0
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuse options that cannot be used.
-
-    Raises:
-        ConfigError: one cannot be used; the message has the option and its value.
-    """
-    for name in ("limit", "bytes_per_token", "prefill_tokens_per_s", "host_gb_per_s", "storage_gb_per_s"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < 1e15:
-            raise ConfigError(f"--{name.replace('_', '-')}={value} must be above 0")
-    for name in ("device_tokens", "host_gib_price", "storage_gib_price"):
-        if not 0 <= getattr(args, name) < 1e15:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(args, name)} must be 0 or more")
-    host, storage = sizes("--host-gib", args.host_gib), sizes("--storage-gib", args.storage_gib)
-    if storage and not host:
-        raise ConfigError(f"--storage-gib={args.storage_gib} needs a host tier, and --host-gib is empty")
-
-
-def sizes(option: str, listed: str) -> list[float]:
-    """The sizes in ``listed``, in GiB, ascending.
-
-    Raises:
-        ConfigError: one is not a number above 0; the message begins with ``option``.
-    """
-    try:
-        found = sorted(float(part) for part in listed.split(",") if part.strip())
-    except ValueError:
-        raise ConfigError(f"{option}={listed} must be sizes in GiB, with commas between them") from None
-    if any(not 0 < gib < 1e9 for gib in found):
-        raise ConfigError(f"{option}={listed}: a size must be above 0")
-    return found
 
 
 def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
@@ -178,11 +148,11 @@ def _hits(
 def _steps(args: argparse.Namespace, model: Model) -> Iterator[Step]:
     device = args.device_tokens
     yield Step("device", device * model.bytes_per_token / GIB, device, 0.0)
-    host = sizes("--host-gib", args.host_gib)
+    host = sorted(args.host_gib)
     for gib in host:
         yield Step("host", gib, device + model.tokens(gib), gib * args.host_gib_price)
     above = device + max((model.tokens(gib) for gib in host), default=0)
-    for gib in sizes("--storage-gib", args.storage_gib):
+    for gib in sorted(args.storage_gib):
         yield Step("storage", gib, max(above, model.tokens(gib)), gib * args.storage_gib_price)
 
 
@@ -221,24 +191,23 @@ def text(report: Report) -> str:
             f"{number(report['prefill_s'])} s of prefill")
     columns = f"  {'':<11}{'GiB':>8}{'tokens':>14}{'hits':>9}{'saved':>11}{'s per GiB':>12}"
     lines = [head, "", columns + (f"{'s per price':>13}" if priced else "")]
-    names = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
     for row in report["rows"]:
         price = row["adds_s_per_price"]
         last = f"{price:>13.2f}" if price is not None else ""
-        lines.append(f"  {names[row['tier']]:<11}{row['gib']:>8g}{number(row['tokens']):>14}"
+        lines.append(f"  {TIER_NAMES[row['tier']]:<11}{row['gib']:>8g}{number(row['tokens']):>14}"
                      f"{percent(row['hit_ratio'], 1):>9}{number(row['saved_s']):>9} s{row['adds_s_per_gib']:>12.2f}"
                      f"{last}")
-    return "\n".join([*lines, "", *_eviction(report, names), "", *_notes(report)])
+    return "\n".join([*lines, "", *_eviction(report), "", *_notes(report)])
 
 
-def _eviction(report: Report, names: Mapping[str, str]) -> Iterator[str]:
+def _eviction(report: Report) -> Iterator[str]:
     """The table of hit ratios by policy, beside that of the best possible cache."""
     policy = report["eviction"]
     middle = () if policy == "lru" else (policy,)
     yield "  " + f"{'hits with':<11}{'GiB':>8}{'LRU':>14}" + "".join(f"{name:>9}" for name in (*middle, "best"))
     for row in report["rows"]:
         shown = [row["lru"], *([row["hit_ratio"]] if middle else []), row["optimum"]]
-        yield (f"  {names[row['tier']]:<11}{row['gib']:>8g}{percent(shown[0], 1):>14}"
+        yield (f"  {TIER_NAMES[row['tier']]:<11}{row['gib']:>8g}{percent(shown[0], 1):>14}"
                + "".join(f"{percent(value, 1):>9}" for value in shown[1:]))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Replicated, Sidecar, SlidingWindow
-from asynccache.core.settings import ComponentKind
+from asynccache.config import CacheConfig, Component, Replicated, Sidecar
 from asynccache.errors import ConfigError
 
 _OVER = [one.value for one in Replicated if one.over]
@@ -35,15 +34,9 @@ def replicate(config: CacheConfig, text: str) -> CacheConfig:
     def mark(part: Component | Sidecar, name: str) -> Component | Sidecar:
         return replace(part, replicated=named[name]) if name in named else part
 
-    components = tuple(mark(part, _name(part)) for part in config.components)
+    components = tuple(mark(part, part.pool) for part in config.components)
     sidecars = tuple(mark(part, part.name) for part in config.sidecars)
     return replace(config, components=components, sidecars=sidecars)  # type: ignore[arg-type]
-
-
-def _name(part: Component) -> str:
-    if isinstance(part, Full):
-        return POOL_NAME[ComponentKind.FULL]
-    return POOL_NAME[ComponentKind.SWA if isinstance(part, SlidingWindow) else ComponentKind.MAMBA]
 
 
 def _read(text: str) -> dict[str, Replicated]:

@@ -8,71 +8,72 @@ commands.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
-from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
+from asynccache.config import CacheConfig, Full, SlidingWindow
 from asynccache.configuration import File, describes_cache, nearest, read_config
+from asynccache.configuration.settings import CACHE
+from asynccache.configuration.settings import TABLES as CACHE_TABLES
 from asynccache.errors import ConfigError
 
 SECTIONS = ("stress", "replay")
-TABLES = (*SECTIONS, "components", "sidecars", "storage_options")
+TABLES = (*SECTIONS, *CACHE_TABLES)
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
+"""The options that a described cache has as settings of the same names."""
 DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
              "host_tokens", "swa_ratio")
 
 Parse = Callable[[str, object, str], Any]
 
 
-class Told(NamedTuple):
-    """What a file or the environment says: the values of options by field, and a sentence for each wrong option."""
+class Said(NamedTuple):
+    """One option in a file or in the environment: its parsed value, the value as it was written, and where."""
 
-    values: dict[str, Any]
+    value: Any
+    written: Any
+    origin: str
+
+
+class Told(NamedTuple):
+    """What a file and the environment say: the options by field, and a sentence for each wrong one."""
+
+    values: dict[str, Said]
     problems: list[str]
 
 
-def from_file(file: File, command: str, names: Mapping[str, str], parse: Parse) -> Told:
-    """The options of ``command`` in ``file``. ``names``: the field of each option by its name. ``parse(field, value,
-    where)`` returns the parsed value or raises a ConfigError that begins with ``where``."""
-    told = Told({}, [])
-    own = file.table.get(command, {})
-    if not isinstance(own, dict):
-        return Told({}, [f"{file.origin((command,))}: {command} must be a table"])
-    _take(told, ((key, value, file.origin((key,))) for key, value in _at_the_top(file)), command, names, parse)
-    _take(told, ((key, value, file.origin((command, key))) for key, value in own.items()), command, names, parse)
-    return told
+def told(command: str, file: File | None, env: Mapping[str, str], names: Mapping[str, str], parse: Parse) -> Told:
+    """Return the options of ``command`` in ``file`` and in the environment, which wins: there
+    ``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``.
 
-
-def _at_the_top(file: File) -> Iterator[tuple[str, object]]:
-    if not describes_cache(file.table):
-        yield from ((key, value) for key, value in file.table.items() if key not in SECTIONS)
-
-
-def from_environment(env: Mapping[str, str], command: str, names: Mapping[str, str], parse: Parse) -> Told:
-    """The options of ``command`` in the environment: ``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``."""
-    told, prefix = Told({}, []), f"ASYNCCACHE_{command.upper()}__"
-    found = ((name.removeprefix(prefix).lower(), text, f"environment variable {name}")
-             for name, text in env.items() if name.startswith(prefix))
-    _take(told, ((key, _switch(text), where) for key, text, where in found), command, names, parse)
-    return told
-
-
-def _switch(text: str) -> object:
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _take(
-    told: Told, given: Iterator[tuple[str, object, str]], command: str, names: Mapping[str, str], parse: Parse
-) -> None:
-    for key, value, origin in given:
+    ``names``: the field of each option by its name. ``parse(field, value, where)`` returns the parsed value or raises a
+    ConfigError that begins with ``where``.
+    """
+    found = Told({}, [])
+    for key, written, origin in _written(command, file, env):
         field = names.get(key.replace("_", "-"))
-        if field is None:
-            told.problems.append(f"{origin}: {_unknown(command, key, value, names)}")
-            continue
         try:
-            told.values[field] = parse(field, value, f"{origin}: {key}")
+            if field is None:
+                raise ConfigError(f"{origin}: {_unknown(command, key, written, names)}")
+            found.values[field] = Said(parse(field, written, f"{origin}: {key}"), written, origin)
         except ConfigError as error:
-            told.problems.append(str(error))
+            found.problems.append(str(error))
+    return found
+
+
+def _written(command: str, file: File | None, env: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the key, the value and the place of each option; of those with the same key the last one wins."""
+    if file is not None:
+        own = file.table.get(command, {})
+        if not isinstance(own, dict):
+            raise ConfigError(f"{file.origin((command,))}: {command} must be a table")
+        if not describes_cache(file.table):
+            yield from ((key, value, file.origin((key,))) for key, value in file.table.items() if key not in SECTIONS)
+        yield from ((key, value, file.origin((command, key))) for key, value in own.items())
+    prefix = f"ASYNCCACHE_{command.upper()}__"
+    for name, text in env.items():
+        if name.startswith(prefix):
+            switch = {"true": True, "false": False}.get(text.lower(), text)
+            yield name.removeprefix(prefix).lower(), switch, f"environment variable {name}"
 
 
 def _unknown(command: str, key: str, value: object, names: Mapping[str, str]) -> str:
@@ -81,7 +82,7 @@ def _unknown(command: str, key: str, value: object, names: Mapping[str, str]) ->
     if isinstance(value, Mapping):
         hint = nearest(key, TABLES)
         return f"there is no table [{key}]; {hint or 'there are ' + ', '.join(f'[{name}]' for name in TABLES)}"
-    if key in {field.name for field in fields(CacheConfig)}:
+    if key in CACHE:
         return f"{key!r} is a setting of a cache, but this file describes no cache: it does not name a model"
     hint = nearest(key.replace("_", "-"), names)
     return f"{command} has no setting {key!r}" + (f"; {hint}" if hint else "")
@@ -109,8 +110,7 @@ def cache_of(file: File, env: Mapping[str, str], told: Mapping[str, Any]) -> Cac
 def options_of(config: CacheConfig) -> dict[str, Any]:
     """The values that the run's options would have for the cache ``config``, as far as options can describe it."""
     found: dict[str, Any] = {field: getattr(config, field) for field in SHARED}
-    names = {Full: "full", SlidingWindow: "swa", Mamba: "mamba"}
-    found["components"] = tuple(names[type(component)] for component in config.components)
+    found["components"] = tuple(component.pool for component in config.components)
     for component in config.components:
         if isinstance(component, Full):
             found |= {name: getattr(component, name)

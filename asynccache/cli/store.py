@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from asynccache.cli.output import check_writable, dump
+from asynccache.cli.output import answer, check_writable
+from asynccache.cli.parsing import POSITIVE, integer
 from asynccache.cli.progress import Progress
 from asynccache.cli.store_actions import StoreOptions, perform
 from asynccache.cli.store_text import line, text
@@ -39,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(ACTIONS), metavar="|".join(ACTIONS),
                         help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
     parser.add_argument("url", metavar="URL", help="the store, for example file:/var/kv")
-    parser.add_argument("--limit", type=int, metavar="N", help="ls: list at most N pages")
+    parser.add_argument("--limit", type=integer(1), metavar="N", help="ls: list at most N pages")
     parser.add_argument("--rate", metavar="SIZE", help="verify: read at most so many bytes per second, as in 100MiB")
     parser.add_argument("--older-than", metavar="AGE",
                         help="gc: also remove pages that were written longer ago than this, as in 7d or 12h")
     parser.add_argument("--dry-run", action="store_true", help="gc: count the old pages and remove nothing")
     parser.add_argument("--yes", action="store_true", help="clear: do not ask for confirmation")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS",
+    parser.add_argument("--timeout", type=POSITIVE, default=TIMEOUT, metavar="SECONDS",
                         help="give up when the store does not answer for so long (default: 30; gc and clear have an "
                              "hour, because they do not report how far they have come)")
     parser.add_argument("--json", metavar="PATH|-",
@@ -73,10 +74,7 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     now = time.time()
     report = _performed(wanted, lambda page: print(line(page, now)))
-    if args.json != "-":
-        print(text(report))
-    if args.json is not None:
-        dump(report, args.json)
+    answer(report, text(report), args.json)
     return 0 if report["ok"] else 1
 
 
@@ -94,20 +92,14 @@ def _wanted(args: argparse.Namespace) -> StoreOptions:
     Raises:
         ConfigError: an option is unusable, or belongs to another action.
     """
-    for option, action in (("limit", "ls"), ("rate", "verify"), ("older_than", "gc")):
-        if getattr(args, option) is not None and args.action != action:
-            raise ConfigError(f"--{option.replace('_', '-')} is for asynccache store {action}")
-    for option, action in (("dry_run", "gc"), ("yes", "clear")):
+    of = {"limit": "ls", "rate": "verify", "older_than": "gc", "dry_run": "gc", "yes": "clear"}
+    for option, action in of.items():
         if getattr(args, option) and args.action != action:
             raise ConfigError(f"--{option.replace('_', '-')} is for asynccache store {action}")
     rate = None if args.rate is None else parse_size("--rate", args.rate)
     older_than = None if args.older_than is None else duration("--older-than", args.older_than)
     if rate is not None and rate < 1:
         raise ConfigError(f"--rate={args.rate!r} must be at least one byte a second")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit={args.limit} must be at least 1")
-    if not 0 < args.timeout < float("inf"):
-        raise ConfigError(f"--timeout={args.timeout} must be more than 0 seconds")
     if args.dry_run and older_than is None:
         raise ConfigError("--dry-run counts the pages that --older-than would remove: say how old, as in 7d")
     return StoreOptions(args.action, args.url, args.timeout, args.limit, rate, older_than, args.dry_run)

@@ -10,7 +10,7 @@ from typing import Any
 
 from asynccache.cli.report import Report
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.text import ARROWS, bar, milliseconds, number, percent, size
+from asynccache.cli.text import ARROWS, TIER_NAMES, bar, milliseconds, number, percent, size
 
 _FETCHES = ("load_back", "prefetch")
 _BUSY = 1.2
@@ -54,8 +54,7 @@ def _hits(report: Report) -> Iterator[str]:
     total, hit = report["tokens"]["total"], report["tokens"]["hit"]
     yield _title(f"Hits: {percent(sum(hit.values()), total)} of {number(total)} prompt tokens")
     computed = total - sum(hit.values())
-    for name, tokens in (("L1 device", hit["device"]), ("L2 host", hit["host"]), ("L3 storage", hit["storage"]),
-                         ("computed", computed)):
+    for name, tokens in (*((name, hit[key]) for key, name in TIER_NAMES.items()), ("computed", computed)):
         share = tokens / total if total else 0.0
         yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}".rstrip()
     if "blocks" in report:

@@ -120,7 +120,7 @@ def _folded(path: Path) -> Path:
 
 
 def _build(table: Table) -> Loaded:
-    problems = [_misplaced(one.path, one.value, one.what) for one in table.misplaced]
+    problems = [Problem(f"{_told(one.path, one.value)} {one.what}") for one in table.misplaced]
     tree: dict[Path, Any] = {}
     for path, value in table.values.items():
         row = settings.setting(path)
@@ -130,20 +130,25 @@ def _build(table: Table) -> Loaded:
         try:
             tree[path] = row.accept(value.value, text=value.text)
         except ConfigError as error:
-            hint = settings.nearest(str(value.value), row.choices) if row.choices else ""
-            problems.append(Problem(f"{'.'.join(path)}={_short(path, value)} ({value.origin}) {error}", hint))
-    problems += _unknown_groups(table)
-    problems += _missing(table)
-    return _finished(table, tree, problems)
+            hint = settings.nearest(str(value.value), choices) if (choices := row.choices()) else ""
+            problems.append(Problem(f"{_told(path, value)} {error}", hint))
+    problems += [*_unknown_groups(table), *_missing(table)]
+    if problems:
+        return Loaded(None, (), tuple(problems))
+    values = tuple(
+        Effective(path, tree.get(path, row.default), table.values[path].origin if path in tree else DEFAULT)
+        for path, row, _ in _rows(table)
+    )
+    try:
+        return Loaded(_assembled(values), values, ())
+    except ConfigError as error:
+        return Loaded(None, values, (_between(error, values),))
 
 
-def _misplaced(path: Path, value: Value, what: str) -> Problem:
-    return Problem(f"{'.'.join(path)}={_short(path, value)} ({value.origin}) {what}")
-
-
-def _short(path: Path, value: Value) -> str:
+def _told(path: Path, value: Value) -> str:
+    """Return the beginning of a sentence about a value: the setting, what it was set to, and where."""
     text = checks.shown(shown(path[-1], value.value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{'.'.join(path)}={text if len(text) <= 60 else text[:57] + '...'} ({value.origin})"
 
 
 def _unknown(path: Path, value: Value) -> Iterator[Problem]:
@@ -151,7 +156,7 @@ def _unknown(path: Path, value: Value) -> Iterator[Problem]:
     the table itself is reported, by ``_unknown_groups``."""
     if path[0] == "components" and len(path) == 3 and path[1] not in settings.COMPONENTS:
         return
-    sentence = f"{'.'.join(path)}={_short(path, value)} ({value.origin}): there is no such setting"
+    sentence = f"{_told(path, value)}: there is no such setting"
     beside = [*settings.table(path), *(settings.TABLES if len(path) == 1 else ())]
     if value.text:
         yield Problem(sentence, settings.nearest(value.origin.split()[-1], _variables()))
@@ -188,7 +193,7 @@ def _missing(table: Table) -> Iterator[Problem]:
 
 def _rows(table: Table) -> Iterator[tuple[Path, settings.Setting, str]]:
     """Yield every setting that a cache with the given components and sidecars has: its path, its row, and the origin of
-    its table in brackets. They come in the order of the dataclasses' fields."""
+    its table in brackets. The fields of a class itself come before those that it inherits."""
     for name, row in settings.CACHE.items():
         yield (name,), row, ""
     for kind, rows in settings.COMPONENTS.items():
@@ -204,37 +209,16 @@ def _rows(table: Table) -> Iterator[tuple[Path, settings.Setting, str]]:
             yield path, settings.OPTION, ""
 
 
-def _finished(table: Table, tree: dict[Path, Any], problems: list[Problem]) -> Loaded:
-    if problems:
-        return Loaded(None, (), tuple(problems))
-    values = tuple(_effective(table, tree, path, row) for path, row, _ in _rows(table))
-    try:
-        config = _assembled(values)
-    except ConfigError as error:
-        return Loaded(None, values, (_between(error, values),))
-    return Loaded(config, values, ())
-
-
-def _effective(table: Table, tree: dict[Path, Any], path: Path, row: settings.Setting) -> Effective:
-    if path in tree:
-        return Effective(path, tree[path], table.values[path].origin)
-    return Effective(path, row.default, DEFAULT)
-
-
 def _assembled(values: tuple[Effective, ...]) -> CacheConfig:
-    top: dict[str, Any] = {}
-    groups: dict[str, dict[str, dict[str, Any]]] = {"components": {}, "sidecars": {}}
-    options: dict[str, str] = {}
+    tables: dict[Path, dict[str, Any]] = {("storage_options",): {}}
     for path, value, _ in values:
-        if len(path) == 1:
-            top[path[0]] = value
-        elif path[0] == "storage_options":
-            options[path[1]] = str(value)
-        else:
-            groups[path[0]].setdefault(path[1], {})[path[2]] = value
-    components = tuple(settings.COMPONENT_CLASSES[kind](**own) for kind, own in groups["components"].items())
-    sidecars = tuple(Sidecar(name=name, **own) for name, own in groups["sidecars"].items())
-    return CacheConfig(**top, components=components, sidecars=sidecars, storage_options=options)
+        tables.setdefault(path[:-1], {})[path[-1]] = value
+    pairs = [(table, own) for table, own in tables.items() if len(table) == 2]
+    return CacheConfig(
+        **tables[()], storage_options=tables[("storage_options",)],
+        components=tuple(settings.COMPONENT_CLASSES[kind](**own) for (top, kind), own in pairs if top == "components"),
+        sidecars=tuple(Sidecar(name=name, **own) for (top, name), own in pairs if top == "sidecars"),
+    )
 
 
 def _between(error: ConfigError, values: tuple[Effective, ...]) -> Problem:

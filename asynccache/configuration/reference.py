@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from asynccache.configuration import meanings, settings
+from asynccache.config import Sidecar
+from asynccache.configuration import settings
 from asynccache.configuration.building import variable
 from asynccache.configuration.settings import REQUIRED, Path, Setting
 
@@ -27,9 +28,10 @@ def renewed(page: str) -> str:
 def _lines() -> Iterator[str]:
     yield from _section("The cache", "At the top of the file.", (), settings.CACHE)
     for kind, rows in settings.COMPONENTS.items():
-        yield from _section(f"`[components.{kind}]`", meanings.COMPONENT_TEXT[kind], ("components", kind), rows)
-    yield from _section("`[sidecars.NAME]`", meanings.SIDECARS_TEXT, ("sidecars", "NAME"), settings.SIDECAR)
-    yield from ("### `[storage_options]`", "", f"{meanings.OPTIONS_TEXT} `capacity` is set by",
+        meaning = settings.meaning(settings.COMPONENT_CLASSES[kind])
+        yield from _section(f"`[components.{kind}]`", meaning, ("components", kind), rows)
+    yield from _section("`[sidecars.NAME]`", settings.meaning(Sidecar), ("sidecars", "NAME"), settings.SIDECAR)
+    yield from ("### `[storage_options]`", "", f"{settings.OPTION.text} `capacity` is set by",
                 f"`{variable(('storage_options', 'capacity'))}`, and so on.")
 
 
@@ -44,7 +46,7 @@ def _section(title: str, text: str, path: Path, rows: Mapping[str, Setting]) -> 
 
 
 def _type(row: Setting) -> str:
-    name = ", ".join(f"`{choice}`" for choice in row.choices) or _TYPES[row.kind]
+    name = ", ".join(f"`{choice}`" for choice in row.choices()) or _TYPES[row.kind]
     if row.several:
         return f"{name}, or a list of it"
     low, high, above = row.bounds

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asynccache.configuration import meanings, settings
+from asynccache.config import Sidecar
+from asynccache.configuration import settings
 from asynccache.configuration.settings import REQUIRED, Setting
 
 Schema = dict[str, Any]
@@ -39,15 +40,15 @@ def _cache(runs: Mapping[str, Schema]) -> Schema:
     own["properties"] |= {
         "components": {
             "type": "object", "additionalProperties": False, "required": ["full"],
-            "properties": {kind: {"description": meanings.COMPONENT_TEXT[kind], **_object(rows)}
+            "properties": {kind: {"description": settings.meaning(settings.COMPONENT_CLASSES[kind]), **_object(rows)}
                            for kind, rows in settings.COMPONENTS.items()},
         },
         "sidecars": {
-            "type": "object", "description": meanings.SIDECARS_TEXT, "propertyNames": {"pattern": r"^[\w.-]+$"},
+            "type": "object", "description": settings.meaning(Sidecar), "propertyNames": {"pattern": r"^[\w.-]+$"},
             "additionalProperties": _object(settings.SIDECAR),
         },
         "storage_options": {
-            "type": "object", "description": meanings.OPTIONS_TEXT, "additionalProperties": {"type": "string"},
+            "type": "object", "description": settings.OPTION.text, "additionalProperties": {"type": "string"},
         },
         **runs,
     }
@@ -75,8 +76,8 @@ def _one(row: Setting) -> Schema:
         found |= {"type": "array", "items": {"type": "integer"}}
     if row.several:
         found |= {"type": [found["type"], "array"], "items": {"type": found["type"]}, "minItems": 1}
-    if row.choices:
-        found["enum"] = [*row.choices, *(["none"] if row.optional else [])]
+    if choices := row.choices():
+        found["enum"] = [*choices, *(["none"] if row.optional else [])]
     if row.default is not REQUIRED and row.default is not None:
         found["default"] = list(row.default) if isinstance(row.default, tuple) else row.default
     minimum, maximum, above = row.bounds

@@ -1,28 +1,35 @@
-"""All settings as rows (name, type, default, bounds, meaning), which are made from the dataclasses of ``config.py``."""
+"""All settings as rows: name, type, default, bounds, meaning. The rows are made from the fields of ``config.py``.
+
+The dataclasses there are the only place where a setting is declared. Files, the environment, the options of commands,
+the schema and the reference are read from these rows.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
+from functools import partial
 from math import isfinite
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from asynccache import checks
 from asynccache.checks import ANY, Bounds
-from asynccache.config import EVICTION_POLICIES, CacheConfig, Full, Mamba, Sidecar, SlidingWindow, split_urls
-from asynccache.configuration import meanings
+from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow, split_urls
 from asynccache.errors import ConfigError
 
 Path = tuple[str, ...]
 
-COMPONENT_CLASSES: Mapping[str, type[Any]] = {"full": Full, "swa": SlidingWindow, "mamba": Mamba}
+COMPONENT_CLASSES: Mapping[str, type[Any]] = {cls.pool: cls for cls in (Full, SlidingWindow, Mamba)}
 TABLES = ("components", "sidecars", "storage_options")
 REQUIRED = object()
 
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text (in quotes)",
+           tuple: "a list of integers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,9 @@ class Setting:
     """A setting.
 
     ``kind``: the type of its value. ``optional``: whether the value may be None. ``default``: ``REQUIRED`` if there is
-    none. ``text``: what the setting means. ``choices``: the allowed values, if they can be listed. ``several``: whether
-    the value may also be a list; in the environment that is written as URLs with spaces between them.
+    none. ``text``: what the setting means. ``choices``: returns the values that are allowed now, or nothing if they
+    cannot be listed. ``several``: whether the value may also be a list; in the environment that is written as URLs with
+    spaces between them.
     """
 
     name: str
@@ -39,7 +47,7 @@ class Setting:
     optional: bool
     default: object
     text: str
-    choices: tuple[str, ...] = ()
+    choices: Callable[[], tuple[str, ...]] = tuple
     several: bool = False
     bounds: Bounds = ANY
 
@@ -54,42 +62,49 @@ class Setting:
             return None
         if self.several:
             return _one_or_more(split_urls(str(value)) if text else value)
-        found = _from_text(self.kind, str(value)) if text else _typed(self.kind, value)
-        if self.choices and _plain(found) not in self.choices:
-            raise ConfigError(f"must be one of {', '.join(self.choices)}")
-        self._check_bounds(found)
+        found = _typed(self.kind, _read(self.kind, str(value)) if text else value)
+        if (choices := self.choices()) and found not in choices:
+            raise ConfigError(f"must be one of {', '.join(choices)}")
+        if self.kind in (int, float) and (unmet := self.bounds.unmet(found) or _infinite(found)):
+            raise ConfigError(unmet)
         return found
 
-    def _check_bounds(self, value: object) -> None:
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return
-        infinite = isinstance(value, float) and not isfinite(value)
-        unmet = self.bounds.unmet(value) or ("must be a finite number" if infinite else "")
-        if unmet:
-            raise ConfigError(unmet)
+
+def _read(kind: type[Any], text: str) -> object:
+    """Return the value that ``text``, from the environment, stands for."""
+    try:
+        if kind is bool:
+            return _SWITCH[text.lower()]
+        if kind is tuple:
+            return tuple(map(int, text.split(",")))
+        return kind(text) if kind in (int, float) else text
+    except (ValueError, KeyError):
+        wanted = "integers with commas between them" if kind is tuple else _WANTED[kind]
+        raise ConfigError(f"must be {wanted}") from None
 
 
-def _typed(kind: type[Any], value: object) -> object:
-    if kind is tuple:
-        return _numbers(value)
-    if kind in (int, float):
-        return _number(kind, value)
+def _typed(kind: type[Any], value: Any) -> Any:
+    """Return ``value`` as Python's own type, or as the value of an ``Enum``'s member. A number may be one of numpy or
+    torch. A float is returned even if it is not finite, because the error about the setting's bounds is the better
+    one."""
+    try:
+        if kind is float:
+            return float(value) if isinstance(value, float) else checks.number("", value)
+        if kind is int:
+            return checks.integer("", value)
+    except ConfigError:
+        raise ConfigError(f"must be {_WANTED[kind]}") from None
     if issubclass(kind, Enum):
         return value.value if isinstance(value, kind) else _typed(str, value)
-    if not isinstance(value, kind):
+    if kind is tuple and isinstance(value, (list, tuple)) and all(type(one) is int for one in value):
+        return tuple(value)
+    if kind is tuple or not isinstance(value, kind):
         raise ConfigError(f"must be {_WANTED[kind]}")
     return value
 
 
-def _number(kind: type[Any], value: object) -> object:
-    """Return ``value`` as Python's own number; it may be one of numpy or torch. A float is returned even if it is not
-    finite, because the error about the setting's bounds is the better one."""
-    if kind is float and isinstance(value, float):
-        return float(value)
-    try:
-        return checks.integer("", value) if kind is int else checks.number("", value)
-    except ConfigError:
-        raise ConfigError(f"must be {_WANTED[kind]}") from None
+def _infinite(value: float) -> str:
+    return "" if isfinite(value) else "must be a finite number"
 
 
 def _one_or_more(value: object) -> str | tuple[str, ...]:
@@ -99,56 +114,37 @@ def _one_or_more(value: object) -> str | tuple[str, ...]:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _numbers(value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or any(type(one) is not int for one in value):
-        raise ConfigError("must be a list of integers")
-    return tuple(value)
+def _rows(cls: type[Any]) -> dict[str, Setting]:
+    """Return a row for each field of ``cls`` that has a meaning, those of the class itself before inherited ones."""
+    hints, found = get_type_hints(cls), {field.name: field for field in fields(cls) if "text" in field.metadata}
+    names = [name for base in cls.__mro__ for name in inspect.get_annotations(base) if name in found]
+    return {name: _row(found[name], hints[name]) for name in names if name not in TABLES}
 
 
-def _from_text(kind: type[Any], value: str) -> object:
-    if kind is bool:
-        if value.lower() not in _TRUE + _FALSE:
-            raise ConfigError("must be true or false")
-        return value.lower() in _TRUE
-    if kind in (int, float, tuple):
-        try:
-            return tuple(map(int, value.split(","))) if kind is tuple else kind(value)
-        except ValueError:
-            raise ConfigError(f"must be {_WANTED[kind]}") from None
-    return value
+def _row(field: Field[Any], hint: Any) -> Setting:
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = [get_origin(part) or part for part in parts]
+    kind, optional = kinds[0], type(None) in kinds
+    choices = partial(_values, kind) if issubclass(kind, Enum) else field.metadata["choices"]
+    default = field.default.value if isinstance(field.default, Enum) else field.default
+    return Setting(field.name, kind, optional, REQUIRED if default is MISSING else default, field.metadata["text"],
+                   choices, tuple in kinds[1:], field.metadata["bounds"])
 
 
-_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text (in quotes)",
-           tuple: "integers with commas between them"}
+def _values(kind: type[Enum]) -> tuple[str, ...]:
+    return tuple(one.value for one in kind)
 
 
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
+def meaning(cls: type[Any]) -> str:
+    """Return what a table of settings is for: the first paragraph of its dataclass's docstring."""
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].replace("``", "`").split())
 
 
-def _rows(cls: type[Any], meanings: Mapping[str, str], without: Iterable[str] = ()) -> dict[str, Setting]:
-    hints = get_type_hints(cls)
-    return {f.name: _row(f, hints[f.name], meanings) for f in fields(cls) if f.name not in without}
-
-
-def _row(field: Field[Any], hint: Any, meanings: Mapping[str, str]) -> Setting:
-    if get_origin(hint) is tuple:
-        hint = tuple
-    optional = get_origin(hint) in (Union, types.UnionType)
-    several = optional and any(get_origin(t) is tuple for t in get_args(hint))
-    kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
-    choices = tuple(m.value for m in kind) if issubclass(kind, Enum) else ()
-    if field.name == "eviction":
-        choices = EVICTION_POLICIES
-    default = REQUIRED if field.default is MISSING else _plain(field.default)
-    bounds = field.metadata.get("bounds", ANY)
-    return Setting(field.name, kind, optional, default, meanings.get(field.name, ""), choices, several, bounds)
-
-
-CACHE = _rows(CacheConfig, meanings.CACHE, TABLES)
-COMPONENTS = {name: _rows(cls, meanings.COMPONENTS[name]) for name, cls in COMPONENT_CLASSES.items()}
-SIDECAR = _rows(Sidecar, meanings.SIDECAR, ("name",))
-OPTION = Setting("option", str, False, REQUIRED, meanings.OPTIONS_TEXT)
+CACHE = _rows(CacheConfig)
+COMPONENTS = {name: _rows(cls) for name, cls in COMPONENT_CLASSES.items()}
+SIDECAR = _rows(Sidecar)
+OPTION = Setting("option", str, False, REQUIRED,
+                 CacheConfig.__dataclass_fields__["storage_options"].metadata["text"])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

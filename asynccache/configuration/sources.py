@@ -7,19 +7,25 @@ where tables must be. ``building`` checks names and values.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
+from asynccache.config import Sidecar
 from asynccache.configuration.line_numbers import line_numbers, line_of
-from asynccache.configuration.settings import COMPONENT_CLASSES, TABLES, Path
+from asynccache.configuration.settings import COMPONENT_CLASSES, Path
 from asynccache.errors import ConfigError
 
+Origin = Callable[[Path], str]
+"""Returns where a path stands in a source, for messages."""
 PREFIX = "ASYNCCACHE_"
 SECTIONS = ("stress", "replay")
 BACKENDS = "asynccache.backends"
+_DEPTH = {"components": 3, "sidecars": 3, "storage_options": 2}
+"""How long the paths of settings in tables are."""
+_EXAMPLES = {"components": "components.full", "sidecars": "sidecars.NAME", "storage_options": "storage_options"}
 NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM", "PURE", "COMPILE")
 
 
@@ -104,7 +110,7 @@ def describes_cache(table: Mapping[str, Any]) -> bool:
 def from_file(file: File) -> Table:
     """Return the file's settings of the cache. The sections of ``stress`` and ``replay`` are left out."""
     content = {key: value for key, value in file.table.items() if key not in SECTIONS}
-    return _from_tree(content, lambda path: file.origin(path))
+    return _from_tree(content, file.origin)
 
 
 def from_environment(env: Mapping[str, str]) -> Table:
@@ -127,7 +133,11 @@ def from_environment(env: Mapping[str, str]) -> Table:
 
 
 def from_python(given: Mapping[str, object]) -> Table:
-    """Return the settings in keyword arguments: plain values, mappings, or dataclasses of ``asynccache.config``."""
+    """Return the settings in keyword arguments: plain values, mappings, or dataclasses of ``asynccache.config``.
+
+    Raises:
+        ConfigError: two components or two sidecars have one name.
+    """
     content = {name: _as_mapping(name, value) for name, value in given.items()}
     return _from_tree(content, lambda path: "Python")
 
@@ -138,47 +148,33 @@ def replaced(given: Mapping[str, object]) -> list[str]:
 
 
 def _as_mapping(name: str, value: object) -> object:
-    if not isinstance(value, (tuple, list)) or not all(is_dataclass(one) for one in value):
+    pools = (*COMPONENT_CLASSES.values(), Sidecar)
+    if not isinstance(value, (tuple, list)) or not all(isinstance(one, pools) for one in value):
         return value
-    kinds = {cls: kind for kind, cls in COMPONENT_CLASSES.items()}
-    return {
-        kinds.get(type(one)) or one.name: {f.name: getattr(one, f.name) for f in fields(one) if f.name != "name"}
-        for one in value
-    }
+    names = [one.pool or one.name for one in value]
+    if twice := [one for one in names if names.count(one) > 1]:
+        raise ConfigError(f"{name}: there are {names.count(twice[0])} of {twice[0]!r}; each can be there once")
+    return {known: {f.name: getattr(one, f.name) for f in fields(one) if f.name != "name"}
+            for known, one in zip(names, value, strict=True)}
 
 
-def _from_tree(content: Mapping[str, object], origin: Any) -> Table:
+def _from_tree(content: Mapping[str, object], origin: Origin) -> Table:
     table = Table()
-    for key, value in content.items():
-        name = key.replace("-", "_")
-        if name in TABLES:
-            _fill(table, name, key, value, origin)
-        else:
-            table.values[(name,)] = Value(value, origin((key,)))
+    _fill(table, (), (), content, origin)
     return table
 
 
-def _fill(table: Table, name: str, key: str, value: object, origin: Any) -> None:
-    if not isinstance(value, Mapping):
-        example = f"[{name}.full]" if name == "components" else f"[{name}.NAME]" if name == "sidecars" else f"[{name}]"
-        table.misplaced.append(Misplaced((name,), Value(value, origin((key,))), f"must be a table, as in {example}"))
-    elif name == "storage_options":
-        for option, text in value.items():
-            table.values[(name, option)] = Value(text, origin((key, option)))
-    else:
-        for path, found in _groups(table, name, key, value, origin):
-            table.values[path] = found
-
-
-def _groups(
-    table: Table, name: str, key: str, value: Mapping[str, object], origin: Any
-) -> Iterator[tuple[Path, Value]]:
-    for group, content in value.items():
-        if not isinstance(content, Mapping):
-            what = f"must be a table, as in [{name}.{group}]"
-            table.misplaced.append(Misplaced((name, group), Value(content, origin((key, group))), what))
-            continue
-        table.groups[name, group] = origin((key, group))
-        for field_name, found in content.items():
-            own = Value(found, origin((key, group, field_name)))
-            yield (name, group, field_name.replace("-", "_")), own
+def _fill(table: Table, above: Path, keys: Path, content: Mapping[str, object], origin: Origin) -> None:
+    """Add what stands in the table ``above``, which the source calls ``keys``. Names of settings may be written with
+    dashes; names of components, sidecars and options of a store are what they are."""
+    for key, value in content.items():
+        path, written = (*above, key if len(above) == 1 else key.replace("-", "_")), (*keys, key)
+        if len(path) == _DEPTH.get(path[0], 1):
+            table.values[path] = Value(value, origin(written))
+        elif isinstance(value, Mapping):
+            if len(path) == 2:
+                table.groups[path] = origin(written)
+            _fill(table, path, written, value, origin)
+        else:
+            what = f"must be a table, as in [{_EXAMPLES[path[0]] if len(path) == 1 else '.'.join(path)}]"
+            table.misplaced.append(Misplaced(path, Value(value, origin(written)), what))

@@ -21,7 +21,8 @@ _FILLS = {Kind.BACKUP_HOST: HOST, Kind.LOAD_BACK: DEVICE}
 
 
 def check(core: CacheCore, idle: bool = False) -> None:
-    """Raise ``InvariantViolation`` naming the first broken law. ``idle``: nothing is held and nothing in flight."""
+    """Check all laws, and raise ``InvariantViolation`` for the first that is broken, saying what breaks it. ``idle``:
+    also require that nothing is held and nothing is in flight."""
     for law in LAWS:
         law(core)
     if idle:
@@ -64,7 +65,7 @@ def _every_slot_is_in_one_place(core: CacheCore) -> None:
                 found.update(_slot_list(fetch.held.get(place - world.count, b"")))
         wrong = [slot for slot in range(shelf.slots.capacity) if found[slot] != 1]
         whole = not wrong and len(found) == shelf.slots.capacity
-        _require(whole, "place", place, "slots not in exactly one place", wrong)
+        _require(whole, "place", place, "has slots that nobody owns, or several do:", wrong)
 
 
 def _parent_and_child_agree(core: CacheCore) -> None:
@@ -78,7 +79,7 @@ def _parent_and_child_agree(core: CacheCore) -> None:
         _require(node.end == parent.end + len(node.key) // page, node, "does not end where its key does")
         _require((parent.children or {}).get(node.key[:page]) is node, node, "is not its parent's child")
         _require(node.root is parent.root, node, "has another root than its parent")
-        _require(len(node.hashes) in (0, 32 * (len(node.key) // page)), node, "has hashes of other pages")
+        _require(len(node.hashes) in (0, 32 * (len(node.key) // page)), node, "has not one hash for each of its pages")
     _require(count == world.counters.nodes, "nodes counted", world.counters.nodes, "found", count)
 
 
@@ -189,7 +190,8 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
     for node in _nodes(core):
         for place, part in enumerate(node.entry):
             found = waiting.get((id(node), place))
-            _require((part is None) == (found is None), node, "place", place, "has an entry that is in no order")
+            agree = (part is None) == (found is None)
+            _require(agree, node, "place", place, "has an entry and waits in no order, or the reverse")
             if part is None:
                 _require(not world.is_candidate(node, place), node, "place", place, "is evictable, waits in no order")
                 continue
@@ -199,7 +201,7 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
             _require(part in queue.slices, node, "place", place, "waits in a slice that was taken apart")
             _require(part.nodes.count(node) == 1, node, "place", place, "waits in another slice than it says")
             stamp, waits_by = node.stamp[place % world.count], part.stamps[part.nodes.index(node)]
-            _require(waits_by <= stamp, node, "place", place, "waits behind its stamp")
+            _require(waits_by <= stamp, node, "place", place, "waits by a later stamp than its own")
             if waits_by == stamp:
                 wanted = world.queue(node, place, world.late(node, place))
                 _require(queue is wanted, node, "place", place, "waits in another queue than the policy says")
@@ -218,14 +220,14 @@ def _operations_cover_live_nodes(core: CacheCore) -> None:
     for op in world.ledger.ops.values():
         for node, moves, top in op.fragments:
             _require(id(node) in live, op, "covers a node that left the tree")
-            _require(sum(other is op for other in node.ops) == 1, op, "is not known to its node")
+            _require(sum(other is op for other in node.ops) == 1, op, "is not among its node's operations")
             _require(moves.bit_length() - 1 <= top, op, "moves what it does not pin")
             tier = _FILLS.get(op.kind)
             for c in range(world.count):
                 if tier is not None and moves >> c & 1:
                     covering[id(node), tier * world.count + c] += 1
                     expected = LEAVING if op.doomed else ARRIVING
-                    _require(node.state[tier * world.count + c] == expected, op, "fills a cell that is", node)
+                    _require(node.state[tier * world.count + c] == expected, op, "fills a cell in another state:", node)
     for node in live.values():
         _require(all(op.id in world.ledger.ops for op in node.ops), node, "is covered by an operation that ended")
         for place, state in enumerate(node.state):
@@ -239,11 +241,11 @@ def _idle(core: CacheCore) -> None:
     _require(not core.active_claims(), "claims are left", core.active_claims())
     _require(not core.world.ledger.ops, "operations are left", list(core.world.ledger.ops.values()))
     for node in _nodes(core):
-        _require(not any(node.pins), node, "is pinned by nobody")
+        _require(not any(node.pins), node, "is pinned, and nobody is left who could have done it")
     _require(not core.world.dead_roots, "an invalidated namespace is left")
     empty = [root for root in core.world.roots.values() if root.children is None]
     _require(not empty, "namespaces are left with nothing below them", len(empty))
-    _require(not any(root.holders for root in core.world.roots.values()), "a namespace is held by nobody")
+    _require(not any(root.holders for root in core.world.roots.values()), "a namespace counts holders, and has none")
 
 
 def _nothing_is_stored_in_an_era_to_come(core: CacheCore) -> None:
@@ -251,8 +253,8 @@ def _nothing_is_stored_in_an_era_to_come(core: CacheCore) -> None:
     for node in _nodes(core):
         _require(node.stored >> 3 <= world.era, node, "is stored in an era to come", node.stored)
         stored = world.stored(node)
-        _require(stored < 1 << world.count, node, "has stored components that there are not", stored)
-        _require(not stored or bool(node.hashes), node, "is stored under no key")
+        _require(stored < 1 << world.count, node, "is stored with components that are not configured", stored)
+        _require(not stored or bool(node.hashes), node, "is stored, and has no hashes")
 
 
 LAWS: tuple[Callable[[CacheCore], None], ...] = (

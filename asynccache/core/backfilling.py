@@ -1,7 +1,7 @@
 """Backfilling: what the tree knows is made known to a store that was attached just now, and stored there.
 
-Law: a pass visits every node that is there from its beginning to its end, also where nodes split, leave and come
-between two slices; nobody has to hold the tree for it. What comes meanwhile goes to the store by itself.
+Law: a pass visits every node that is there from its beginning to its end, even if nodes split, leave and come between
+two slices, so nobody has to hold the tree lock for it. What comes meanwhile goes to the store by itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _SLICE = 128
 
 
 class Filled(NamedTuple):
-    """A slice of a pass. ``plan`` has the operations that it began; ``over``: it was the last."""
+    """A slice of a pass. ``plan`` has the operations that it began. ``over``: True if it was the last slice."""
 
     plan: Plan
     over: bool
 
 
 class Backfill:
-    """One pass. ``store``: what the host has is stored, stored elsewhere or not; else its pages are only named, for the
-    events."""
+    """One pass. It names every page to the KV events. ``store``: True if what the host has is also stored, even if
+    another store has it."""
 
     def __init__(self, world: World, transfers: Transfers, *, store: bool) -> None:
         self._world = world
@@ -37,7 +37,7 @@ class Backfill:
             self._push(root)
 
     def some(self, ops: int, pages: int) -> Filled:
-        """The next slice, which begins about ``ops`` operations on about ``pages`` pages of FULL and no more."""
+        """Do the next slice, which begins about ``ops`` operations on about ``pages`` pages of FULL and no more."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
         for _ in range(_SLICE):
             if not self._todo:
@@ -54,7 +54,7 @@ class Backfill:
         self._todo.extend((node, above) for node in (above.children or {}).values())
 
     def _visit(self, node: Node, above: Node) -> None:
-        """``node``, and what was split off it since it was found below ``above``."""
+        """Visit ``node``, and the pieces that were split off it since it was found below ``above``."""
         if node.parent is None or node.root.dead:
             return
         self._push(node)

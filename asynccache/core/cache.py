@@ -51,8 +51,9 @@ class ShelfStatistics(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Plain counts. ``device`` and ``host`` in component order; ``operations`` in flight by name; pages evicted since
-    the start; ``lost_pages``: only copies that were dropped although the write policy meant to keep them."""
+    """Counts. ``device`` and ``host`` are in the order of the components. ``operations``: how many are in flight, by
+    kind. ``evicted_device``, ``evicted_host``: pages since the start. ``lost_pages``: how many of these were only
+    copies, dropped although the write policy meant to keep them."""
 
     nodes: int
     leases: int
@@ -68,11 +69,11 @@ class Statistics(NamedTuple):
 
 
 class CacheCore:
-    """The core. Not thread-safe, never blocks, keeps no clock.
+    """The core. It is not thread-safe, never blocks, and keeps no clock.
 
-    Calls that only give something back (``release``, ``claim``, ``drop_claim``, ``prefetch_revoke``) split, evict and
-    back up nothing, so that they may be made at any time. What could go on because of them is left to ``follow_up``;
-    ``behind`` is true while there is such work.
+    ``release``, ``claim``, ``drop_claim`` and ``prefetch_revoke`` split, evict and back up nothing, so they may be
+    called at any time. What could go on because of them is left to ``follow_up``; ``behind`` is True while there is
+    such work.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -88,20 +89,21 @@ class CacheCore:
         self.explaining = Explaining(self.world, self._matching)
 
     def at(self, now: float) -> None:
-        """It is ``now``, in seconds of a clock that never goes back. By it the eviction policy tells how long ago a use
-        was; the calls that follow are made then. The core has no clock: as long as nobody says so, no time passes."""
+        """Tell the core that it is ``now``, in seconds of a clock that never goes back. The calls that follow are made
+        then; the eviction policy goes by that when it asks how long ago a use was. The core has no clock: no time
+        passes until somebody says so."""
         self.world.recency.time = int(now * 1e6)
 
     def match(self, space: bytes, key: bytes) -> Match:
-        """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
+        """Return how far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
         return self._matching.match(space, key)
 
     def explain(self, space: bytes, key: bytes) -> Explanation:
-        """Where each page of ``key`` is, and what ends its match. Changes nothing, not even recency."""
+        """Return where each page of ``key`` is, and what ends its match. Changes nothing, not even recency."""
         return self.explaining.explain(space, key)
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
-        """The prefix hashes (32 bytes a page) that the tree holds for the start of ``key``."""
+        """Return the prefix hashes (32 bytes a page) that the tree has for the start of ``key``."""
         root = self.world.roots.get(space)
         if root is None:
             return b""
@@ -110,7 +112,8 @@ class CacheCore:
         return b"".join([node.hashes for node in path])[: reached // page * 32]
 
     def lease(self, ask: Ask) -> Grant | Wait | More:
-        """Pin the longest usable match, load back what of it is on the host, and take all new pages, or nothing.
+        """Pin the longest usable match, load back what of it is on the host, and take all new pages; or take nothing
+        and return ``Wait`` or ``More``.
 
         Raises:
             CacheFull: the reservation exceeds the device.
@@ -118,7 +121,7 @@ class CacheCore:
         return self._leases.lease(ask)
 
     def check_possible(self, ask: Ask) -> None:
-        """Whether ``lease`` could ever grant this, so that a request need not wait in line to learn that it cannot.
+        """Refuse what ``lease`` could never grant, so that a request need not wait in line to learn that.
 
         Raises:
             CacheFull: the reservation exceeds the device.
@@ -126,16 +129,18 @@ class CacheCore:
         self._leases.check_possible(ask)
 
     def extend(self, lease: Lease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
-        """Grow the reservation up to those positions, and by ``states`` MAMBA slots. ``Wait``: it does not fit now; its
-        ``ops`` are the backups that are making room, if any."""
+        """Grow the reservation to the positions ``reserve`` (FULL) and ``reserve_swa``, in tokens, and by ``states``
+        MAMBA slots. ``Wait``: it does not fit now; it may when operations end that make room or let go of device pages,
+        which are its ``ops``."""
         return self._leases.extend(lease, reserve, reserve_swa, states)
 
     def advance(self, lease: Lease, position: int) -> Plan:
-        """The next token is computed at ``position``: what left its window (but a page) is unpinned or given back."""
+        """Unpin or give back what has left the window when the next token is computed at ``position``; one page more is
+        kept."""
         return self._leases.advance(lease, position)
 
     def truncate(self, lease: Lease, length: int) -> Plan:
-        """Give back own pages wholly beyond ``length``."""
+        """Give back the lease's own pages that lie wholly beyond ``length`` tokens."""
         return self._leases.truncate(lease, length)
 
     def commit(
@@ -143,13 +148,13 @@ class CacheCore:
     ) -> Committed | Wait:
         """Publish the whole pages of ``key`` (at least ``lease.length`` tokens, all computed).
 
-        ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: (page-aligned
-        position, slot out of ``lease.states``). Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages on the
-        way are being loaded for somebody else; nothing was changed.
+        ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: a position, at the
+        end of a page, and a slot out of ``lease.states``. Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages
+        on the way are being loaded for somebody else; nothing was changed.
 
         Raises:
-            ConfigError: the key is shorter than what the lease has committed, or the checkpoint lies elsewhere or is
-                not its own; nothing was changed.
+            ConfigError: the key is shorter than what the lease has committed, or ``check_checkpoint`` refuses the
+                checkpoint. Nothing was changed.
         """
         if len(key) < lease.length * TOKEN_BYTES:
             raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
@@ -158,7 +163,7 @@ class CacheCore:
         return self._commits.commit(lease, key, hashes, checkpoint)
 
     def check_checkpoint(self, lease: Lease, tokens: int, checkpoint: object) -> tuple[int, int]:
-        """``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
+        """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
 
         Raises:
             ConfigError: it is no pair of integers, its position is not the end of a page that is committed, or its slot
@@ -178,44 +183,50 @@ class CacheCore:
         return position, slot
 
     def pages(self, lease: Lease, kind: int) -> bytes:
-        """The page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is none."""
+        """Return the page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is
+        none."""
         return self._leases.pages(lease, kind)
 
     def release(self, lease: Lease, *, ended: bool = False, retire: bool = False) -> Plan:
-        """Give everything back; a second call does nothing. ``ended``: its private tail goes first. ``retire``: own
-        pages come as ``Retire`` instead of being free at once."""
+        """Give back everything that the lease holds; a second call does nothing. ``ended``: its conversation is over,
+        so what only that used goes first. ``retire``: its own pages come as ``Retire`` instead of being free at
+        once."""
         self._leases.release(lease, ended, retire)
         return self._given_back()
 
     def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> Opened | Wait | Join | Skip:
-        """Begin to fetch what storage has of ``key`` beyond what the host has."""
+        """Begin to fetch what storage has of ``key`` beyond what the host has. ``Wait``, ``Join`` and ``Skip``: no
+        prefetch began, and nothing was taken."""
         return self._prefetches.open(space, key, begin)
 
     def prefetch_take_full(self, op: int, pages: int, later: int = 0) -> Taken | More:
-        """Host slots for the next ``pages`` FULL pages from the anchor; fewer if the host is short. ``later``: how many
-        it will want after these."""
+        """Take host slots for the next ``pages`` FULL pages from the anchor on; fewer if the host is short. ``later``:
+        how many more the prefetch will want after these."""
         return self._prefetches.take_full(op, pages, later)
 
     def prefetch_take_aux(self, op: int, end: int) -> Taken | More:
-        """Host slots for the auxiliary pages that ``end`` needs, all or none; those of an earlier end go back."""
+        """Take host slots for the auxiliary pages that a match ending at ``end`` (tokens) needs, all or none. Slots
+        taken for an earlier end go back."""
         return self._prefetches.take_aux(op, end)
 
     def prefetch_commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int] = ()) -> Plan | Wait:
-        """Hang the fetched pages up to ``end`` (tokens) into the tree as it is now; the rest goes back.
+        """Hang the fetched pages up to ``end`` (tokens) into the tree as it is now, and give the other slots back.
 
-        ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: who claims them; see ``claim``.
+        ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: the requests that claim the pages; see
+        ``claim``. ``Wait``: its ``ops`` are backups that must end first; nothing was done.
         """
         blockers = self._prefetches.commit(op, end, hashes, holders)
         return Wait(self.world.plan(), blockers) if blockers else self.follow_up()
 
     def prefetch_revoke(self, op: int) -> Plan:
-        """Give all slots back. Only after the I/O let go of their buffers."""
+        """Give all slots of a prefetch back. To be called only when its I/O has let go of their buffers."""
         self._prefetches.revoke(op)
         return self._given_back()
 
     def claim(self, holder: int, space: bytes, key: bytes) -> Plan:
-        """Pin what the host has of the match of ``key``, for the request with this number, until ``drop_claim``; or
-        until somebody could not go on otherwise. A claim that it has is replaced."""
+        """Pin what the host has of the match of ``key``, for the request with the number ``holder``. The pins stay
+        until ``drop_claim``, or until somebody takes them away who could not go on otherwise. An earlier claim of this
+        request is replaced."""
         root = self.world.roots.get(space)
         path, reached = walk(root, key, 0, self.world.page_bytes) if root is not None else ([], 0)
         if path:
@@ -223,11 +234,12 @@ class CacheCore:
         return self._given_back()
 
     def confirm_claim(self, holder: int, firm: bool) -> None:
-        """Whether that request stands in line for its lease: its claim is among the last to be taken away."""
+        """Note whether the request ``holder`` stands in line for its lease (``firm``). If it does, its claim is among
+        the last to be taken away."""
         self._transfers.claims.confirm(holder, firm)
 
     def drop_claim(self, holder: int) -> Plan:
-        """Unpin; nothing, if there is no such claim (any more)."""
+        """Unpin what ``holder`` claims. Nothing happens if it has no claim, or none any more."""
         if holder not in self._transfers.claims.held:
             return self.world.plan()
         self._transfers.claims.drop(holder)
@@ -244,8 +256,8 @@ class CacheCore:
         return self.follow_up()
 
     def follow_up(self) -> Plan:
-        """Pages or pins came free: start backups that waited for them, and drop nodes of forgotten namespaces that
-        nobody uses any more."""
+        """Do what can be done since pages or pins came free: start backups that waited for them, and drop nodes of
+        forgotten namespaces that nobody uses any more."""
         self.behind = False
         self._transfers.retry_deferred()
         self._invalidation.sweep()
@@ -261,43 +273,47 @@ class CacheCore:
         return More(self.world.plan()) if goes_on else self.world.plan()
 
     def survey(self, space: bytes | None = None) -> Survey:
-        """A question to every live node of a namespace (None: of all), in slices: what is unsaved, or the hashes."""
+        """Begin a survey of every live node of the namespace ``space`` (None: of all), and return it. It answers in
+        slices what is unsaved, or which hashes there are."""
         return Survey(self.world, space)
 
     def invalidate(self, space: bytes | None) -> Plan | More:
-        """Forget a namespace (None: all of them) on device and host. Leases, and what is in flight, finish undisturbed
-        in a part of the tree that nobody matches any more, and go when they are released."""
+        """Forget the namespace ``space`` (None: all of them) on device and host. Leases, and what is in flight, finish
+        undisturbed in a part of the tree that nobody matches any more. That part goes as they let go of it."""
         return self._invalidation.invalidate(space, self._transfers.claims)
 
     def attach_storage(self, access: Access) -> Plan:
-        """A store was attached. ``access``: what may be done with all that are attached now."""
+        """Note that a store was attached. ``access``: what may be done with all stores that are attached now."""
         self.world.access = access
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Whether storage takes its time with what it is to store. Then nobody waits for the host pages that this pins:
-        what else would wait for them goes on without."""
+        """Note whether storage takes too long with what it is to store. While it does, nobody waits for host pages that
+        this pins: who would have waited goes on without them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()
 
     def detach_storage(self, access: Access) -> Plan:
-        """A store was detached. Of no page is it known any more that it is stored; what is in flight finishes."""
+        """Note that a store was detached. ``access``: what may be done with the stores that are left. No page counts as
+        stored any more; what is in flight finishes."""
         self.world.access = access
         self.world.forget_stored()
         return self.world.plan()
 
     def backfill(self, *, store: bool) -> Backfill:
-        """A pass over the tree for a store that was attached: in slices, each of which is a call of its own."""
+        """Begin a pass over the tree for a store that was attached, and return it. Each of its slices is a call of its
+        own."""
         return Backfill(self.world, self._transfers, store=store)
 
     def learned(self, now: float = 0.0) -> Learned | None:
-        """What the eviction policy has learned, from all requests together; None: it learns nothing. It is ``now``, or
-        what ``at`` was told last, if that is later. Changes nothing, so that it may be called from any thread."""
+        """Return what the eviction policy has learned from all requests together; None if it learns nothing. The time
+        is ``now``, in seconds, or what ``at`` was told last, if that is later. Changes nothing, so it may be called
+        from any thread."""
         return self.world.policy.learned(max(int(now * 1e6), self.world.recency.time))
 
     def statistics(self) -> Statistics:
-        """Counts of now; cheap."""
+        """Return the counts of now. This is cheap."""
         world = self.world
         shelves = [ShelfStatistics(s.slots.capacity, s.slots.left, s.evictable) for s in world.shelves]
         counters = world.counters
@@ -316,15 +332,15 @@ class CacheCore:
         )
 
     def active_leases(self) -> tuple[Lease, ...]:
-        """Leases that are not released, for the audit and for tools."""
+        """Return the leases that are not released, for the audit and for tools."""
         return tuple(self._leases.active.values())
 
     def active_claims(self) -> tuple[Claim, ...]:
-        """What is pinned on the host for requests to come, for the audit."""
+        """Return the claims that are held, for the audit."""
         return tuple(self._transfers.claims.held.values())
 
     def active_fetches(self) -> tuple[Fetch, ...]:
-        """Prefetches in flight, for the audit."""
+        """Return the prefetches in flight, for the audit."""
         return tuple(self._prefetches.active.values())
 
 

@@ -1,8 +1,8 @@
 """Claims: what a prefetch brought stays on the host until its request is granted its lease.
 
 Law: nothing waits for a claim for good. Whoever could not go on otherwise takes claims away (``let_go``), and a request
-that lost its claim only computes what it would have found. A claim pins nodes whose FULL is PRESENT on the host, so it
-never outlives them; on splits it is counted like a lease's hold.
+that lost its claim only computes what it would have found. A claim pins nodes whose FULL is PRESENT on the host, so
+these nodes stay as long as the claim does. When they split, its pins are counted as those of a lease's hold are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from asynccache.core.world import World
 
 
 class Claim:
-    """Pins on the host for a match that ends in ``end``. ``lows[c]``: component c is pinned on the nodes from there (a
-    node's border, in pages) to the end. ``firm``: its request stands in line for its lease."""
+    """The pins on the host for a match that ends in the node ``end``.
+
+    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
+    which is a node's border. ``firm``: its request stands in line for its lease.
+    """
 
     __slots__ = ("end", "firm", "lows")
 
@@ -28,7 +31,8 @@ class Claim:
 
 
 class Claims:
-    """The claims of one world, by their holders' numbers, which rise with their arrival; oldest claim first."""
+    """The claims of one world. ``held``: by the numbers of their holders, which are requests; the oldest claim first.
+    Requests that arrive later have higher numbers."""
 
     __slots__ = ("_world", "held")
 
@@ -37,8 +41,8 @@ class Claims:
         self.held: dict[int, Claim] = {}
 
     def take(self, holder: int, path: Sequence[Node], target: int) -> None:
-        """Pin what the host has of a match of ``path`` that ends at page ``target``, instead of what ``holder`` had
-        pinned before."""
+        """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``. An earlier
+        claim of the same holder is dropped; the new one is firm if that was."""
         before = self.held.pop(holder, None)
         end = self._on_host(path, target)
         if end is not None:
@@ -48,7 +52,8 @@ class Claims:
             self._unpin(before)
 
     def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
-        """The node that ``target`` lies in, or the last one before it whose FULL is on the host."""
+        """Return the node that page ``target`` ends in, or the last one above it whose FULL is on the host; None if
+        there is none."""
         for node in reversed(path):
             start = node.parent.end  # type: ignore[union-attr]
             if start < target and node.state[self._world.count] == PRESENT:
@@ -56,25 +61,29 @@ class Claims:
         return None
 
     def confirm(self, holder: int, firm: bool) -> None:
-        """Whether the request stands in line."""
+        """Note whether the request of ``holder`` stands in line. Nothing happens if it has no claim."""
         claim = self.held.get(holder)
         if claim is not None:
             claim.firm = firm
 
     def drop(self, holder: int) -> None:
-        """Unpin; nothing, if it was taken away already."""
+        """Drop the claim of ``holder``. Nothing happens if it has none, or it was taken away."""
         claim = self.held.pop(holder, None)
         if claim is not None:
             self._unpin(claim)
 
     def drop_dead(self) -> None:
-        """Nobody matches what was invalidated."""
+        """Drop all claims in namespaces that were invalidated: nobody matches there any more."""
         for holder in [holder for holder, claim in self.held.items() if claim.end.root.dead]:
             self.drop(holder)
 
     def let_go(self, firm: bool) -> bool:
-        """Take one claim away; false if there is none. The oldest goes first: it may have been forgotten. Then
-        (``firm``) those of requests in line, the highest number first: it came last and would get in last."""
+        """Take one claim away. Return False if there is none to take.
+
+        Claims of requests that stand in no line go first, the oldest of them before the others, since its request may
+        have been forgotten. ``firm``: whether claims of requests in line may go after those, the highest number first:
+        it came last and would be granted its lease last.
+        """
         holder = next((holder for holder, claim in self.held.items() if not claim.firm), None)
         if holder is None and firm:
             holder = max(self.held, default=None)
@@ -103,7 +112,8 @@ class Claims:
 
 
 def run(end: Node, low: int, divides: bool) -> list[Node]:
-    """The nodes from ``end`` upwards that end after page ``low``; ``end`` alone of what does not divide."""
+    """Return the nodes from ``end`` upwards that end after page ``low``; of a component that does not divide, at most
+    ``end``."""
     nodes = []
     node = end
     while node.parent is not None and node.end > low:

@@ -1,6 +1,7 @@
 """Commits: whole pages move from a lease into the tree, and the write policy decides what is backed up.
 
-Where the tree has the pages already, the lease's are duplicates; where it lacks them on the device, it takes them over.
+Pages of the lease that the tree has already are duplicates. Where the tree lacks them on the device, it takes over the
+lease's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
-    """``length``: tokens published so far. ``took``: whether the checkpoint's slot went to the tree."""
+    """What a commit did. ``length``: how many tokens of the lease are committed so far. ``took``: whether the
+    checkpoint's slot went to the tree."""
 
     plan: Plan
     length: int
@@ -34,7 +36,8 @@ class Committed(NamedTuple):
 
 
 def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
-    """The loads in flight that bring, or take away, FULL of these nodes, or SWA of those that reach past ``window``."""
+    """Return the ids of the loads in flight, doomed ones too, for FULL of these nodes, or for SWA of those that end
+    after page ``window``."""
     loads: list[int] = []
     for node in path:
         states = (node.state[0], node.state[swa] if node.end > window else ABSENT)
@@ -44,8 +47,8 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
 
 
 class _Commit:
-    """One commit. ``begin`` to ``total``: the pages it publishes; ``window``: the first that SWA needs; ``spares``:
-    duplicates, by component."""
+    """One commit of the pages ``begin`` to ``total``. ``window``: the first page whose SWA the end needs. ``spares``:
+    the slots of duplicates, by component."""
 
     __slots__ = ("begin", "hashes", "key", "lease", "spares", "total", "window")
 
@@ -61,18 +64,18 @@ class _Commit:
         self.spares = spares
 
     def own(self, c: int, start: int, end: int) -> bytes:
-        """The lease's own slots of component ``c`` for pages ``start`` to ``end``, as far as it has them."""
+        """Return the lease's own slots of component ``c`` for pages ``start`` to ``end``, as far as it has them."""
         base = self.lease.own_from[c]
         if end <= base:
             return b""
         return self.lease.own[c][max(0, start - base) * SLOT_BYTES : (end - base) * SLOT_BYTES]
 
     def spare(self, c: int, start: int, end: int) -> None:
-        """These pages are in the tree already."""
+        """Note that these pages of the lease are duplicates."""
         self.spares[c] += self.own(c, start, end)
 
     def keep_rest(self, c: int, end: int) -> None:
-        """What lies before ``end`` has left the lease."""
+        """Leave the lease its pages of component ``c`` from page ``end`` on; those before have another owner now."""
         lease, passed = self.lease, end - self.lease.own_from[c]
         if passed > 0:
             lease.own[c] = lease.own[c][passed * SLOT_BYTES :]
@@ -120,7 +123,8 @@ class Commits:
         return Committed(world.plan(), lease.length, took)
 
     def _merge(self, work: _Commit, node: Node) -> Node:
-        """An existing node on the way: what it lacks on the device it takes from the lease, the rest is duplicate."""
+        """Merge the lease's pages into ``node``, which the tree has already, and return it. It takes over what it lacks
+        on the device; the lease's other pages there are duplicates."""
         start = node.parent.end  # type: ignore[union-attr]
         swa = self._swa
         if swa:
@@ -140,6 +144,7 @@ class Commits:
         return node
 
     def _insert(self, node: Node, c: int, slots: bytes) -> None:
+        """Fill a device cell with ``slots`` of the lease, or free them if they are not enough for it."""
         if len(slots) == SLOT_BYTES * self._world.pages(node, c):
             self._world.fill(node, c, slots, PRESENT)
             if c == 0:
@@ -148,8 +153,9 @@ class Commits:
             self._world.shelves[c].slots.give(slots)
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """New nodes, still empty, for what the tree does not have: cut where released SWA pages end, where the window
-        begins, and where what is private to the conversation does."""
+        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. They are cut
+        where released SWA pages end, where the window begins, and where the part begins that is private to the
+        conversation."""
         total = work.total
         if end.end >= total:
             return []
@@ -171,7 +177,8 @@ class Commits:
         return fresh
 
     def _new_node(self, work: _Commit, parent: Node, end: int) -> Node:
-        """A node below ``parent`` up to page ``end``, or only as far as one went that began alike and has left."""
+        """Add a node below ``parent`` and return it. It ends at page ``end``, or where a node ended that began with the
+        same page and has left the tree, if the eviction policy remembers that."""
         start, page = parent.end, self._world.page_bytes
         if self._world.policy.learns:
             known = self._world.policy.recall(parent, work.key[start * page : (start + 1) * page])
@@ -185,7 +192,8 @@ class Commits:
         return node
 
     def _move_hold(self, work: _Commit, end: Node) -> Hold:
-        """The lease is held at ``end`` now; its old hold. Data that comes under a pin never waits in an order."""
+        """Have the lease hold the path to ``end``, and return its old hold, still pinned. This goes before filling new
+        nodes: a cell that is pinned when its data comes need not be put into an eviction order."""
         lease = work.lease
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
@@ -195,7 +203,7 @@ class Commits:
         return old
 
     def _fill(self, work: _Commit, node: Node) -> None:
-        """A new node takes over the lease's pages."""
+        """Give the lease's pages to ``node``, which is new."""
         world, swa = self._world, self._swa
         start = node.parent.end  # type: ignore[union-attr]
         world.fill(node, 0, work.own(0, start, node.end), PRESENT)
@@ -204,7 +212,7 @@ class Commits:
             self._insert(node, swa, work.own(swa, start, node.end))
 
     def _keep_rest(self, work: _Commit, end: Node) -> None:
-        """The lease keeps its pages beyond ``end``; duplicates retire."""
+        """Leave the lease its pages beyond ``end``, and retire the duplicates."""
         lease = work.lease
         work.keep_rest(0, end.end)
         if self._swa:
@@ -214,6 +222,8 @@ class Commits:
             retire(self._world, work.spares, True)
 
     def _attach(self, lease: Lease, end: Node, checkpoint: tuple[int, int]) -> bool:
+        """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree
+        took it; False if there is a state already, or FULL or SWA is missing there."""
         position, slot = checkpoint[0] // self._page_size, checkpoint[1].to_bytes(SLOT_BYTES, "little")
         node = end
         while node.parent is not None and node.parent.end >= position:
@@ -249,7 +259,9 @@ class Commits:
         self._transfers.save_coldest()
 
     def _count_pass(self, lease: Lease, end: Node) -> Node | None:
-        """Count this lease's pass, once, through every node without a host copy; the deepest that is due for one."""
+        """Count that this lease has passed, once, through every node up to ``end`` without a host copy. Return the
+        deepest node that is due for a backup: one with two passes or more, or else the first one with a host copy that
+        is met on the way up; None if there is neither."""
         due = None
         node = end
         while node.parent is not None:

@@ -1,13 +1,18 @@
-"""Which of two ways to evict finds more of late: by what was used least recently, or by what ``p2c`` has learned.
+"""Finds out which of two ways to evict has found more of late: what was used least recently goes, or what by the curves
+of ``p2c`` is worth least.
 
-Two small caches are played beside the real one. They hold no data: they know which nodes they would have. Both see the
-same *drawn* nodes, one of so many, and have room for that share of what the real cache has room for; one evicts what
-was used least recently, the other what is worth least. Whatever the real cache does, both go on, so each can be seen to
-be better.
+Two small caches are simulated beside the real one. They hold no data: they know which nodes they would have. Both see
+the same *drawn* nodes, which are one in a power of two of all nodes, and have room for the same share of the real
+cache's room. One evicts what was used least recently, the other what is worth least. Both go on whatever the real cache
+does, so each can turn out to be better.
 
-The difference of what they find is added up, within bounds: so what was long ago counts for no more than the bound, and
-a change of workload is noticed after so many pages that one has found and the other has not. The real cache then has
-what it had: what the other way would have kept may be missing once, so a change costs the bound and the room at most.
+The difference between what the two find is added up, within bounds. So the past counts for no more than the bound, and
+the latest requests decide which way leads. Where there is hardly a difference, the learned way leads once it has found
+as many pages as there is room for; it has that chance once, after the first lesson.
+
+The curves were learned from one workload. When the workload changes, what was kept for it is asked for no more, and the
+small cache finds less than it used to, by more than chance. Then the learned way loses the lead at once, and has to win
+it anew.
 """
 
 from __future__ import annotations
@@ -20,15 +25,32 @@ from typing import Final
 from asynccache.core.tree import Node
 
 HEAT: Final = 6
-"""``Node.heat`` of a drawn node: its number, and below it so many bits that are the policy's."""
+"""How many of the lowest bits of ``Node.heat`` are the policy's. Above them is the number of a drawn node."""
 _MOST_PAGES = 1 << 15
 _BOUND: Final = 16
-_ENTER: Final = 8
+_SWAY: Final = 8
+"""``ahead`` is at most one ``_BOUND``-th of the room; the lead changes at one ``_SWAY``-th of that, to either side. In
+small caches both are more: the lead changes at no less than what a request asks for, so that no single one decides."""
+_MOST_AT_ONCE: Final = 64
+"""How many nodes a small cache evicts at once, or two for each that is used. A long prompt after many small nodes may
+leave more than there is room for, to be evicted in later calls: each call evicts more nodes than it brings."""
+LONGEST: Final = 256
+"""How many drawn nodes of a path the small caches look at, the root's first. The time of a call is bounded by it."""
+# A cumulative sum of shortfalls, in standard deviations (Page, 1954). ``_SLACK`` is taken off each shortfall, so a
+# change has to exceed it; a sum above ``_ALARM`` is an alarm. Chance alone raises one in 67,000
+# requests where every second finds nothing, one in 780 to 6,250 where 2 to 30 % do, and more where those come in runs.
+_SLACK: Final = 0.5
+_ALARM: Final = 8.0
+_LEAST_DEVIATION: Final = 0.25
+_FEWEST: Final = 100
+_LATELY: Final = 1 / 256
 
 
 class _Seen:
-    """A drawn node as the small caches know it. ``lately``, ``worthy``: which of them have it. The rest but ``pages``
-    is for the latter: ``kids``, drawn nodes that hang below it there; without any it waits in the queue of ``kind``."""
+    """A drawn node as the small caches know it. ``number``: its number in ``Node.heat``. ``end``: in pages from the
+    root. ``lately``: True if the cache that evicts the least recently used has it. ``worthy``: True if the cache that
+    evicts what is worth least has it. The rest but ``pages`` is for the latter: ``kids`` counts the drawn nodes that
+    hang below this one there; without any, it waits in the queue of its class ``kind``."""
 
     __slots__ = ("end", "kids", "kind", "lately", "number", "pages", "parent", "used", "worthy")
 
@@ -41,15 +63,45 @@ class _Seen:
         self.lately = self.worthy = False
 
 
-class Duel:
-    """Says which of both leads. ``ahead``: drawn pages that the learned way has found of late and the other has not."""
+class _Usual:
+    """Knows which share of their pages requests usually find, from ``_FEWEST`` requests on, and notices when it
+    falls."""
 
-    __slots__ = ("_bound", "_draws", "_edges", "_held_lately", "_held_worthy", "_lately", "_mask", "_number", "_queues",
-                 "_room", "_seen", "_worth", "ahead", "leads")  # fmt: skip
+    __slots__ = ("_mean", "_requests", "_short", "_square")
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._mean = self._square = self._short = 0.0
+
+    def falls(self, share: float) -> bool:
+        """Note that a request has found ``share``, 0 to 1, of its pages. Returns True if so little is found of late
+        that it is no chance; what is usual is learned anew then."""
+        off = self._mean - share
+        if self._requests >= _FEWEST:
+            self._short = max(0.0, self._short + off / max(_LEAST_DEVIATION, self._square**0.5) - _SLACK)
+        if self._short > _ALARM:
+            self._requests = 0
+            self._mean = self._square = self._short = 0.0
+            return True
+        self._requests += 1
+        weight = max(_LATELY, 1 / self._requests)
+        self._mean -= weight * off
+        self._square += weight * (off * off * (1 - weight) - self._square)
+        return False
+
+
+class Duel:
+    """Plays the two small caches. ``leads``: True while the learned way leads. ``ahead``: how many drawn pages more the
+    learned way has found of late than the other; negative if it has found fewer."""
+
+    __slots__ = (
+        "_asked", "_bound", "_draws", "_edges", "_found", "_held_lately", "_held_worthy", "_lately", "_mask", "_number",
+        "_queues", "_room", "_seen", "_trial", "_usual", "_worth", "ahead", "leads",
+    )  # fmt: skip
 
     def __init__(self, pages: int, worth: list[list[float]], edges: Sequence[int]) -> None:
-        """``pages``: the room of the real cache. ``worth``: by kind and age, as it is at any time; ``edges``:
-        microseconds at which the ages begin."""
+        """``pages``: the room of the real cache. ``worth``: by class and bin of age; the caller keeps it up to date.
+        ``edges``: the microseconds at which each bin begins."""
         shift = 0
         while pages > _MOST_PAGES << shift:
             shift += 1
@@ -58,14 +110,25 @@ class Duel:
         self._bound = max(1, self._room // _BOUND)
         self._worth = worth
         self._edges = edges
-        self._draws = self._number = self._held_lately = self._held_worthy = self.ahead = 0
+        self._draws = self._number = self._held_lately = self._held_worthy = self._found = self.ahead = 0
         self._seen: dict[int, _Seen] = {}
         self._lately: OrderedDict[int, _Seen] = OrderedDict()
         self._queues: list[list[tuple[int, int, _Seen]]] = [[] for _ in worth]
-        self.leads = False
+        self._usual = _Usual()
+        self._asked = 0.0
+        self.leads = self._trial = False
+
+    def __len__(self) -> int:
+        """Return how many nodes the small caches know. Each has room for at most ``_MOST_PAGES`` pages."""
+        return len(self._seen)
+
+    def begin(self) -> None:
+        """The curves were learned for the first time. The learned way leads once it has found as many pages as there is
+        room for, unless the other way has found more by then."""
+        self._trial = True
 
     def draw(self) -> int:
-        """The number of a node that is new, 0 if it is not drawn."""
+        """Decide whether a new node is drawn. Returns its number; 0 if it is not drawn."""
         if self._mask:
             self._draws = draws = (self._draws * 1103515245 + 12345) & 0x7FFFFFFF
             if draws >> 12 & self._mask:
@@ -74,13 +137,16 @@ class Duel:
         return self._number
 
     def use(self, path: Sequence[tuple[Node, int]], now: int) -> bool:
-        """Drawn nodes of one path are used, the root's first, each with its kind from now on. Whether the lead has
-        changed."""
-        found, used = 0, []
+        """Note a use of the drawn nodes of one path, the one nearest to the root first, each with its class from now
+        on. ``now``: microseconds. Returns True if the lead has changed."""
+        found = asked = better = 0
+        used = []
         above: _Seen | None = None
         for node, kind in path:
             one = self._find(node)
-            found += one.pages * (one.worthy - one.lately)
+            asked += one.pages
+            found += one.pages * one.worthy
+            better += one.pages * (one.worthy - one.lately)
             self._keep(one, above, kind, now)
             used.append(one)
             above = one
@@ -91,20 +157,38 @@ class Duel:
                 self._lately[one.number] = one
             else:
                 self._lately.move_to_end(one.number)
-        while self._held_lately > self._room and len(self._lately) > len(used):
+        most = max(_MOST_AT_ONCE, 2 * len(used))
+        for _ in range(most):
+            if self._held_lately <= self._room or len(self._lately) <= len(used):
+                break
             self._leave_lately(self._lately.popitem(last=False)[1])
-        while self._held_worthy > self._room and self._evict(now):
-            pass
+        for _ in range(most):
+            if self._held_worthy <= self._room or not self._evict(now):
+                break
         if above is not None and not above.kids:
             insort(self._queues[above.kind], (now, above.number, above))
-        self.ahead = max(-self._bound, min(self._bound, self.ahead + found))
-        leads = self.ahead > 0 if self.leads else self.ahead * _ENTER >= self._bound
-        changed = leads != self.leads
-        self.leads = leads
-        return changed
+        return self._judge(found, asked, better)
+
+    def _judge(self, found: int, asked: int, better: int) -> bool:
+        """Decide which way leads after a request for ``asked`` pages. The learned way has found ``found`` of them,
+        which are ``better`` more than the other way has found. Returns True if the lead has changed."""
+        led = self.leads
+        self._asked += _LATELY * (asked - self._asked) if self._asked else asked
+        sway = max(1, self._bound // _SWAY, int(self._asked))
+        bound = max(self._bound, 2 * sway)
+        self.ahead = max(-bound, min(bound, self.ahead + better))
+        if self._usual.falls(found / asked) and led:
+            self.ahead, self.leads = 0, False
+        elif abs(self.ahead) >= sway:
+            self.leads, self._trial = self.ahead > 0, False
+        elif self._trial:
+            self._found += found
+            if self._found >= self._room:
+                self.leads, self._trial = self.ahead >= 0, False
+        return self.leads != led
 
     def end(self, node: Node) -> None:
-        """A drawn node, of the path that was used last, goes before all others: both give it up."""
+        """Have both small caches give up a drawn node of the path that was used last: its conversation has ended."""
         one = self._seen.get(node.heat >> HEAT)
         if one is not None and one.lately:
             del self._lately[one.number]
@@ -114,38 +198,48 @@ class Duel:
             self._leave_worthy(one, -1)
 
     def _find(self, node: Node) -> _Seen:
-        """Return a drawn node's entry. If the node was divided since, the first part keeps it, others get new ones."""
+        """Return a drawn node's entry. If the node was split since, its last part keeps the number, and the first part
+        gets a new one. So the part that was not used stays what it was."""
         one, pages = self._seen.get(node.heat >> HEAT), node.end - node.parent.end  # type: ignore[union-attr]
-        if one is not None and one.end > node.end:
-            self._held_lately -= (one.pages - pages) * one.lately
-            self._held_worthy -= (one.pages - pages) * one.worthy
-            one.pages, one.end = pages, node.end
-        elif one is None or one.end < node.end:
-            if one is not None:
-                self._number += 1
-                node.heat = self._number << HEAT | node.heat & (1 << HEAT) - 1
-            number = node.heat >> HEAT
-            self._seen[number] = one = _Seen(number, node.end, pages)
-        return one
+        if one is not None and one.end == node.end and one.pages == pages:
+            return one
+        if one is not None:
+            self._number += 1
+            node.heat = self._number << HEAT | node.heat & (1 << HEAT) - 1
+        number = node.heat >> HEAT
+        self._seen[number] = new = _Seen(number, node.end, pages)
+        if one is not None and one.end > node.end and one.pages > pages:
+            self._divide(one, new)
+        return new
+
+    def _divide(self, one: _Seen, first: _Seen) -> None:
+        """``first`` is the first part of the node of ``one``, which was split: put it into each small cache that has
+        ``one``."""
+        one.pages -= first.pages
+        if one.lately:
+            first.lately = True
+            self._lately[first.number] = first
+        if one.worthy:
+            first.worthy, first.kids, first.kind, first.used = True, 1, one.kind, one.used
+            first.parent, one.parent = one.parent, first
 
     def _keep(self, one: _Seen, above: _Seen | None, kind: int, now: int) -> None:
-        """``one`` is used, and ``above`` is the drawn node above it. It waits in no queue for now."""
-        if one.worthy:
-            if not one.kids:
-                self._withdraw(one)
-            if one.parent is not above:
-                self._orphan(one, now)
-        else:
+        """Have the small cache that evicts by worth keep ``one``, which is used now. ``above``: the drawn node above
+        it. While it is used, ``one`` waits in no queue."""
+        if not one.worthy:
             one.worthy = True
             self._held_worthy += one.pages
-        if above is not None and one.parent is None:
-            above.kids += 1
-            one.parent = above
+        elif not one.kids:
+            self._withdraw(one)
+        self._hang(one, above, now)
         one.kind, one.used = kind, now
 
-    def _orphan(self, one: _Seen, now: int) -> None:
-        """``one`` hangs below nothing any more; what it hung below may go, unless it is being used ``now``."""
-        parent, one.parent = one.parent, None
+    def _hang(self, one: _Seen, above: _Seen | None, now: int) -> None:
+        """Hang ``one`` below ``above``; None: below nothing. The node that it hung below may be evicted then, unless
+        others hang below that node or it is being used ``now``."""
+        parent, one.parent = one.parent, above
+        if above is not None:
+            above.kids += 1
         if parent is not None:
             parent.kids -= 1
             if not parent.kids and parent.used != now:
@@ -176,7 +270,7 @@ class Duel:
     def _leave_worthy(self, one: _Seen, now: int) -> None:
         one.worthy = False
         self._held_worthy -= one.pages
-        self._orphan(one, now)
+        self._hang(one, None, now)
         if not one.lately:
             del self._seen[one.number]
 

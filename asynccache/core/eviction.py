@@ -5,7 +5,8 @@ Each candidate waits in one ``Order``: one or more ``Queue``s, sorted by recency
 waits, and which of the oldest and newest cells of all queues goes. So a choice costs the same however many cells wait.
 
 A queue may be behind the truth: a cell that was used or pinned since stays where it was until the policy chooses it.
-Whoever asked for the choice looks then, and puts the cell where it belongs. So a touch costs one store.
+Whoever asked for the choice looks then, and puts the cell where it belongs. So marking a use takes no more than one
+assignment.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _SLICE: Final = 64
 
 
 class Recency:
-    """The stamps of all cells: of two cells of one component, the one with the smaller ``node.stamp[c]`` is the colder.
+    """Writes the stamps of cells: of two cells of one component, the one with the smaller ``node.stamp[c]`` is the
+    colder.
 
-    The stamp of a use is the time of the use in microseconds, or one more than the last stamp if that is not later.
-    Below all of these are cells that no match is likely to need, and below those what was ended; of both, what has been
-    so for longest comes first. ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the
-    last stamp.
+    The stamp of a use is its time in microseconds, or one more than the last stamp if that is not later. Below these
+    stamps are those of idle cells, which no match is likely to need, and below those the stamps of ended ones, whose
+    conversation is over. Among idle cells, and among ended ones, the one that has been so for longest is the coldest.
+    ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the last stamp.
     """
 
     __slots__ = ("now", "time")
@@ -36,22 +38,23 @@ class Recency:
         self.now = 0
 
     def tick(self) -> int:
-        """A stamp that is later than all before it."""
+        """Return a stamp that is later than all before it."""
         time, now = self.time, self.now + 1
         self.now = now = time if time > now else now
         return now
 
     def touch(self, node: Node, c: int) -> None:
-        """A match or a commit used this."""
+        """Mark component ``c`` of ``node`` as used just now, by a match or a commit."""
         time, now = self.time, self.now + 1
         self.now = node.stamp[c] = time if time > now else now
 
     def fork(self, prefix: Node, suffix: Node, c: int) -> None:
-        """A split made ``prefix`` out of ``suffix``."""
+        """Give ``prefix`` the stamp of ``suffix``, off which a split has taken it."""
         prefix.stamp[c] = suffix.stamp[c]
 
     def uncover(self, node: Node, child: Node, c: int) -> None:
-        """``child``, the last one below ``node``, was evicted."""
+        """Give ``node`` the stamp of ``child``, its last child, which was evicted, if that is later: whoever used the
+        child used ``node``, too. FULL also takes the last use of ``node`` that its policy was told of."""
         before, stamp = node.stamp[c], child.stamp[c]
         if not c and before >= 0 and node.used > stamp:
             stamp = node.used
@@ -59,27 +62,27 @@ class Recency:
             node.stamp[c] = stamp
 
     def idle(self, node: Node, c: int) -> None:
-        """No match is likely to end where it would need this: it goes before what was used."""
+        """Mark component ``c`` of ``node`` as idle: no match is likely to end where it would be needed."""
         node.stamp[c] = _IDLE + self.tick()
 
     def end(self, node: Node, c: int) -> None:
-        """The conversation that this is private to will not come back."""
+        """Mark component ``c`` of ``node`` as ended: the conversation that it is private to will not come back."""
         node.stamp[c] = _ENDED + self.tick()
 
 
 def is_idle(node: Node, c: int) -> bool:
-    """Whether no match is likely to need ``node``'s component ``c``, or its conversation has ended."""
+    """Return True if component ``c`` of ``node`` is idle or ended."""
     return node.stamp[c] < 0
 
 
 def last_touch(node: Node, c: int) -> int:
-    """When ``node``'s component ``c`` was used last, became idle or was ended."""
+    """Return when component ``c`` of ``node`` was used last, became idle or was ended, in microseconds."""
     stamp = node.stamp[c]
     return stamp if stamp >= 0 else stamp - (_IDLE if stamp >= _IDLE else _ENDED)
 
 
 class Slice:
-    """Some neighbours of a queue, the coldest first. ``stamps``: by which each of ``nodes`` waits."""
+    """Some neighbours of a queue, the coldest first. ``stamps``: the stamp by which each of ``nodes`` waits."""
 
     __slots__ = ("nodes", "queue", "stamps")
 
@@ -110,15 +113,16 @@ class Queue:
         self.note: Any = None
 
     def oldest(self) -> Node:
-        """The coldest cell; there is one where there are slices."""
+        """Return the coldest cell's node. To be called only if there are ``slices``."""
         return self.slices[0].nodes[0]
 
     def newest(self) -> Node:
-        """The cell that was used last."""
+        """Return the node of the cell that was used last. To be called only if there are ``slices``."""
         return self.slices[-1].nodes[-1]
 
     def put(self, stamp: int, node: Node) -> None:
-        """Have ``node``'s cell wait here. It waits nowhere else. Of equally cold cells the deeper one goes first."""
+        """Have ``node``'s cell, which waits nowhere yet, wait here by ``stamp``. Of equally cold cells the deeper one
+        goes first."""
         slices = self.slices
         if not slices:
             slices.append(Slice(self))
@@ -156,7 +160,7 @@ class Queue:
 
 
 def withdraw(node: Node, place: int) -> None:
-    """Have ``node``'s cell wait no longer; nothing if it does not."""
+    """Have ``node``'s cell at ``place`` wait no longer. Nothing happens if it does not wait."""
     part = node.entry[place]
     if part is None:
         return
@@ -178,8 +182,8 @@ def withdraw(node: Node, place: int) -> None:
 
 
 def take(node: Node, place: int) -> int:
-    """``withdraw`` for a cell that was chosen: the oldest or the newest one of its queue. So ``changed`` of its order
-    is left as it is. Returns the stamp that it waited by."""
+    """Take out a cell that was chosen, the oldest or the newest one of its queue, and return the stamp by which it
+    waited. Unlike ``withdraw``, this leaves ``changed`` of its order as it is."""
     part = node.entry[place]
     assert part is not None
     node.entry[place] = None
@@ -191,8 +195,7 @@ def take(node: Node, place: int) -> int:
 
 
 def _drop(part: Slice, at: int) -> bool:
-    """Take out one cell of ``part``; whether another one has become its queue's oldest or newest, as far as that can be
-    told here."""
+    """Take cell ``at`` out of ``part``. Return True if its queue may have another oldest or newest cell now."""
     queue, nodes = part.queue, part.nodes
     del part.stamps[at], nodes[at]
     if not nodes:
@@ -208,8 +211,9 @@ class Order:
     """The queues of one order of one place. ``first``: what goes before all else, the coldest first. ``rest``: those
     among whose ends the policy chooses then.
 
-    ``changed`` is set whenever another cell has become the oldest or the newest one of any of them, but not when that
-    is so because the policy's choice went. A policy may clear it and keep in ``note`` what it worked out about them.
+    ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, but not when that is
+    because the cell has gone that the policy chose. A policy may clear it and keep in ``note`` what it worked out about
+    them.
     """
 
     __slots__ = ("changed", "first", "note", "rest")
@@ -221,7 +225,7 @@ class Order:
         self.note: Any = None
 
     def entries(self) -> list[tuple[int, Node]]:
-        """Every cell that waits, with the stamp that it waits by, for the audit."""
+        """Return every cell that waits, with the stamp by which it waits, for the audit."""
         return [
             pair for queue in (self.first, *self.rest) for part in queue.slices
             for pair in zip(part.stamps, part.nodes, strict=True)
@@ -231,8 +235,9 @@ class Order:
 class Curve(NamedTuple):
     """What a policy has learned of one kind of page, by age; ``Learned.edges`` says where an age begins.
 
-    ``used``: blocks that were used again at that age. ``reached``: blocks that had reached it unused. ``again``: the
-    share that is used again before it is so old, 0 to 1. ``worth``: of two pages that one goes whose worth is smaller.
+    ``used``: how many blocks were used again at that age. ``reached``: how many had reached it unused. ``again``: the
+    share, 0 to 1, that is used again before it is so old. ``worth``: of two pages, the one with the smaller worth is
+    evicted.
     """
 
     name: str
@@ -245,10 +250,11 @@ class Curve(NamedTuple):
 class Learned(NamedTuple):
     """What a policy has learned: one curve for each kind of page, the same for all components and tiers.
 
-    ``edges``: seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
-    worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: nodes that left and are
-    remembered. ``returned``: blocks that came back while they were. A block is 512 tokens. ``leads``: whether it now
-    chooses by what it has learned; else what was used least recently goes, as that has found no less of late.
+    ``edges``: the seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
+    worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: how many nodes that left it
+    remembers. ``returned``: how many blocks came back while they were remembered. A block is 512 tokens. ``leads``:
+    True if it now chooses by what it has learned; False if what was used least recently goes, since that has found no
+    less of late, or nothing is known yet. ``watched``: how many nodes it remembers to tell which of the two finds more.
     """
 
     curves: tuple[Curve, ...]
@@ -258,11 +264,12 @@ class Learned(NamedTuple):
     ghosts: int
     returned: float
     leads: bool
+    watched: int
 
 
 class Judged(NamedTuple):
-    """What a policy thinks of one node: its kind, by the name of its curve; the seconds since its last use; and what it
-    is worth, 0 if it was ended and goes before the policy is asked."""
+    """What a policy thinks of one node. ``kind``: the name of its curve. ``age``: the seconds since its last use.
+    ``worth``: see ``Curve``; 0 if it is idle or ended, so that it goes before the policy is asked."""
 
     kind: str
     age: float
@@ -270,10 +277,10 @@ class Judged(NamedTuple):
 
 
 class EvictionPolicy:
-    """Has a say in which candidate goes. What is written here is the least a policy does.
+    """Has a say in which candidate is evicted. A policy overrides ``choose``, and of the rest what it wants to.
 
-    ``queues``: how many queues each order has for it. What was ended, and what no match is likely to need, waits in
-    none of them and goes before. ``learns``: whether it is to be told of uses, and of nodes that leave.
+    ``queues``: how many queues each order has for it. What is idle or ended waits in none of them and goes before.
+    ``learns``: whether it is to be told of uses, and of nodes that leave.
 
     A policy that learns keeps what it knows of a node in ``node.heat``, an integer, and in ``node.used``, the stamp of
     the last use that it was told of; 0: it was told of none. Both are copied on a split. It must not change anything
@@ -284,41 +291,47 @@ class EvictionPolicy:
     learns: ClassVar[bool] = False
 
     def queue(self, node: Node, c: int) -> int:
-        """In which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are several,
-        and the answer may change only with a use of the node."""
+        """Return in which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are
+        several. The answer may change only with a use of the node."""
         return 0
 
     def choose(self, order: Order, now: int) -> Node | None:
-        """The oldest or newest cell of one of the queues ``order.rest``, which goes; None if all are empty. ``now``:
-        microseconds."""
+        """Return the cell to evict, as its node: the oldest or newest one of one of the queues ``order.rest``. None if
+        all are empty. ``now``: the time in microseconds."""
         raise NotImplementedError
 
     def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
-        """Whether component ``c`` of ``node`` would go before that of ``other`` if both waited in one order. ``share``:
-        of the room that would be taken for it there, what is its own. ``now``: microseconds."""
+        """Return True if component ``c`` of ``node`` would go before that of ``other`` if both waited in one order.
+        ``share``: what part, up to 1, of the room that would be taken there for ``node`` is its own. ``now``: the time
+        in microseconds."""
         return node.stamp[c] < other.stamp[c]
 
     def use(self, end: Node, forked: int, now: int) -> None:
-        """A request that ended in ``end`` gives back what it held: it has used the path from the root. ``forked``: the
-        page at which it left the ways of those before it; 0: nowhere. ``now``: the stamp of this use."""
+        """Called when a request that ended in ``end`` gives back what it held: it has used the path from the root.
+        ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``now``: the stamp of
+        this use."""
 
     def end(self, node: Node) -> None:
-        """The conversation that ``node`` is private to is over: it goes before the policy is asked."""
+        """Called when the conversation that ``node`` is private to is over. The node goes before the policy is
+        asked."""
 
     def recall(self, parent: Node, page: bytes) -> int:
-        """Where a node that began with ``page`` below ``parent`` ended when it left, in pages from the root; 0: that is
-        not known. The new node is cut there, so that what was used together stays together."""
+        """Return where the last node ended, in pages from the root, that began with ``page`` below ``parent`` and has
+        left the tree; 0 if that is not known. A new node is cut there, so that what was used together stays
+        together."""
         return 0
 
     def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
-        """``node``, which began with ``page`` below ``parent``, has left every tier."""
+        """Called when ``node``, which began with ``page`` below ``parent``, has left every tier. ``now``: the time in
+        microseconds."""
 
     def learned(self, now: int) -> Learned | None:
-        """What it has learned, for whoever wants to look; None: it learns nothing. ``now``: microseconds."""
+        """Return what it has learned, for whoever wants to look; None if it learns nothing. ``now``: the time in
+        microseconds."""
         return None
 
     def judge(self, node: Node, age: int) -> Judged | None:
-        """What it thinks of ``node``, whose last use is ``age`` microseconds ago; None: it has no opinion."""
+        """Return what it thinks of ``node``, whose last use is ``age`` microseconds ago; None if it has no opinion."""
         return None
 
 

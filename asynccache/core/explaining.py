@@ -15,7 +15,7 @@ from asynccache.core.world import World
 
 
 class Cell(NamedTuple):
-    """One component of a run: its state on the device and on the host. ``pins`` there, likewise."""
+    """One component of a run: its state on the device and on the host, and its ``pins`` there, in that order."""
 
     component: ComponentKind
     device: str
@@ -24,9 +24,9 @@ class Cell(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds. ``stored``: FULL is known to be in
-    storage. ``whole``: the prompt covers the node to its end, where a state would be. ``judged``: what the eviction
-    policy thinks of its FULL pages; None where it learns nothing."""
+    """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds. ``stored``: True if FULL is known
+    to be in storage. ``whole``: True if the prompt covers the node to its end, where a state would be. ``judged``: what
+    the eviction policy thinks of its FULL pages; None if it has no opinion."""
 
     start: int
     stop: int
@@ -37,17 +37,21 @@ class Run(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Pages (states) that using the match would bring from the host."""
+    """How many pages (states for MAMBA) of one component are missing on the device, and a load_back would bring."""
 
     component: ComponentKind
     pages: int
 
 
 class Explanation(NamedTuple):
-    """In tokens. ``length``: the prompt's whole pages. ``device``, ``host``: how far a match is valid
-    on the device, on device or host; ``full``: how far FULL alone goes; ``tree``: how far the tree knows the prompt.
-    ``ends``: the component that ends the match, None if nothing does; ``why``: in words. ``gone``: what became of the
-    page where the tree ends, as far as it is remembered."""
+    """Where the pages of a prompt are, and what ends its match. Lengths are in tokens.
+
+    ``length``: the prompt's whole pages. ``device``, ``host``: how far a match is valid with the data of the device,
+    and of device and host together. ``full``: how far FULL alone goes. ``tree``: how far the tree knows the prompt.
+    ``loads``: what using the match would bring from the host. ``ends``: the component that ends the match, None if
+    nothing does; ``why``: the same in words. ``gone``: what became of the page where the tree ends, as far as it is
+    remembered.
+    """
 
     length: int
     device: int
@@ -62,7 +66,7 @@ class Explanation(NamedTuple):
 
 
 class Explaining:
-    """Answers for one world."""
+    """Explains prompts in one world."""
 
     def __init__(self, world: World, matching: Matching) -> None:
         self._world = world
@@ -86,7 +90,7 @@ class Explaining:
         )  # fmt: skip
 
     def gone(self, node: Node, key: bytes, page: int) -> Gone:
-        """What became of page ``page`` of ``key``, where the tree ends in ``node``."""
+        """Return what became of page ``page`` of ``key``, where the tree ends in ``node``."""
         ghosts, at = self._world.ghosts, page * self._world.page_bytes
         following = key[at : at + self._world.page_bytes]
         if ghosts is None or node.end != page or len(following) < self._world.page_bytes:
@@ -94,12 +98,14 @@ class Explaining:
         return ghosts.find(node, following)
 
     def limit(self, path: Sequence[Node], full: int) -> ComponentKind | None:
-        """The auxiliary component that ends a match before page ``full``, where FULL ends it."""
+        """Return the auxiliary component that ends a match along ``path`` before page ``full``, up to which FULL goes;
+        None if none does."""
         limit = self._limit(path, full)[1]
         return None if limit is None else self._world.components[limit].kind
 
     def _limit(self, path: Sequence[Node], full: int) -> tuple[int, int | None]:
-        """Where the match ends, and which auxiliary component had the last word."""
+        """Return where the match ends, in pages, and the auxiliary component that shortened it last; None if none
+        did."""
         end, limit, moved = full, None, True
         while end and moved:
             moved = False
@@ -151,7 +157,7 @@ class Explaining:
 
     def _judged(self, node: Node) -> Judged | None:
         world = self._world
-        since = max(node.used, last_touch(node, 0))  # of what is no leaf the stamp is not kept up
+        since = max(node.used, last_touch(node, 0))  # the stamp of a node that has children is not kept up
         judged = world.policy.judge(node, max(0, world.recency.time - since))
         return Judged(judged.kind, judged.age, 0.0) if judged is not None and is_idle(node, 0) else judged
 

@@ -1,8 +1,8 @@
 """What became of pages that are not in the tree any more: a short memory, to tell why a request missed.
 
 A page is missed where the tree ends, so what is remembered is the first page of a node that left, under the node that
-it hung below. Two generations, each half of what may be kept: the older one goes when the younger is full, so
-a note costs a store in a dict and nothing is ever searched for.
+it hung below. There are two generations, each half of what may be kept; when the younger one is full, the older one is
+dropped. So to remember a page costs one assignment, and nothing is ever searched for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Gone(IntEnum):
-    """From where a page left the tree: a tier's number and one. STORED: it was in storage when it did."""
+    """From where a page left the tree: from that tier, and no other had it. NEVER: nothing is remembered of it. STORED:
+    it was in storage when it left."""
 
     NEVER = 0
     DEVICE = 1
@@ -24,7 +25,8 @@ class Gone(IntEnum):
 
 
 class Ghosts:
-    """Remembers up to ``limit`` nodes that left. What hung below a node that is gone itself is never asked for."""
+    """Remembers up to ``limit`` nodes that left the tree. Nobody ever asks for one that hung below another that has
+    left."""
 
     __slots__ = ("_half", "_old", "_young")
 
@@ -34,14 +36,15 @@ class Ghosts:
         self._old: dict[int, int] = {}
 
     def note(self, parent: Node, page: bytes, gone: int) -> None:
-        """The node that began with ``page`` below ``parent`` has left the tree. A root may go and come again; its
-        digest stays."""
+        """Remember that the node below ``parent`` that began with ``page`` has left the tree. ``gone``: from where, a
+        ``Gone``. Roots are told apart by their digests: one may go and come again."""
         young = self._young
-        young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone  # evictions pay: not by a call
+        # The key is that of ``find``, but without a call, since every eviction pays for it.
+        young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone
         if len(young) >= self._half:
             self._old, self._young = young, {}
 
     def find(self, parent: Node, page: bytes) -> Gone:
-        """What became of ``page``, which would follow ``parent``."""
+        """Return what became of ``page``, which would follow ``parent``."""
         mark = (id(parent) if parent.end else hash(parent.hashes)) + hash(page)
         return Gone(self._young.get(mark) or self._old.get(mark) or 0)

@@ -1,8 +1,9 @@
-"""Holds: what a lease pins on the device, counted so that undoing it is exact however often nodes split meanwhile.
+"""Holds: what a lease pins on the device. A hold is dropped exactly, however often nodes were split meanwhile.
 
-FULL is pinned at the end node. An auxiliary component that divides is pinned on every node from a recorded border to
-the end; one that does not, on the end node alone. A split keeps the suffix's object and copies the counts that cover
-the prefix, so the same walk always finds the same pins.
+FULL is pinned at the end node, and thereby on all nodes above it. An auxiliary component that divides (SWA) is pinned
+on every node from a recorded border to the end node. One that does not divide (MAMBA) is pinned on the end node alone.
+When a node splits, its object becomes the suffix, and the new prefix gets a copy of the counts that cover it. So the
+walk from the end node up to the border always finds the same pins.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from asynccache.core.world import NOWHERE, World
 
 
 class Hold:
-    """Pins on the device for a match that ends at ``end``. ``lows[c]``: component c is pinned on the nodes from there
-    (a node's border, in pages) to the end; NOWHERE: not at all."""
+    """The pins on the device for a match that ends in the node ``end``.
+
+    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
+    which is a node's border; NOWHERE: on none.
+    """
 
     __slots__ = ("end", "lows")
 
@@ -24,7 +28,8 @@ class Hold:
 
 
 def take_hold(world: World, end: Node, target: int, floor: int = 0) -> Hold:
-    """Pin what a match ending at page ``target``, in ``end``, needs, but no auxiliary page before ``floor``."""
+    """Pin what a match that ends at page ``target``, in the node ``end``, needs, and return these pins. Nodes that end
+    at page ``floor`` or before get no auxiliary pins."""
     hold = Hold(end, world.count)
     world.pin_full(end, DEVICE)
     for component in world.auxiliary:
@@ -47,7 +52,8 @@ def drop_until(world: World, hold: Hold, border: int) -> None:
 
 
 def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
-    """The same hold on no more than the first ``valid`` pages: what is beyond them may leave the tree."""
+    """Pin no more than the first ``valid`` pages of ``hold``, so that what lies beyond them may leave the tree. Return
+    the hold to keep instead of ``hold``: ``hold`` itself if it ends within those pages already."""
     end = hold.end
     while end.parent is not None and end.end > valid:
         end = end.parent

@@ -1,4 +1,4 @@
-"""Forgetting namespaces. A dead root is matched by nobody; what hangs below it goes leaf by leaf as it comes free."""
+"""Forgetting namespaces. Nobody matches below a dead root, and what hangs there goes leaf by leaf as it comes free."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Invalidation:
         return More(world.plan()) if self.sweep() else world.plan()
 
     def sweep(self) -> bool:
-        """Drop what has come free below dead roots: a slice of a pass over them, and of the next one when that is over.
-        Whether the first goes on. What is pinned is left to a later pass, so a pass ends however much that is."""
+        """Drop nodes below dead roots that nothing pins any more: a slice of the pass over them, and if that pass ends,
+        the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
+        every pass ends."""
         world = self._world
         if not world.dead_roots:
             return False
@@ -54,19 +55,20 @@ class Invalidation:
         return False
 
     def _drop_some(self, steps: int) -> int:
-        """Go on with the pass; how many steps it did not need."""
+        """Go on with the pass for ``steps`` nodes. Return how many of these steps are left; 0 unless the pass has
+        ended."""
         for node in islice(self._pass, steps):
             self._drop(node)
             steps -= 1
         return steps
 
     def _dead_nodes(self) -> Iterator[Node]:
-        """A pass over all dead roots. Meanwhile nodes may leave and split."""
+        """Yield all nodes below dead roots. Nodes may leave and split meanwhile."""
         for root in tuple(self._world.dead_roots):
             yield from self._leaves(root)
 
     def _leaves(self, root: Root) -> Iterator[Node]:
-        """Nodes below ``root``, each after its children."""
+        """Yield the nodes below ``root``, each after its children."""
         stack = [(node, False) for node in (root.children or {}).values()]
         while stack:
             node, seen = stack.pop()

@@ -1,4 +1,7 @@
-"""What keys are made of, runs of int32 tokens as ``bytes``, and the names of namespaces."""
+"""The sizes of tokens and hashes, and ``Adapter``: the ``extra_key`` of a LoRA adapter.
+
+A key is a run of tokens in one ``bytes``: each token is a little-endian int32.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ HASH_BYTES: Final = 32
 
 
 class Adapter(str):
-    """An ``extra_key`` that is a LoRA adapter's: text like any other, with what KV events call the adapter.
+    """An ``extra_key`` that belongs to a LoRA adapter: text like any other, with what KV events call the adapter.
 
-    ``lora_name``: the key itself, unless another is given. Nothing but the events looks at ``lora_name`` and
-    ``lora_id``: pages are found by the key alone, so two adapters with one key share them.
+    ``lora_name`` is the key itself, unless another name is given. ``lora_id`` is the adapter's number, or None. Only
+    the events look at these two. Pages are found by the key alone, so two adapters with one key share their pages.
     """
 
     __slots__ = ("lora_id", "lora_name")

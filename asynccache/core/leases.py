@@ -27,10 +27,13 @@ _NO_ENDS = Ends(0, 0, 0)
 
 
 class Ask(NamedTuple):
-    """What a request wants. ``limit`` caps the match; ``reserve`` and ``reserve_swa`` are the positions (tokens) up to
-    which pages are taken, but no further than ``chunk`` and ``chunk_swa`` tokens beyond the match; ``states``: MAMBA
-    slots; ``load``: whether anything may be moved for it, by load_back or as a private copy; ``shorter``: whether less
-    than the longest match will do; ``shared``: how many tokens other conversations have, too; EVERYTHING: nobody knows.
+    """What a request wants. Positions and lengths are in tokens.
+
+    ``space``: the digest of its namespace. ``limit``: no match goes further. ``reserve``, ``reserve_swa``: the
+    positions up to which FULL and SWA pages are taken, but no further than ``chunk`` and ``chunk_swa`` beyond the end
+    of the match. ``states``: how many MAMBA slots are taken. ``load``: whether anything may be moved for it, by
+    load_back or as a private copy. ``shorter``: whether less than the longest match will do. ``shared``: how many
+    tokens of ``key`` other conversations have, too; EVERYTHING: that is not known.
     """
 
     space: bytes
@@ -47,14 +50,18 @@ class Ask(NamedTuple):
 
 
 class Lease:
-    """One request's hold on the cache. Owned by the core; others read it. Lengths are tokens.
+    """What one request holds of the cache. The core owns and changes it; others read it. Lengths are in tokens.
 
-    ``cached``: matched at the grant. ``loads``: operations that must be DONE before its pages are good. ``valid``:
-    None, or how many tokens are still good after a load failed. ``length``: committed so far. ``forked``: the page at
-    which it left the ways of those before it; 0: nowhere. ``reserved``: FULL pages
-    exist up to here. ``shared``: the page from which on it is private to its conversation; NOWHERE: that is not known.
-    ``border``: the page before which decoding needs no window any more. ``states``: its MAMBA slots,
-    the working copy first.
+    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that are its own, and the page with which they
+    begin. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages exist up to here.
+
+    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went then. ``loads``: the operations
+    that must be DONE before its pages are good. ``loaded_tokens``: how much its own load brings of FULL. ``valid``:
+    None, or how much is still good after a load failed. ``length``: how much is committed so far.
+
+    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
+    which on it is private to its conversation; NOWHERE: that is not known. ``border``: the page before which decoding
+    needs no window any more.
     """
 
     __slots__ = (
@@ -79,14 +86,15 @@ class Lease:
 
 
 class Grant(NamedTuple):
-    """A lease, and what must be done for it."""
+    """The lease that was granted, and the plan of what must be done for it."""
 
     lease: Lease
     plan: Plan
 
 
 def retire(world: World, slots: list[bytes], adoption: bool) -> None:
-    """Have nobody take these device slots, by component, before the engine is done with them."""
+    """Keep these device slots, by component, from being taken until the engine is done with them. ``adoption``: see
+    ``Retire``."""
     op = world.ledger.open(RETIRE)
     op.slots = slots
     world.effect(Retire(op.id, adoption))
@@ -154,14 +162,16 @@ class Leases:
         return -(-tokens // self._page_size)
 
     def _ways(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
-        """The match ends to try, best first, and whether to cut a node for the sake of a window that ends there."""
+        """Return the match ends to try, in pages, best first. With each goes whether to cut the node in which its
+        window begins, so that a pin takes no more than the window."""
         targets = self._targets(ask, path, ends)
         if not self._swa:
             return [(target, False) for target in targets]
         return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[int]:
-        """The match ends to try, best first. When nothing else runs, a match may not stand in its own way."""
+        """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, for the match
+        itself may be what takes the room."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -176,7 +186,8 @@ class Leases:
     def _try(
         self, ask: Ask, root: Node, path: list[Node], ends: Ends, target: int
     ) -> tuple[Room, Lease | None]:
-        """Pin the match up to ``target``, make room for loads and new pages; the lease, or nothing is left behind."""
+        """Pin the match up to page ``target``, and make room for loads and new pages. Return what came of that, and the
+        lease; None if it does not fit, and then nothing stays pinned."""
         world = self._world
         end = path[-1] if path else root
         hold = take_hold(world, end, target)
@@ -195,14 +206,14 @@ class Leases:
         return room, lease
 
     def _private(self, ask: Ask) -> int:
-        """The page from which on this is private to its conversation; NOWHERE: that is not known."""
+        """Return the page from which on the text is private to its conversation; NOWHERE if that is not known."""
         return NOWHERE if ask.shared == EVERYTHING else ask.shared // self._page_size
 
     def _cut_path(self, path: list[Node], target: int, exact: bool, private: int) -> list[Node]:
-        """The path up to ``target``, split there, and where a load of a window would otherwise take more than it;
-        ``exact``: where a pin would, too. Where texts fork, what that end needs is cut off from what is before. Split
-        at page ``private``, too.
-        """
+        """Return the path up to page ``target``, after splitting nodes at ``target`` and at page ``private``. The node
+        in which the window of that end begins is split there in three cases: its SWA must be loaded, so that no more
+        than the window is; ``exact``, so that no more is pinned; ``target`` lies inside a node, where texts fork, so
+        that what this end needs is apart from what is before it."""
         world = self._world
         path = path[:]
         while path and path[-1].parent.end >= target:  # type: ignore[union-attr]
@@ -225,7 +236,8 @@ class Leases:
         return path
 
     def _loads(self, path: Sequence[Node], target: int) -> list[tuple[Node, int]]:
-        """What the match lacks on the device: components by node, root first."""
+        """Return what the match lacks on the device and the host has: nodes, root first, with a bit for each
+        component."""
         count = self._count
         firsts = [c.first_page(target) for c in self._world.components]
         floor = min(firsts[1:], default=NOWHERE)
@@ -244,7 +256,7 @@ class Leases:
         return loads
 
     def _needs(self, ask: Ask, target: int, loads: Sequence[tuple[Node, int]]) -> tuple[list[int], list[int]]:
-        """Slots to take per component: for loads and new pages together, and for new pages alone."""
+        """Return how many slots to take, by component: for loads and new pages together, and for new pages alone."""
         begin = target * self._page_size
         own = [max(0, self._ceil(min(ask.reserve, begin + ask.chunk)) - target)]
         if self._swa:
@@ -284,7 +296,7 @@ class Leases:
         return lease
 
     def _await_arrivals(self, lease: Lease, path: Sequence[Node], target: int) -> None:
-        """Have the lease hear of every load that brings pages it matched."""
+        """Have the lease hear of every load that brings pages which it matched."""
         loads: dict[int, None] = {}
         for node in path:
             if node.ops and any(
@@ -298,7 +310,7 @@ class Leases:
             lease.loads = tuple(loads)
 
     def _clone(self, lease: Lease, path: Sequence[Node]) -> None:
-        """Give the request its private copy of the state that it matched."""
+        """Start a copy of the matched MAMBA state to the lease's first state slot."""
         if self._mamba and path and lease.states:
             op = self._transfers.open_clone(path[-1], self._mamba, lease.states[:SLOT_BYTES])
             op.leases.append(lease)
@@ -332,7 +344,8 @@ class Leases:
         return self._world.plan()
 
     def _trim_window(self, lease: Lease) -> bool:
-        """Pins cover whole nodes: cut the one that the window begins in, and give up what is before the window."""
+        """Unpin SWA before the window. Pins cover whole nodes, so the node is cut in which the window begins. Return
+        False if nothing before it was pinned."""
         hold, swa = lease.hold, self._swa
         first = max(self._world.components[swa].first_page(hold.end.end), lease.border) if swa else 0
         if not swa or hold.lows[swa] >= first:
@@ -346,7 +359,7 @@ class Leases:
         return True
 
     def _copies(self) -> tuple[int, ...]:
-        """What pins pages of the device, and ends by itself without waiting for storage."""
+        """Return the ids of the operations that pin device pages. They end without waiting for storage."""
         ops = self._world.ledger.ops.values()
         return tuple([op.id for op in ops if DEVICE in PINNED_TIERS[op.kind]])
 
@@ -407,7 +420,8 @@ class Leases:
         self._world.leave(lease.hold.end.root)
 
     def _leave_clones(self, lease: Lease) -> bytes:
-        """The lease's states; one that a clone still writes to stays with that clone until its outcome."""
+        """Return the lease's state slots that can be given back. One that a clone still writes to is handed to that
+        clone, until its outcome."""
         for op_id in lease.loads:
             op = self._world.ledger.ops.get(op_id)
             if op is not None and op.kind is CLONE:
@@ -417,8 +431,9 @@ class Leases:
         return lease.states
 
     def _end_tail(self, node: Node, private: int) -> None:
-        """The conversation is over: what only it used goes first. That is what begins at page ``private`` or after it;
-        where that is not known, what has no fork at its end or below."""
+        """Have what only this conversation used go before all else, since it is over: the nodes from ``node`` upwards
+        that begin at page ``private`` or after it; if that is NOWHERE, those without a fork at their end or below. The
+        walk ends at a node that somebody else pins."""
         while node.parent is not None:
             if len(node.children or ()) > 1 if private == NOWHERE else node.parent.end < private:
                 return

@@ -1,8 +1,8 @@
-"""Operations in flight and the fragments of the tree that each one covers.
+"""Operations in flight, and the fragments of the tree that each one covers.
 
-An operation opens once, is given exactly one outcome, and closes. It covers fragments, root first; when a covered node
-splits, its fragment becomes two in place, so an operation always covers exactly the pages it was opened for. What it
-pins is part of the fragment: pages under an operation are nobody else's until it closes.
+An operation opens once, is given exactly one outcome, and closes. It covers fragments, root first. A fragment is a
+node, and when that node splits, both pieces take its place. So an operation always covers exactly the pages that it was
+opened for. A fragment also says what the operation pins there, which is unpinned when it closes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What an operation does."""
+    """What an operation does. RETIRE moves nothing: it keeps slots from being taken until the engine is done with
+    them."""
 
     BACKUP_HOST = 0
     LOAD_BACK = 1
@@ -34,20 +35,21 @@ HOST: Final = 1
 # Reading a member from its Enum costs a quarter of a microsecond, a module's name almost nothing.
 BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH = Kind
 
-# By kind: the tiers on which an operation pins what it covers.
+# The tiers on which an operation of each kind pins what it covers. A prefetch keeps account of its pins itself.
 # A clone pins the host too: if the load of its source fails, nothing else keeps the node that it covers.
 PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE, HOST), (), ())
 
-# A covered node; a bit per component whose data moves; the last component that is pinned (with all before it).
+# A covered node; a bit for each component whose data moves; the last component that is pinned, with all before it.
 Fragment = tuple["Node", int, int]
 
 
 class Operation:
     """One transfer (or retirement) in flight.
 
-    ``slots``: by component, slots that only this operation holds (of the tier that its kind implies). ``status`` is set
-    when the outcome is known but must wait for an operation above it. ``doomed``: that one failed. ``leases``: who must
-    hear of a failure.
+    ``slots``: device slots, by component, that belong to this operation alone until it closes. ``status``: None until
+    the outcome is known; an outcome that is known may still have to wait for an operation above this one in the tree.
+    ``doomed``: an operation on one of these nodes or above them has failed, so this one fails whatever its outcome.
+    ``leases``: the leases that must hear of a failure. ``pages``: how many pages of FULL it moves.
     """
 
     __slots__ = ("doomed", "fragments", "id", "kind", "leases", "pages", "slots", "status")
@@ -67,7 +69,11 @@ class Operation:
 
 
 class Ledger:
-    """All operations in flight, by id; ids rise and are never used again."""
+    """All operations in flight.
+
+    ``ops``: by id; ids rise and are never used again. ``parked``: those of them whose outcome waits for an operation
+    above. ``count``: how many there are of each kind. ``next``: the id of the next one.
+    """
 
     __slots__ = ("count", "next", "ops", "parked")
 
@@ -78,7 +84,7 @@ class Ledger:
         self.next = 1
 
     def open(self, kind: Kind) -> Operation:
-        """A new operation that covers nothing yet."""
+        """Open an operation that covers nothing yet, and return it."""
         op = Operation(self.next, kind)
         self.next += 1
         self.ops[op.id] = op
@@ -94,8 +100,8 @@ class Ledger:
             node.ops = tuple([other for other in node.ops if other is not op])
 
     def divide(self, prefix: Node, suffix: Node, dividing: int) -> None:
-        """``suffix`` was split: every operation that covers it now covers ``prefix`` before it, without what does not
-        divide (``dividing``: how many components, from the first on, do)."""
+        """Have every operation that covers ``suffix`` also cover ``prefix``, which a split has just taken off its
+        front. There it moves and pins only the components that divide, which are the first ``dividing`` ones."""
         prefix.ops = suffix.ops
         mask = (1 << dividing) - 1
         for op in suffix.ops:

@@ -13,8 +13,10 @@ from asynccache.core.world import NOWHERE, World
 class Match(NamedTuple):
     """How far a prompt is cached, in tokens.
 
-    ``device``: the longest prefix valid on the device; ``host``: valid on device or host; ``full``: how far FULL alone
-    matched. The rest: FULL tokens, SWA tokens and MAMBA states that a load_back would bring.
+    ``device``: the longest prefix that is valid on the device. ``host``: the longest prefix that is valid with the data
+    of device and host together. ``full``: how far FULL alone goes. ``host_hit_length``, ``swa_host_hit_length``: tokens
+    of FULL and of SWA that a load_back would bring to reach ``host``. ``mamba_host_hit_length``: how many MAMBA states
+    it would bring.
     """
 
     device: int = 0
@@ -26,23 +28,29 @@ class Match(NamedTuple):
 
     @property
     def needs_load_back(self) -> bool:
-        """Whether ``host`` is reached only by loading something (SWA or MAMBA alone suffices)."""
+        """True if ``host`` is reached only with a load_back of FULL, SWA or MAMBA."""
         return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 
-class Ends(NamedTuple):
-    """Match ends in pages: on the device, on device or host, and where FULL alone ends."""
+class Ends:
+    """Where a match ends, in pages. ``device``: with the data of the device. ``union``: with the data of device and
+    host together. ``full``: how far FULL alone goes. Never changed."""
 
-    device: int
-    union: int
-    full: int
+    __slots__ = ("device", "full", "union")
+
+    def __init__(self, device: int, union: int, full: int) -> None:
+        self.device = device
+        self.union = union
+        self.full = full
 
 
 class Matching:
-    """Reads one world; writes nothing but how recent its cells are."""
+    """Finds matches in one world. It changes nothing but how recent cells are, and the eviction orders that go by
+    that."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._page_size = world.config.page_size
         self._count = world.count
         self._swa = world.swa
         self._mamba = world.mamba
@@ -58,7 +66,7 @@ class Matching:
             return Match()
         ends = self.ends(path, reached)
         self.touch(path[-1], ends.union)
-        size = self._world.config.page_size
+        size = self._page_size
         if ends.union == ends.device:
             return Match(ends.device * size, ends.union * size, ends.full * size)
         loads = self.missing(path, ends.union)
@@ -69,7 +77,7 @@ class Matching:
         )  # fmt: skip
 
     def ends(self, path: Sequence[Node], reached: int) -> Ends:
-        """Where the match of ``path``, which was followed to byte ``reached``, ends."""
+        """Return where the match ends for a key that was followed along ``path`` up to byte ``reached``."""
         world = self._world
         page = reached // world.page_bytes
         full = world.components[0].longest_end(path, page, False)
@@ -81,7 +89,8 @@ class Matching:
         return Ends(min(device, union), union, full)
 
     def missing(self, path: Sequence[Node], end: int) -> list[int]:
-        """Pages (states) per component that a match of ``path`` up to ``end`` lacks on the device."""
+        """Return how many pages of each component (states for MAMBA) a match along ``path`` that ends at page ``end``
+        lacks on the device."""
         lacking = [0] * self._count
         for component in self._world.components:
             c, first = component.index, component.first_page(end)
@@ -94,8 +103,9 @@ class Matching:
         return lacking
 
     def touch(self, node: Node, end: int) -> None:
-        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window, the first of them first.
-        ``node`` is the one that ``end`` lies in or below it."""
+        """Mark as used just now what a match that ends at page ``end`` needs: FULL and MAMBA of the node that ``end``
+        lies in, and SWA of the nodes of the last window, the first of them first. ``node``: that node, or one below
+        it."""
         recency = self._world.recency
         while node.parent is not None and node.parent.end >= end:
             node = node.parent
@@ -106,7 +116,8 @@ class Matching:
             self._touch_end(node, end)
 
     def _touch_end(self, node: Node, end: int) -> Node:
-        """Stamp what a match that ends at ``end``, in ``node``, needs of the other components; the first node above."""
+        """Mark as used just now what a match that ends at page ``end``, in ``node``, needs of SWA and MAMBA. Return the
+        node above all those that were marked."""
         recency, swa = self._world.recency, self._swa
         self._world.reprieve(node)
         if self._mamba:
@@ -124,8 +135,9 @@ class Matching:
         return above
 
     def use(self, end: Node, forked: int) -> None:
-        """A request that ended in ``end``, which it still holds, is over: the policy learns of it. ``forked``: the page
-        at which it left the ways of those before it; 0: nowhere."""
+        """Tell the eviction policy, if it learns, that a request is over. The request used the path from the root to
+        ``end``, and still holds it. Cells of that path that wait to be evicted are put in order anew. ``forked``: the
+        page at which its text left the texts of earlier requests; 0: at none."""
         world = self._world
         if not world.policy.learns:
             return
@@ -138,9 +150,13 @@ class Matching:
             node, parent = parent, parent.parent
 
     def leave(self, node: Node, begin: int) -> None:
-        """A request that began at page ``begin`` and was held at ``node`` is over: the next match of its text is likely
-        to end there, or where texts fork. What such ends need of SWA and MAMBA counts as used; what none of them needs
-        is idle from now on. Looks at what is new on the path, and above it up to where that was known already."""
+        """Mark SWA and MAMBA as used or idle on the path of a request that is over. Its match had ended at page
+        ``begin``, and it was held at ``node`` last.
+
+        The next match of its text is likely to end at ``node``, or where texts fork. What a match that ends at ``node``
+        needs counts as used. What one that ends at a fork needs stays as it is. All else is idle from now on. The walk
+        goes up from ``node`` through what the request added, and on until it meets what was idle before.
+        """
         if node.parent is None or self._count == 1:
             return
         low, above = NOWHERE, self._touch_end(node, node.end)

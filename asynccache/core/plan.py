@@ -1,8 +1,9 @@
 """What a core call decided: effects for the runtime to perform, and the operations that ended.
 
-Values only. Every core call returns one frozen ``Plan``; the runtime enqueues its effects before the next ``await``,
-performs them, and answers each ``op`` with exactly one ``Outcome`` (a RETIRE too: DONE once its events have fired).
-Slot lists are ``bytes`` of little-endian int32 page ids, in token order; hashes are 32 bytes a page, joined.
+Values only. Every core call returns one frozen ``Plan``. The runtime enqueues its effects before the next ``await``,
+performs them, and answers each ``op`` with exactly one ``Outcome``; for a ``Retire`` that is DONE once the engine's
+events have fired. Slot lists are ``bytes`` of little-endian int32 page ids, in token order. Hashes are 32 bytes a page,
+joined.
 """
 
 from __future__ import annotations
@@ -43,21 +44,23 @@ class StoredPages(NamedTuple):
 
 
 class BackupHost(NamedTuple):
-    """Device to host. ``moves``' sources stay untouched and their destinations owned until the outcome."""
+    """Copy from device to host. Until the outcome nobody changes the sources of ``moves`` or takes their
+    destinations."""
 
     op: int
     moves: tuple[Move, ...]
 
 
 class LoadBack(NamedTuple):
-    """Host to device."""
+    """Copy from host to device."""
 
     op: int
     moves: tuple[Move, ...]
 
 
 class Clone(NamedTuple):
-    """Device to device: a request's private copy. ``after``: the LoadBack that fills its source, or 0."""
+    """Copy within the device: a request's private copy. ``after``: the id of the LoadBack that fills its source, or 0
+    if the source is there."""
 
     op: int
     moves: tuple[Move, ...]
@@ -65,25 +68,28 @@ class Clone(NamedTuple):
 
 
 class BackupStorage(NamedTuple):
-    """Host to storage; auxiliary components come before FULL."""
+    """Write from host to storage. ``pages`` has the auxiliary components before FULL."""
 
     op: int
     pages: tuple[StoredPages, ...]
 
 
 class Retire(NamedTuple):
-    """Slots that nobody may take before the engine's events have fired (``adoption``: and before the engine uses
-    the page table that a commit returned). The runtime answers DONE then."""
+    """Keep device slots from being taken until the engine's events have fired; if ``adoption``, also until the engine
+    uses the page table that a commit returned. The runtime answers DONE then. The slots are those of the
+    ``Operation``."""
 
     op: int
     adoption: bool
 
 
 class Publish(NamedTuple):
-    """A KV event. ``stored``: pages appeared on ``medium`` (``parent``: the hash before them, b"" at the root;
-    ``tokens``: their int32 bytes); else they left it. ``space``: the digest of their namespace.
+    """A KV event: FULL pages appeared on ``medium`` (``stored``), or left it.
 
-    STORAGE: they were written to it or read from it, as far as that went; the store itself knows which are there."""
+    ``parent``: the hash of the page before them, b"" at the root. ``tokens``: their int32 bytes, b"" if they left.
+    ``space``: the digest of their namespace. For STORAGE the event says that the pages were written to a store or read
+    from one, perhaps not all of them; the store itself knows which it has.
+    """
 
     medium: Medium
     stored: bool
@@ -103,14 +109,14 @@ Effect = Copy | BackupStorage | Retire | Event
 
 
 class Ended(NamedTuple):
-    """An operation that has left the ledger, and how."""
+    """An operation that has left the ledger, and how it ended."""
 
     op: int
     status: Status
 
 
 class Plan(NamedTuple):
-    """The result of one core call. ``freed``: some pages, pins or operations were given back, so a waiting lease may
+    """What one core call decided. ``freed``: some pages, pins or operations were given back, so a lease that waits may
     fit now."""
 
     effects: tuple[Effect, ...] = ()
@@ -119,23 +125,25 @@ class Plan(NamedTuple):
 
 
 EMPTY = Plan()
+FREED = Plan(freed=True)
 
 
 class Outcome(NamedTuple):
-    """What the runtime reports: this operation's I/O has let go of every buffer, and this is how it went."""
+    """What the runtime reports of an operation when its I/O has let go of every buffer: how it ended."""
 
     op: int
     status: Status
 
 
 class Wait(NamedTuple):
-    """Nothing was taken. Try again when any of ``ops`` has ended (empty: when anything was freed)."""
+    """Nothing was taken. Try again when any of ``ops`` has ended; if ``ops`` is empty, when any plan says ``freed``."""
 
     plan: Plan = EMPTY
     ops: tuple[int, ...] = ()
 
 
 class More(NamedTuple):
-    """A slice of a long call is done (a whole transaction); perform ``plan`` and call again with the same arguments."""
+    """One slice of a long call is done, a whole transaction. Perform ``plan``, and call again with the same
+    arguments."""
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""The eviction policies that there are, by name."""
+"""The eviction policies by name, and how the configured one is made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ POLICIES.update({"lru": lambda config: Lru(), "p2c": P2c})
 
 
 def make_policy(config: CoreConfig) -> EvictionPolicy:
-    """The policy that ``config.eviction`` names."""
+    """Return a new policy of the kind that ``config.eviction`` names."""
     policy: EvictionPolicy = POLICIES[config.eviction](config)
     return policy

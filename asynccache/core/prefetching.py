@@ -1,8 +1,8 @@
 """Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
 
-A prefetch hangs below the root or an anchor whose FULL path is on the host. It may also end before the anchor, where
-the host lacks no more than a window or a state. It pins the anchor, and what there is of SWA in the windows that it may
-complete, until it commits or is revoked. Its slots are its own until then. It begins when the host has
+A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
+the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it pins the anchor
+and what there is of SWA in the windows that it may complete, and its slots are its own. It begins when the host has
 room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
 """
 
@@ -28,8 +28,9 @@ from asynccache.core.world import World, split_at
 class Shape(NamedTuple):
     """The geometry of one prefetch, in tokens.
 
-    ``anchor``: where its FULL pages begin; ``covered``: the valid match end without it; ``length``: the key's whole
-    pages; ``window``: 0 without SWA; ``swa``: from where to where SWA is there before the anchor, the first run first.
+    ``anchor``: where its FULL pages begin. ``covered``: where a match ends without it. ``length``: the whole pages of
+    the key. ``window``: the reach of SWA; 0 if there is no SWA. ``swa``: the runs of SWA that are there before the
+    anchor, each from a position to a position, the first run first. ``mamba``: whether there is MAMBA.
     """
 
     page_size: int
@@ -42,7 +43,8 @@ class Shape(NamedTuple):
 
 
 def needed_pages(shape: Shape, component: int, end: int) -> tuple[int, ...]:
-    """Which pages of ``component`` storage must give for the match to end at ``end`` (tokens)."""
+    """Return the numbers of the pages of ``component`` that storage must give for the match to end at ``end``
+    (tokens)."""
     size = shape.page_size
     anchor, stop = shape.anchor // size, end // size
     if component == ComponentKind.FULL:
@@ -62,9 +64,10 @@ def needed_pages(shape: Shape, component: int, end: int) -> tuple[int, ...]:
 def usable_end(
     shape: Shape, pools: Sequence[tuple[str, int]], present: Mapping[str, Sequence[bool] | bytes], limit: int
 ) -> int:
-    """The longest end (tokens) up to ``limit`` for which every pool has all pages it needs; else ``shape.covered``.
+    """Return the longest end up to ``limit`` (both in tokens) for which every pool has all pages it needs, or else
+    ``shape.covered``.
 
-    ``pools``: (name, component); ``present[name][i]``: whether page ``i`` of the key is in storage.
+    ``pools``: (name, component). ``present[name][i]``: whether page ``i`` of the key is in storage.
     """
     size = shape.page_size
     end = min(limit, shape.length) // size * size
@@ -83,7 +86,7 @@ def usable_end(
 
 
 class Begin(Enum):
-    """Whether a prefetch may begin. A place with others can be had at any turn."""
+    """Whether a prefetch may begin now. Whatever it says, a prefetch may join another one (``Join``)."""
 
     LATER = "others wait before it"
     NEXT = "it may, but waits for room"
@@ -105,14 +108,14 @@ class Join(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """There is nothing worth fetching."""
+    """There is nothing that could be fetched and is worth it. ``reason``: why, in a few words."""
 
     reason: str
 
 
 class Taken(NamedTuple):
-    """Host slots for a prefetch. ``slots``: FULL's, fewer than asked where the host is short. ``aux``: by component;
-    None if they cannot be had together."""
+    """Host slots for a prefetch. ``slots``: FULL's, fewer than were asked for if the host is short. ``aux``: those of
+    the other components, by kind; None if they cannot be had together."""
 
     slots: bytes
     aux: dict[int, bytes] | None
@@ -120,8 +123,14 @@ class Taken(NamedTuple):
 
 
 class Fetch:
-    """One prefetch in flight. ``wants``: slots that it may still take, by component. ``runs``: from which page to which
-    it pins SWA, component ``swa``, the last run first."""
+    """One prefetch in flight.
+
+    ``anchor``: the node that its pages will hang below. ``key``: the prompt from the root, ``total`` pages long.
+    ``held``: the host slots that it has taken, by component, and ``spare``: those whose pages turned out to be
+    duplicates. ``aux_end``: the end, in tokens, for which it holds auxiliary slots. ``wants``: how many slots it may
+    still take, by component. ``tiers``: on which it pins. ``runs``: from which page to which it pins SWA, which is
+    component ``swa``; the last run first.
+    """
 
     __slots__ = ("anchor", "aux_end", "held", "key", "op", "runs", "shape", "spare", "swa", "tiers", "total", "wants")
 
@@ -140,14 +149,15 @@ class Fetch:
         self.wants = [0] * components
 
     def take(self, size: int) -> bytes:
-        """The next ``size`` bytes of FULL slots, in page order."""
+        """Take the next ``size`` bytes of the FULL slots that it holds, in page order, and return them."""
         slots = self.held.get(0, b"")
         self.held[0] = slots[size:]
         return slots[:size]
 
 
 def run_nodes(fetch: Fetch) -> list[Node]:
-    """The nodes whose SWA the prefetch pins, from the anchor up. They may have been divided since."""
+    """Return the nodes whose SWA the prefetch pins, from the anchor upwards. They may have been split since it
+    began."""
     nodes, node = [], fetch.anchor
     for start, end in fetch.runs:
         while node.parent is not None and node.end > start:
@@ -205,7 +215,7 @@ class Prefetches:
         return self._begin(root, path, anchor, covered, key[: total * page])
 
     def _wants(self, anchor: int, total: int) -> list[int]:
-        """Slots that a prefetch of pages ``anchor`` to ``total`` may take at most, by component."""
+        """Return how many slots a prefetch of the pages ``anchor`` to ``total`` may take at most, by component."""
         host = [shelf.slots.capacity for shelf in self._world.shelves[self._world.count :]]
         wants = {ComponentKind.FULL: total - anchor, ComponentKind.SWA: min(total, self._window_pages()),
                  ComponentKind.MAMBA: 1}  # fmt: skip
@@ -213,8 +223,9 @@ class Prefetches:
         return [min(wants[component.kind], room) for component, room in zip(self._world.components, rooms, strict=True)]
 
     def _has_room(self, path: Sequence[Node], wants: Sequence[int], begin: Begin) -> bool:
-        """Whether the host has room for ``wants`` below ``path``, beside what other prefetches may still take; or is
-        too small for it, whoever goes; or shall not be waited for."""
+        """Return True if a prefetch may begin: the host has room for ``wants``, beside what other prefetches may still
+        take and without evicting ``path``; or nothing will give room back that it could wait for; or it has waited long
+        enough."""
         world = self._world
         if path:
             world.pin_full(path[-1], HOST)
@@ -225,7 +236,7 @@ class Prefetches:
         return fits or begin is Begin.NOW or not self._something_ends()
 
     def _something_ends(self) -> bool:
-        """Whether anything has pages of the host that it will give back or let go of."""
+        """Return True if there is an operation or a claim that will let go of host pages."""
         return self._transfers.room.host_is_busy() or bool(self._transfers.claims.held)
 
     def _fits(self, wants: Sequence[int]) -> bool:
@@ -233,14 +244,16 @@ class Prefetches:
         return all(wants[c] + promised[c] <= shelf.reachable() for c, shelf in enumerate(shelves))
 
     def _promise(self, fetch: Fetch, wants: list[int]) -> None:
-        """From now on ``fetch`` may still take so many slots."""
+        """Note how many slots ``fetch`` may still take, by component. No backup takes these
+        (``Transfers.promised``)."""
         promised = self._transfers.promised
         for c, want in enumerate(wants):
             promised[c] += want - fetch.wants[c]
         fetch.wants = wants
 
     def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | None:
-        """The path's FULL must be on the host; where it is not, its backup goes first."""
+        """Return None if FULL of ``path`` is on the host. If it is not, its backup must come first: start it, and
+        return what to answer for now."""
         place = self._world.count
         node = path[-1] if path else None
         if node is None or node.state[place] == PRESENT:
@@ -256,6 +269,8 @@ class Prefetches:
         return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
 
     def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
+        """Return the prefetch to join: one in flight that has more of ``key`` in common with it than the host has
+        (``anchor`` pages), or all of it (``total`` pages). None if there is none."""
         page = self._world.page_bytes
         for fetch in self.active.values():
             if fetch.anchor.root is root:
@@ -285,8 +300,8 @@ class Prefetches:
         return Opened(op.id, shape, world.plan())
 
     def _runs(self, node: Node, covered: int) -> list[tuple[int, int]]:
-        """From which page to which SWA is there on the path to ``node``, the last run first, as far up as a window
-        could begin that ends behind page ``covered``."""
+        """Return from which page to which SWA is there, on either tier, on the path to ``node``; the last run first.
+        Nodes are looked at as far up as a window could begin that ends behind page ``covered``."""
         world, swa, runs = self._world, self._index[ComponentKind.SWA], []
         low, end = covered + 1 - self._window_pages(), 0
         while node.parent is not None and node.end > low:
@@ -316,7 +331,7 @@ class Prefetches:
                 world.pin_cell(node, tier * world.count + swa)
 
     def _drop(self, fetch: Fetch, status: Status) -> None:
-        """Unpin, give back what is held, and leave the ledger."""
+        """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
         world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
         for tier in fetch.tiers:
@@ -378,7 +393,7 @@ class Prefetches:
             self._drop(self.active[op], Status.FAILED)
 
     def commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int]) -> tuple[int, ...]:
-        """See ``CacheCore.prefetch_commit``. The backups that must end first; then nothing was done."""
+        """See ``CacheCore.prefetch_commit``. Return the backups that must end first; none if it is done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
             self.revoke(op)
@@ -406,28 +421,30 @@ class Prefetches:
         return ()
 
     def _above(self, node: Node, stop: int) -> Node:
-        """The node on the path to ``node`` that ends at page ``stop``: an end before the anchor, where FULL is on the
-        host already and only a window or a state was missing."""
+        """Return the node that ends at page ``stop`` on the path to ``node``, splitting one if need be. That is for an
+        end before the anchor: FULL is on the host there already, and only a window or a state was missing."""
         while node.parent is not None and node.parent.end >= stop:
             node = node.parent
         return split_at(self._world, node, stop) if node.end > stop else node
 
     def _merge(self, fetch: Fetch, path: Sequence[Node]) -> Node:
-        """Nodes that appeared meanwhile: one without host data adopts the fetched pages, else they are duplicates."""
+        """Merge fetched FULL pages into the nodes of ``path``, which appeared below the anchor meanwhile. A node
+        without host data takes them over; else they are duplicates. Return the last node, or the anchor."""
         world, last = self._world, fetch.anchor
         spare = b""
         for node in path:
             slots = fetch.take((node.end - last.end) * SLOT_BYTES)
             if node.state[world.count] == ABSENT:
-                self._place(fetch, node, 0, slots)
+                self._put_on_host(fetch, node, 0, slots)
             else:
                 spare += slots
             last = node
         fetch.spare = spare
         return last
 
-    def _place(self, fetch: Fetch, node: Node, c: int, slots: bytes) -> None:
-        """``node`` has ``slots`` on the host from now on, and they are in storage already."""
+    def _put_on_host(self, fetch: Fetch, node: Node, c: int, slots: bytes) -> None:
+        """Give component ``c`` of ``node`` its ``slots`` on the host. The data came from storage, so it is stored
+        already."""
         self._world.fill(node, self._world.count + c, slots, PRESENT)
         self._world.note_stored(node, 1 << c, fetch.op)
         if c == 0:
@@ -435,7 +452,8 @@ class Prefetches:
             self._world.publish(Medium.STORAGE, True, node)
 
     def _grow(self, fetch: Fetch, last: Node, stop: int, key: bytes, hashes: bytes) -> Node:
-        """Host-only nodes for what the tree does not have, cut where the window begins."""
+        """Add host-only nodes below ``last``, up to page ``stop``, for what the tree does not have, cut where the
+        window begins. Return the last node."""
         world, page, anchor = self._world, self._world.page_bytes, fetch.anchor.end
         cuts = [stop] if last.end < stop else []
         if ComponentKind.SWA in self._index and last.end < (first := stop - self._window_pages()) < stop:
@@ -446,12 +464,12 @@ class Prefetches:
             link(last, node, page)
             world.counters.nodes += 1
             node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
-            self._place(fetch, node, 0, fetch.take((cut - start) * SLOT_BYTES))
+            self._put_on_host(fetch, node, 0, fetch.take((cut - start) * SLOT_BYTES))
             last = node
         return last
 
     def _fill_window(self, fetch: Fetch, last: Node, stop: int) -> None:
-        """Give the window's SWA pages to the nodes that have none on the host."""
+        """Give the window's SWA pages to the nodes above page ``stop`` that have none on the host."""
         swa = self._index.get(ComponentKind.SWA)
         if swa is None or not fetch.held.get(swa):
             return
@@ -468,15 +486,15 @@ class Prefetches:
             state = node.state
             free = state[world.count + swa] == ABSENT and state[world.count] == PRESENT
             if free and all(page in slots for page in wanted):
-                self._place(fetch, node, swa, b"".join([slots.pop(page) for page in wanted]))
+                self._put_on_host(fetch, node, swa, b"".join([slots.pop(page) for page in wanted]))
             node = node.parent
         fetch.held[swa] = b"".join(slots.values())
 
     def _fill_state(self, fetch: Fetch, last: Node) -> None:
-        """Give the state to the node that ends here, if it has none on the host."""
+        """Give the fetched state to ``last``, the node at the end, if it has none on the host."""
         mamba = self._index.get(ComponentKind.MAMBA)
         if mamba is None or not fetch.held.get(mamba):
             return
         state, count = last.state, self._world.count
         if state[count + mamba] == ABSENT and state[count] == PRESENT:
-            self._place(fetch, last, mamba, fetch.held.pop(mamba))
+            self._put_on_host(fetch, last, mamba, fetch.held.pop(mamba))

@@ -1,20 +1,22 @@
-"""``p2c``: what is least likely to be used again, for the room and the time that it would take until then, goes first.
+"""The eviction policy ``p2c``. What goes first is what is least likely to be used again, for the room that it takes and
+the time that it would take it.
 
-What was used once, twice or often, and what requests fork from, comes back after very different times. Which those are
-the policy learns while it runs; nothing need be known before.
+Nodes that were used once, twice or often, and nodes that requests fork from, are used again after very different times.
+The policy learns these times while it runs; nothing need be known before.
 
-* **Classes.** A node is in one of eight: if requests went different ways at its end or below it, by how many did (1, 2
-  to 4, 5 or more); else by how many have used it (1, 2, 3, 4 to 6, 7 or more).
+* **Classes.** There are eight. A node at or below whose end requests went different ways is in a class by how many did
+  (1, 2 to 4, 5 or more); any other node by how many requests have used it (1, 2, 3, 4 to 6, 7 or more).
 * **Curves.** For each class and each of 48 bins of age: how much was used again at that age, and how much had reached
   it. What was evicted is remembered for a while as a *ghost*, so that it counts if it is used after all.
 * **Worth.** From its hazards follows what a page of a class is worth at an age: the best ratio, over all horizons, of
   the probability that it is used until then to the time that it is expected to be held for that.
 * **Choice.** The worth of a class rises and then falls with age. So of a queue that is sorted by age the oldest or the
   newest cell is worth least, and of sixteen candidates the one that is worth least is worth least of all.
-* **Duel.** It chooses so only as long as that has found more of late than giving up the oldest; see ``duel``.
+* **Duel.** The policy chooses by worth only as long as that has found no less of late than giving up the oldest would
+  have; see ``duel``. Otherwise the oldest goes.
 
 Amounts are blocks of 512 tokens, so that curves do not depend on the page size. Counts fade, so that a new workload is
-learned anew. As long as fewer than a hundred requests have been seen all is worth the same, and the oldest goes.
+learned anew. Before a hundred requests have been seen, all is worth the same, and the oldest goes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from math import inf
 from operator import add
 from typing import ClassVar, Final
 
-from asynccache.core.duel import HEAT, Duel
+from asynccache.core.duel import HEAT, LONGEST, Duel
 from asynccache.core.eviction import Curve, EvictionPolicy, Judged, Learned, Order, Queue
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import CoreConfig
@@ -53,11 +55,12 @@ _BLOCK_TOKENS: Final = 512
 _GHOST_SHARE: Final = 8
 _MOST_GHOSTS = 1 << 17
 _MOST_AT_ONCE: Final = 64
-# A dictionary that grows, or had many entries replaced, moves all that it holds: 13 ms at the bound. So there are more.
+# A dictionary that grows, or had many entries replaced, moves all that it holds: 13 ms with ``_MOST_GHOSTS`` entries.
+# So ghosts are spread over several dictionaries.
 _SHARDS: Final = 64
 
-# The lowest bits of ``Node.heat``: eight times the uses, up to 7, and the forks, up to 5; ``_CLASS`` and what they are
-# after a use, by these bits. Above them is the number of a drawn node.
+# The lowest bits of ``Node.heat`` are eight times the uses, up to 7, plus the forks, up to 5. By these bits ``_CLASS``
+# has the class, and ``_USED`` and ``_USED_AND_FORKED`` what they are after a use. Above them is a drawn node's number.
 _HEAT: Final = (1 << HEAT) - 1
 _BY_USES = (0, 0, 1, 2, 3, 3, 3, 4)
 _BY_FORKS = (0, 5, 6, 6, 6, 7, 7, 7)
@@ -67,20 +70,20 @@ _USED_AND_FORKED = tuple(heat + 1 if heat & 7 < 5 else heat for heat in _USED)
 
 
 def bin_of(age: int) -> int:
-    """The bin that an age in microseconds lies in."""
+    """Return the bin that ``age``, in microseconds, lies in."""
     return bisect_right(_EDGES, age) - 1 if age > 0 else 0
 
 
 Ghost = tuple[int, int, int, int, int]
-"""What is remembered of a node that left: its name, where it ended, in pages from the root, its pages, its heat, and
-the stamp of its last use."""
+"""What is remembered of a node that left the tree: its name, its end in pages from the root, how many pages it had, its
+heat, and the stamp of its last use in microseconds."""
 
 
 class Curves:
-    """What is known of each class. ``worth``: by class and bin. Times are microseconds.
+    """The curves of each class. ``worth``: by class and bin of age. Times are microseconds.
 
-    What waits for a use is kept by class and *cohort*: all that was used last in one stretch of time. Of too many
-    cohorts those that are near to each other, for their age, become one.
+    Blocks that were not used again so far are counted by class and *cohort*: those that were used last in one stretch
+    of time. If there are too many cohorts, two that are near to each other, for their age, become one.
     """
 
     __slots__ = ("_births", "_gone", "_used", "_waiting", "worth")
@@ -94,21 +97,22 @@ class Curves:
         self.worth = [[1.0] * BINS for _ in classes]
 
     def begin(self, kind: int, blocks: float) -> None:
-        """``blocks`` of this class were used just now."""
+        """Count ``blocks`` that were used just now, and are of class ``kind`` from now on."""
         self._waiting[kind][-1] += blocks
 
     def use(self, kind: int, since: int, now: int, blocks: float) -> None:
-        """They are used again, for the first time since ``since``."""
+        """Count ``blocks`` of class ``kind`` that are used again at ``now``, for the first time since ``since``."""
         self._waiting[kind][self._cohort(since)] -= blocks
         self._used[kind][bin_of(now - since)] += blocks
 
     def give_up(self, kind: int, since: int, now: int, blocks: float) -> None:
-        """They are forgotten, unused since ``since``."""
+        """Count ``blocks`` of class ``kind`` that are forgotten at ``now``, unused since ``since``."""
         self._waiting[kind][self._cohort(since)] -= blocks
         self._gone[kind][bin_of(now - since)] += blocks
 
     def _cohort(self, since: int) -> int:
-        """The cohort of what was used last at ``since``: a cohort begins behind the use with which it was begun."""
+        """Return the cohort of what was used last at ``since``. A use at the moment when a cohort was begun belongs to
+        the cohort before."""
         return bisect_left(self._births, since) - 1
 
     def learn(self, now: int) -> None:
@@ -129,7 +133,7 @@ class Curves:
         self._begin_cohort(now)
 
     def report(self, now: int) -> tuple[Curve, ...]:
-        """Every class as it is known now."""
+        """Return the curves of every class as they are known now."""
         spans = self._spans(now)
         found = []
         for kind, name in enumerate(CLASSES):
@@ -139,7 +143,7 @@ class Curves:
         return tuple(found)
 
     def _spans(self, now: int) -> list[tuple[int, int, int]]:
-        """The bins that cohorts are in now, and of each the first of them and the one after the last."""
+        """Return the bins that cohorts are in now: for each the bin, its first cohort and the cohort after its last."""
         found: list[tuple[int, int, int]] = []
         births, start = self._births, 0
         while start < len(births):
@@ -150,7 +154,7 @@ class Curves:
         return found
 
     def _reached(self, kind: int, spans: Sequence[tuple[int, int, int]]) -> list[float]:
-        """Blocks that were there, unused, when they reached each bin. ``spans``: where the cohorts are now."""
+        """Return how many blocks reached each bin of age unused. ``spans``: as ``_spans`` returns them."""
         counts = list(map(add, self._used[kind], self._gone[kind]))
         waiting = self._waiting[kind]
         for k, start, stop in spans:
@@ -176,8 +180,8 @@ class Curves:
 
 
 def _again(used: Sequence[float], reached: Sequence[float]) -> list[float]:
-    """The share that is used again before each bin, from what was used in the bins before it and what had reached them
-    (Kaplan and Meier, 1958)."""
+    """Return, for each bin, the share that is used again before it: from how much was used in the bins before it, and
+    how much had reached them (Kaplan and Meier, 1958)."""
     found, unused = [], 1.0
     for use, there in zip(used, reached, strict=True):
         found.append(1.0 - unused)
@@ -187,8 +191,9 @@ def _again(used: Sequence[float], reached: Sequence[float]) -> list[float]:
 
 
 def _worth(hazards: Sequence[float]) -> list[float]:
-    """For each bin the largest ratio, over all horizons, of the probability of a use until then to the expected seconds
-    until the use or the horizon. From the last bin back: a bin and the run after it are one if that makes it larger."""
+    """Return, for each bin, the largest ratio over all horizons of two figures: the probability of a use before the
+    horizon, and the expected seconds until the use or the horizon. The bins are taken from the last one back, and a bin
+    is joined with the run of bins after it if that makes its ratio larger."""
     found: list[float] = []
     runs = [(0.0, 0.0, -1.0)]  # probability of a use in a run of bins, seconds in it, their ratio; the first is none
     for use, width in zip(reversed(hazards), _WIDTHS_BACK, strict=True):
@@ -209,21 +214,22 @@ def _worth(hazards: Sequence[float]) -> list[float]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean over two bins to each side."""
+    """Return the mean of each value and of up to two values to each side."""
     padded = [0.0, 0.0, *values, 0.0, 0.0]
     around = zip(_AROUND, padded, padded[1:], padded[2:], padded[3:], padded[4:], strict=False)
     return [(a + b + c + d + e) / count for count, a, b, c, d, e in around]
 
 
 def _unimodal(values: Sequence[float]) -> list[float]:
-    """Rising up to the peak, and falling from there: never below what came before it, then never above."""
+    """Return ``values`` made to rise up to their peak and to fall from there."""
     after = values.index(max(values)) + 1
     return [*accumulate(values[:after], max), *accumulate(values[after:], min)]
 
 
 class _Ends:
-    """What was worked out about a queue: what its cheaper end is worth, whether that is the newest cell, in which bin
-    it is, until when that holds, and with which version of the curves."""
+    """What was worked out about a queue. ``worth``: of the cell at its cheaper end. ``newest``: True if that is the
+    newest cell, False if it is the oldest. ``bin``: the cell's bin of age. ``until``: until when this holds, in
+    microseconds, if ``version`` is still that of the curves."""
 
     __slots__ = ("bin", "newest", "until", "version", "worth")
 
@@ -234,9 +240,9 @@ class _Ends:
 
 
 class _Lead:
-    """The queue that the choice fell on, and until when it will fall there again, as long as nothing else changes and
-    the cheaper end stays in its bin. ``ends``: None if the oldest cell goes; then it is as long as the oldest one of
-    that queue is older than ``until``."""
+    """The queue that the last choice fell on. The next choice falls there, too, before ``until`` (microseconds), if
+    nothing else has changed and the queue's cheaper end is still in its bin. ``ends``: None if the oldest cell goes;
+    then the choice falls there as long as the queue's oldest cell has a stamp below ``until``."""
 
     __slots__ = ("ends", "queue", "until", "version")
 
@@ -248,7 +254,7 @@ class _Lead:
 
 
 class P2c(EvictionPolicy):
-    """The policy of one core. ``returned``: blocks that came back while they were remembered."""
+    """The policy of one core. ``returned``: how many blocks came back while their nodes were remembered as ghosts."""
 
     __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_lessons", "_most_pages", "_page_bytes", "_uses", "_version",
                  "curves", "duel", "returned")  # fmt: skip
@@ -271,7 +277,7 @@ class P2c(EvictionPolicy):
     def learned(self, now: int) -> Learned | None:
         return Learned(
             self.curves.report(now), EDGES, self._uses, self._lessons, sum(map(len, self._ghosts)), self.returned,
-            self.duel.leads,
+            self.duel.leads, len(self.duel),
         )  # fmt: skip
 
     def judge(self, node: Node, age: int) -> Judged | None:
@@ -309,7 +315,7 @@ class P2c(EvictionPolicy):
         return value < others or (value == others and since < before)
 
     def _oldest(self, order: Order) -> Node | None:
-        """The least recently used of all queues."""
+        """Return the least recently used node of all queues; None if all are empty."""
         best: Queue | None = None
         least = second = _NEVER
         for queue in order.rest:
@@ -326,7 +332,7 @@ class P2c(EvictionPolicy):
         return best.oldest()
 
     def _compare(self, order: Order, now: int) -> Node | None:
-        """``choose`` among all queues."""
+        """Return the node that is worth least of all queues' ends; None if all queues are empty."""
         best: Queue | None = None
         found: _Ends | None = None
         version, kind, until, second = self._version, -1, _NEVER, inf
@@ -396,14 +402,16 @@ class P2c(EvictionPolicy):
         self._uses += 1
         if not self._uses % _LEARN_EVERY:
             self.curves.learn(now)
+            if not self._lessons:
+                self.duel.begin()
             self._lessons += 1
             self._version += 1
         if drawn:
             drawn.reverse()
-            self._version += self.duel.use(drawn, now)
+            self._version += self.duel.use(drawn[:LONGEST], now)
 
     def _count(self, heat: int, since: int, forked: bool, now: int, pages: int) -> None:
-        """Pages of this heat are used, for the first time since ``since``; 0: ever."""
+        """Count a use of ``pages`` pages of this heat, the first one since ``since``; 0: the first one at all."""
         blocks = pages * self._blocks
         if since:
             self.curves.use(_CLASS[heat], since, now, blocks)
@@ -430,8 +438,8 @@ class P2c(EvictionPolicy):
         self._forget_ghosts(now)
 
     def _forget_ghosts(self, now: int) -> None:
-        """Forget ghosts, the oldest first, while there are too many. A ghost that came back is in the line still: its
-        entry goes when it is the first. At most ``_MOST_AT_ONCE`` entries go; the rest is for the calls to come."""
+        """Forget ghosts, the oldest first, while there are too many. A ghost that came back still has its entry in
+        ``_fifo``, which goes when it is the first. A call removes at most ``_MOST_AT_ONCE`` entries."""
         fifo = self._fifo
         for _ in range(min(_MOST_AT_ONCE, len(fifo))):
             name, _end, pages, heat, used = ghost = fifo[0]
@@ -453,7 +461,7 @@ class P2c(EvictionPolicy):
         return ghost[1] if ghost is not None else 0
 
     def _return(self, node: Node, parent: Node, now: int) -> None:
-        """If ``node``, which is new, is remembered, it goes on from there."""
+        """If ``node``, which is new, is remembered as a ghost, give it the ghost's heat and last use."""
         if not node.name:
             node.name = self._name_of(parent, node.key[: self._page_bytes])
         ghost = self._ghosts[node.name % _SHARDS].pop(node.name, None)
@@ -470,8 +478,8 @@ class P2c(EvictionPolicy):
         self.curves.give_up(_CLASS[heat & _HEAT], used, now, lost * self._blocks)
 
     def _name_of(self, parent: Node, page: bytes) -> int:
-        """A number for the path that ends with ``page`` below ``parent``, the same for the same pages that begin
-        nodes."""
+        """Return a number for the path that ends with ``page`` below ``parent``. It is made of the first pages of the
+        path's nodes, so the same first pages give the same number."""
         unnamed = []
         node = parent
         while not node.name and node.parent is not None:

@@ -1,11 +1,13 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
-Device: what was condemned ahead of time first, then the coldest, whether it has a host copy or not. Where that is an
-only copy, its backup is started and awaited, unless it would be the first to leave the host again. Where the host has
-no room for it, what storage has goes without, what is in flight is awaited (what storage takes: unless it is late), and
-then claims are let go. Dropping an only copy that the host would keep is the last resort, and counted. Host: copies of
-what stays on the device first, so that both tiers together hold as much as they can; then what the policy chooses.
-Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
+On the device, what was condemned ahead of time goes first, then the coldest, whether the host has a copy of it or not.
+If it is an only copy, its backup is started and awaited, unless that would be the first to leave the host again. If the
+host has no room for the backup, the device drops it where storage has it. Else what is in flight on the host is awaited
+(what storage takes only while storage is not late), and then claims are let go. To drop an only copy that the host
+would keep is the last resort, and is counted.
+
+On the host, copies of what stays on the device go first, so that both tiers together hold as much as they can; then
+what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
-# What has pages of the host, or pins some there, and ends by itself; what storage ends only as long as it is in time.
+# Kinds of operations that own or pin host pages: those that end by themselves; and all of them, with those that storage
+# keeps.
 _BY_ITSELF = (BACKUP_HOST, LOAD_BACK, CLONE)
 _ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
 
 class Room(Enum):
-    """What came of asking for room."""
+    """What came of making room."""
 
     FREE = "the slots are free"
     SHORT = "not now: too much is pinned"
@@ -39,7 +42,7 @@ class Room(Enum):
 
 
 class RoomMaker:
-    """Frees slots by eviction. ``save`` starts the backup of a node; false if it cannot start now."""
+    """Frees slots by eviction. ``save`` starts the backup of a node, and returns False if it cannot start now."""
 
     __slots__ = ("_claims", "_save", "_world")
 
@@ -49,8 +52,9 @@ class RoomMaker:
         self._claims = claims
 
     def make(self, tier: int, needs: Sequence[int], steps: int, *, gently: bool = False) -> Room:
-        """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops. ``gently``: only those
-        host copies go that storage has, and none that was made so that its device cell can go."""
+        """Evict until ``needs[c]`` slots of every component are free on ``tier``, in at most ``steps`` steps, and
+        return what came of it. ``gently``: no host copy is evicted but one that storage has, and none that was made so
+        that its device cell can go."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True
@@ -68,7 +72,7 @@ class RoomMaker:
                 if steps <= 0:
                     return Room.SLICE
                 steps -= 1
-                if gently and not self._next_can_wait(place):
+                if gently and not self._next_may_go_gently(place):
                     return Room.SHORT
                 if self._evict_next(place, EARLY):
                     continue
@@ -78,7 +82,8 @@ class RoomMaker:
         return Room.FREE
 
     def _late(self, place: int, need: int) -> Room:
-        """The coldest goes; if that is an only copy, it and what else is needed are saved first."""
+        """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
+        only copy on the device, it and what else is needed are saved first; then return what to wait for."""
         node = self.coldest(place, LATE)
         if node is None:
             return Room.SHORT
@@ -94,21 +99,24 @@ class RoomMaker:
         return Room.FREE
 
     def is_expendable(self, node: Node, place: int) -> bool:
-        """Whether nothing that is wanted is lost when this cell leaves the device."""
+        """Return True if nothing that is wanted is lost when this cell leaves the device: there is no host, or it has a
+        copy, or it should not or could not have one."""
         world = self._world
         return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
 
     def is_outdone(self, node: Node, place: int) -> bool:
-        """Whether all that the host would have to give up for a copy of this device cell would outlive it there: then
-        no copy is made, unless storage is to have it."""
+        """Return True if all that the host would have to give up for a copy of this device cell would outlive the copy
+        there. Then no copy is made. Return False if storage is to have one. Of a leaf all goes with the cell: the first
+        component without a copy decides, for on the host those after it would go with that one, too."""
         world = self._world
+        if world.access is Access.WRITE and not self._is_stored(node, place):
+            return False
+        if world.is_candidate(node, 0):
+            place = next(c for c in range(place + 1)
+                         if c == place or (node.state[c] == PRESENT and not self.is_expendable(node, c)))  # fmt: skip
         host = place + world.count
         if world.shelves[host].slots.left >= world.pages(node, place) or world.shelves[host].orders[EARLY].first.slices:
             return False
-        if world.access is Access.WRITE and not self._is_stored(node, place):
-            return False
-        if place and world.is_candidate(node, 0) and not (self.is_expendable(node, 0) or self.is_outdone(node, 0)):
-            return False  # it would take FULL along
         other = self.coldest(host, LATE)
         if other is None:
             return False
@@ -116,7 +124,8 @@ class RoomMaker:
         return world.policy.sooner(node, other, place, world.recency.time, self._share(node))
 
     def _share(self, node: Node) -> float:
-        """Of the room that a copy of ``node`` takes on the host, what is its own: it takes one of all above it."""
+        """Return what part, up to 1, of the room that a copy of ``node`` takes on the host is its own. The rest is for
+        the nodes above it that the host lacks, too."""
         above, place = node.parent, self._world.count
         while above is not None and above.parent is not None and above.state[place] == ABSENT:
             above = above.parent
@@ -125,15 +134,15 @@ class RoomMaker:
         return (node.end - parent.end) / (node.end - start)
 
     def _give_up(self, node: Node, place: int) -> None:
-        """A device cell that is outdone leaves, and FULL of a leaf with it."""
+        """Evict a device cell that is outdone. FULL of a leaf goes with it."""
         if place and self._world.is_candidate(node, 0):
             self._world.condemn(node, 0)
         self._world.condemn(node, place)
         self.evict(node, place)
 
-    def _next_can_wait(self, place: int) -> bool:
-        """Whether the next host copy to go is in storage, and was not made so that its device cell can go: who waits
-        for that would have it saved anew, and find it gone again."""
+    def _next_may_go_gently(self, place: int) -> bool:
+        """Return True if the next host copy to go is in storage, and was not made so that its device cell can go:
+        whoever waits for that would have it saved anew, and find it gone again."""
         node = self.coldest(place, EARLY) or self.coldest(place, LATE)
         if node is None:
             return False
@@ -142,8 +151,8 @@ class RoomMaker:
         return not node.condemned and all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
-        """Start backups of the coldest until they cover what is missing, dropping those that need none; whether there
-        is anything to wait for."""
+        """Start backups of the coldest cells until they cover what is missing, and evict those that need no backup.
+        Return True if there is anything to wait for."""
         world = self._world
         missing = need - world.shelves[place].slots.left
         while missing > 0 and (node := self.coldest(place, LATE)) is not None:
@@ -167,17 +176,18 @@ class RoomMaker:
         return self.host_is_busy()
 
     def _is_stored(self, node: Node, place: int) -> bool:
-        """Whether storage has all that would leave the device with this cell."""
+        """Return True if storage has all that would leave the device with this cell."""
         first = 0 if self._world.is_candidate(node, 0) else place
         stored = self._world.stored(node)
         return all(stored >> c & 1 for c in range(first, self._world.count) if node.state[c] == PRESENT)
 
     def host_is_busy(self) -> bool:
-        """Whether anything is in flight that will give host pages back, or let go of some."""
+        """Return True if an operation is in flight that will give host pages back or let go of some, and that may be
+        awaited."""
         return any(self._world.ledger.count[kind] for kind in self._awaited())
 
     def busy(self) -> tuple[int, ...]:
-        """The operations that will."""
+        """Return the ids of the operations that ``host_is_busy`` looks for."""
         kinds = self._awaited()
         return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in kinds])
 
@@ -185,7 +195,7 @@ class RoomMaker:
         return _BY_ITSELF if self._world.storage_is_late else _ON_HOST
 
     def _may_save(self, node: Node, place: int) -> bool:
-        """Whether its backup is wanted and could ever fit."""
+        """Return True if a backup of this cell is wanted and could ever fit on the host."""
         host = self._world.shelves[self._world.count :]
         fits = node.end <= host[0].slots.capacity and self._world.pages(node, place) <= host[place].slots.capacity
         return fits and self._wants_backup(node)
@@ -198,11 +208,22 @@ class RoomMaker:
         node = self.coldest(place, late)
         if node is None:
             return False
-        self.evict(node, place)
+        if late == EARLY and self._is_wanted_again(node, place):
+            self._world.reprieve(node)
+        else:
+            self.evict(node, place)
         return True
 
+    def _is_wanted_again(self, node: Node, place: int) -> bool:
+        """Whether a device cell that was condemned as outdone is so no more: the host has room by now, or there is a
+        store that is to have it."""
+        if place >= self._world.count:
+            return False
+        return not self.is_expendable(node, place) and not self.is_outdone(node, place)
+
     def coldest(self, place: int, late: int) -> Node | None:
-        """Take out the candidate of an order that goes next, correcting where others wait on the way."""
+        """Take the cell that goes next out of its order, and return its node; None if no candidate is left. Other cells
+        that turn out on the way to wait in the wrong place are put right."""
         world, c = self._world, place % self._world.count
         shelf, now = world.shelves[place], world.recency.time
         order = shelf.orders[late]
@@ -210,16 +231,18 @@ class RoomMaker:
         while True:
             node = first.oldest() if first.slices else shelf.policy.choose(order, now) if order.rest else None
             if node is None:
+                assert not any(queue.slices for queue in order.rest), "a policy chooses while a candidate waits"
                 return None
             stamp = take(node, place)
             if not world.is_candidate(node, place):
-                continue  # it is offered again when it becomes one
+                continue  # it is offered again when it becomes a candidate
             if node.stamp[c] == stamp:
                 return node
             world.offer(node, place)
 
     def evict(self, node: Node, place: int) -> None:
-        """Evict a candidate: a leaf of the tier goes whole, any other node gives up this component and its drag."""
+        """Evict a candidate. A leaf of the tier goes whole. Any other node gives up this component and those after it,
+        which depend on it."""
         world = self._world
         count = world.count
         tier, component = divmod(place, count)
@@ -227,7 +250,7 @@ class RoomMaker:
         first = 0 if world.is_candidate(node, base) else component
         for c in range(count - 1, first - 1, -1):
             if node.state[base + c] == PRESENT:
-                self._count(node, tier, c)
+                self._count(node, tier, first, c)
                 if c == 0:
                     if world.on_evict is not None:
                         world.on_evict(tier, last_touch(node, c), world.pages(node, c))
@@ -236,7 +259,9 @@ class RoomMaker:
         if first == 0:
             world.remove_if_empty(node, tier)
 
-    def _count(self, node: Node, tier: int, component: int) -> None:
+    def _count(self, node: Node, tier: int, first: int, component: int) -> None:
+        """Count that ``component`` goes, with ``first`` and those between. What was given up on purpose is not lost,
+        nor what goes with it."""
         world = self._world
         pages = world.pages(node, component)
         if tier == HOST:
@@ -244,6 +269,7 @@ class RoomMaker:
             return
         world.counters.evicted_device += pages
         saved = node.state[world.count + component] != ABSENT or world.stored(node) >> component & 1
-        saved = saved or (node.condemned & (1 | 1 << component) and self._may_save(node, component))
+        given_up = node.condemned & (2 << component) - (1 << first)
+        saved = saved or (given_up and self._may_save(node, component))
         if world.has_host and not saved and not node.root.dead and (self._wants_backup(node) or node.unsavable):
             world.counters.lost_pages += pages

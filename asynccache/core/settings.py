@@ -1,4 +1,4 @@
-"""What the core must know of the configuration, and the enums that name its choices. Pure values."""
+"""The part of the configuration that the core needs, and the enums that name its choices. Pure values."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class PrefetchPolicy(Enum):
 
 
 class Access(Enum):
-    """What may be done with the stores that are attached now, all together."""
+    """What can be done with the stores that are attached now, taken together."""
 
     NONE = "there is none"
     READ = "they are read"
     WRITE = "they are read, and one of them is written"
 
 
-# Heap pops in one call that makes room: 1 to 2 ms.
+# How many steps of eviction one call takes at most to make room: 1 to 2 ms.
 SLICE_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSlots:
-    """One component's slots on both tiers. ``host`` 0: no host tier for it. ``window``: tokens, SWA only."""
+    """One component's slots on both tiers. ``host``: 0 if it has no host tier. ``window``: tokens, for SWA only."""
 
     kind: ComponentKind
     device: int
@@ -67,14 +67,15 @@ class CoreConfig:
 
     ``components`` are ordered FULL, SWA, MAMBA; FULL is always there. A *slot* holds one page (FULL, SWA) or one
     state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
-    ``remember``: how many nodes that left the tree are remembered, to tell why a request missed. ``storage``: whether a
-    store that is written is attached from the beginning.
+    ``remember``: how many nodes that left the tree are remembered, to tell why a request missed. ``storage``: True if a
+    store that is written is attached from the beginning. ``publish``: True if plans have KV events.
+    ``write_back_watermark``: a share of the smaller tier, 0 to 1.
     """
 
     page_size: int
     components: tuple[ComponentSlots, ...]
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    eviction: str = "lru"
+    eviction: str = "p2c"
     storage: bool = False
     publish: bool = False
     prefetch_threshold: int = 256
@@ -87,4 +88,4 @@ class CoreConfig:
 
 
 POLICIES: dict[str, Callable[[CoreConfig], Any]] = {}
-"""What makes the eviction policy of one core, by name; see ``asynccache.core.policies``, which fills it."""
+"""By name, the functions that make the eviction policy of one core; ``asynccache.core.policies`` fills this."""

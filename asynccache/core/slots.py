@@ -12,17 +12,17 @@ from typing import Final
 from asynccache.errors import InvariantViolation
 
 SLOT_BYTES: Final = 4
-NO_SLOT: Final = b"\xff\xff\xff\xff"
+NO_SLOT: Final = b"\xff\xff\xff\xff"  # what a page table has where a page has no slot
 
-# Runs of a new pool, and the size up to which neighbours on the stack are joined: long enough that a stack of single
-# slots costs little memory, short enough that dividing a run is a small copy.
+# In bytes: the runs of a new pool, and the largest run that ``give`` makes by joining slots to the top of the stack.
+# Joining keeps a stack of single slots small; short runs keep the copy small that divides one.
 _RUN = 256 * SLOT_BYTES
 _SHORT = 16 * SLOT_BYTES
 
 
 class SlotPool:
-    """The slots ``0 .. capacity-1``, free until taken. A stack, so recently used pages are used again first. ``left``:
-    how many are free."""
+    """The slots ``0 .. capacity - 1``, free until they are taken. The pool is a stack: what was given back last is
+    taken first. ``left``: how many slots are free."""
 
     __slots__ = ("_runs", "capacity", "left")
 
@@ -32,7 +32,7 @@ class SlotPool:
         self._runs = [slots[at : at + _RUN] for at in range(0, len(slots), _RUN)][::-1]
 
     def take(self, count: int) -> bytes:
-        """``count`` free slots.
+        """Take ``count`` free slots and return them.
 
         Raises:
             InvariantViolation: fewer are free; callers make room first.
@@ -52,7 +52,7 @@ class SlotPool:
         return run
 
     def _join(self, run: bytes, wanted: int) -> bytes:
-        """``run`` and those below it on the stack, until they are at least ``wanted`` bytes."""
+        """Return ``run`` joined with runs below it on the stack, until they are at least ``wanted`` bytes."""
         runs, size = [run], len(run)
         while size < wanted:
             runs.append(self._runs.pop())
@@ -60,7 +60,7 @@ class SlotPool:
         return b"".join(runs)
 
     def give(self, slots: bytes) -> None:
-        """Take ``slots`` back, the first of them to be handed out first again."""
+        """Make ``slots`` free again. They are the next to be taken, in the same order."""
         if not slots:
             return
         self.left += len(slots) // SLOT_BYTES
@@ -71,5 +71,5 @@ class SlotPool:
             runs.append(slots)
 
     def free(self) -> array[int]:
-        """Every free slot, for the audit."""
+        """Return every free slot, for the audit."""
         return array("i", b"".join(self._runs))

@@ -4,12 +4,12 @@
     ABSENT   -> ARRIVING  an operation will bring it
     ARRIVING -> PRESENT   that operation is DONE
     ARRIVING -> ABSENT    that operation FAILED
-    ARRIVING -> LEAVING   doomed: what it hangs below failed; its own I/O still runs
-    LEAVING  -> ABSENT    its own outcome, whichever: only now are the slots free
+    ARRIVING -> LEAVING   doomed: FULL of this node or of one above it failed to arrive; this cell's own I/O still runs
+    LEAVING  -> ABSENT    the I/O has its outcome, DONE or FAILED; only now are the slots free
     PRESENT  -> ABSENT    evicted
 
-Any other step is a bug: ``MAY`` says no before anything changes. States are small ints because they are read on
-every step of a walk.
+Any other step is a bug. Whoever changes a state asks ``MAY`` before, so such a step changes nothing. States are small
+integers and no Enum, because they are read on every step of a walk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ARRIVING: Final = 1
 PRESENT: Final = 2
 LEAVING: Final = 3
 
-HERE = (PRESENT, ARRIVING)
+# A match may count on device data in these states: a lease waits for what is ARRIVING.
+HERE: Final = (PRESENT, ARRIVING)
 
 NAMES = ("ABSENT", "ARRIVING", "PRESENT", "LEAVING")
 
@@ -39,10 +40,10 @@ _LEGAL = frozenset(
     }
 )
 
-# MAY[old][new]: whether that step is legal.
+# MAY[old][new] is True if that step is legal.
 MAY = tuple(tuple((old, new) in _LEGAL for new in range(4)) for old in range(4))
 
 
 def illegal(old: int, new: int) -> InvariantViolation:
-    """What to raise where ``MAY`` says no."""
+    """Return the error to raise where ``MAY`` says no."""
     return InvariantViolation(f"illegal step {NAMES[old]} -> {NAMES[new]}")

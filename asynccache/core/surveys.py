@@ -1,7 +1,7 @@
 """Surveys: a question to every live node, answered in slices.
 
-Law: whoever asks holds the tree lock from the first slice to the last. Meanwhile nodes may leave, and a pass goes on;
-nothing splits, so none is asked twice or left out.
+Law: whoever asks holds the tree lock from the first slice to the last. So no node splits meanwhile, and none is asked
+twice or left out. Nodes may leave between two slices, and the survey goes on without them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _SLICE = 512
 
 
 class Unsaved(NamedTuple):
-    """FULL pages that a close would lose: with no host copy, and on the host but not in storage."""
+    """How many pages of FULL a close would lose. ``host``: pages that neither the host nor a store has. ``storage``:
+    pages that the host has and no store; 0 if no store is written."""
 
     host: int
     storage: int
 
 
 class Survey:
-    """One pass over the nodes of a namespace, or of all (None). Ask one question of it, until it answers."""
+    """One walk over the nodes of the namespace ``space``, or of all namespaces (None). Ask one question of it, again
+    and again: it answers ``More`` until the walk is over, and then the result."""
 
     def __init__(self, world: World, space: bytes | None) -> None:
         self._world = world
@@ -36,7 +38,7 @@ class Survey:
         self._hashes: list[bytes] = []
 
     def unsaved(self) -> Unsaved | More:
-        """What would be lost if the process ended now."""
+        """Count what would be lost if the process ended now."""
         for node in self._some():
             if not self._world.stored(node) & 1:
                 self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
@@ -46,13 +48,13 @@ class Survey:
         return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
 
     def hashes(self) -> list[bytes] | More:
-        """The prefix hash of every page."""
+        """Return the prefix hash of every page, 32 bytes each."""
         for node in self._some():
             self._hashes += [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
         return More(self._world.plan()) if self._todo else self._hashes
 
     def _some(self) -> list[Node]:
-        """The next nodes."""
+        """Return the next nodes of the walk. Roots have no pages and are left out."""
         nodes: list[Node] = []
         while self._todo and len(nodes) < _SLICE:
             node = self._todo.pop()

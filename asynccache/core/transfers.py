@@ -60,9 +60,12 @@ class Transfers:
     # backup_host
 
     def save(self, node: Node, floor: int = _UNBOUNDED, *, gently: bool = False) -> bool:
-        """Start the backup of ``node`` and of every ancestor that lacks one; false if that must wait. What the host
-        could never hold is left out. Nodes that end above page ``floor`` are looked at even where something below them
-        lacks nothing. ``gently``: at the cost of no host copy but those that storage has."""
+        """Start the backup of ``node`` and of every ancestor that lacks one. Returns False if that must wait, else
+        True, also if there was nothing to start. What the host could never hold is left out.
+
+        ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing, but not
+        as long as nodes end after this page. ``gently``: give up no host copy for it but copies that storage has, too.
+        """
         chain = self._lacking(node, floor)
         if not chain:
             return chain is not None
@@ -71,8 +74,9 @@ class Transfers:
         return self._open_backup(chain, gently)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """``save``, gently; tried again later if it must wait and storage is to have it. Otherwise it can wait until it
-        is among the coldest of the device, since until then a copy on the host would only take room."""
+        """Make ``save``, gently. If the backup must wait, it is tried again later when storage is to have it, or when
+        too many backups are in flight. Any other node can wait until it is among the coldest of the device, since
+        before that a copy on the host would only take room."""
         if self.save(node, floor, gently=True):
             self.deferred.pop(node, None)
         elif self._world.access is Access.WRITE or self._is_busy():
@@ -92,8 +96,8 @@ class Transfers:
                 return
 
     def save_everything(self) -> bool:
-        """Start every backup that can be started: nodes with data that only the device has, and host pages that are
-        not in storage. A slice of a walk over the tree; whether it goes on."""
+        """Start every backup that can be started: of data that only the device has, and of host pages that are not in
+        storage. A call does one slice of a walk over the tree. Returns True if the walk goes on in the next call."""
         if not self._walk:
             roots = self._world.roots.values() if self._world.has_host else ()
             self._walk = [node for root in roots for node in (root.children or {}).values()]
@@ -110,17 +114,17 @@ class Transfers:
         return bool(self._walk)
 
     def _worth_saving(self, node: Node) -> bool:
-        """Whether a backup could bring the host anything of ``node`` that storage lacks, and not only its ancestors:
-        else paths that are too long for the host would push each other out of it for ever."""
+        """Return True if a backup could bring the host anything of ``node`` itself that storage lacks. If it could
+        bring its ancestors only, paths that are too long for the host would push each other out of it for ever."""
         unsaved = self._missing(node) & ~self._world.stored(node)
         fits = [c for c in self._world.bits[unsaved] if self._world.pages(node, c) <= self._rooms[c]]
         return bool(fits) and node.end <= self._rooms[0]
 
     def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
-        """``node`` and its ancestors without a host copy of some components that the device has, root first.
+        """Return ``node`` and those of its ancestors that lack a host copy of a component that the device has, root
+        first, each with a bit per such component. None if a host copy on the way is leaving: nothing can follow it.
 
-        The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host too.
-        None: a host copy on the way is leaving, and nothing can follow it.
+        The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host, too.
         """
         chain = []
         place = self._count
@@ -137,7 +141,7 @@ class Transfers:
         return chain
 
     def _missing(self, node: Node) -> int:
-        """Bit per component that is PRESENT on the device and ABSENT on the host."""
+        """Return a bit for each component that is PRESENT on the device and ABSENT on the host."""
         state, count = node.state, self._count
         missing = int(state[0] == PRESENT and state[count] == ABSENT)
         for c in range(1, count):
@@ -162,8 +166,8 @@ class Transfers:
         return True
 
     def _fitting(self, chain: list[tuple[Node, int]]) -> tuple[list[int], list[tuple[Node, int]]]:
-        """The part of ``chain`` that the host could ever hold, and the slots it takes: of FULL the start of the path,
-        of the others the deepest nodes."""
+        """Return the slots for the part of ``chain`` that the host could ever hold, by component, and that part: of
+        FULL the start of the path, of the other components the deepest nodes."""
         rooms = self._rooms
         needs, open_, fitting = [0] * self._count, (1 << self._count) - 1, []
         for node, mask in reversed(chain):
@@ -182,7 +186,8 @@ class Transfers:
         return needs, fitting
 
     def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
-        """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
+        """Make room on the host, if there is too little, but not at the cost of what ``end`` hangs on. Returns True if
+        there is room now. ``needs``: slots by component."""
         place, crowded = self._count, False
         for need, promised in zip(needs, self.promised, strict=True):
             shelf = self._world.shelves[place]
@@ -201,13 +206,15 @@ class Transfers:
     # load_back
 
     def open_load(self, loads: Sequence[tuple[Node, int]]) -> Operation:
-        """Start loading ``(node, components)``, root first; room was made."""
+        """Start loading the components (a bit each) of each node in ``loads``, root first. The caller has made room.
+        Returns the operation."""
         op = self._world.ledger.open(LOAD_BACK)
         self._world.effect(LoadBack(op.id, self._start(op, loads, HOST, DEVICE)))
         return op
 
     def open_clone(self, node: Node, component: int, slot: bytes) -> Operation:
-        """Copy ``node``'s device slot of ``component`` to ``slot``, after the load that may still fill it."""
+        """Start copying ``node``'s device slot of ``component`` to ``slot``, after the load that may still fill it.
+        Returns the operation."""
         world = self._world
         after = next((op.id for op in node.ops if op.kind is LOAD_BACK and _moves(op, node) >> component & 1), 0)
         op = world.ledger.open(CLONE)
@@ -218,8 +225,8 @@ class Transfers:
     # backup_storage
 
     def store(self, nodes: Iterable[Node], again: int = 0) -> None:
-        """Start storing what these nodes have on the host and storage lacks. ``again``: all that they have, but what an
-        operation from that one on is storing."""
+        """Start storing what ``nodes`` have on the host and storage lacks. ``again``: the number of an operation; if it
+        is not 0, all that they have on the host is stored, but for what that operation or a later one is storing."""
         world, count = self._world, self._count
         if world.access is not Access.WRITE:
             return
@@ -240,9 +247,10 @@ class Transfers:
         world.effect(BackupStorage(op.id, tuple(pages)))
 
     def store_again(self) -> None:
-        """Try some of those that storage did not take, if it has just taken others and has nothing else to do: so a
-        store that is away, or too slow, is left alone, and one that is back gets them by and by. Few enough at a time
-        to be no burden to the host, and none that would be one by itself: that is left to the next drain."""
+        """Try again some of the nodes that storage did not take, if it has just taken others and has nothing else to
+        do. So a store that is away, or too slow, is left alone, and one that is back gets these nodes by and by. They
+        are few enough at a time to be no burden to the host. A node that would be one by itself is not in ``unstored``
+        (``_stored``), and is left to the next drain."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False
@@ -287,7 +295,7 @@ class Transfers:
     # outcomes
 
     def complete(self, outcomes: Sequence[Outcome]) -> None:
-        """Apply outcomes, in order of their operations, and whatever they unpark."""
+        """Apply ``outcomes`` in the order of their operations, and the parked ones that need wait no longer."""
         for outcome in sorted(outcomes):
             op = self._world.ledger.ops.get(outcome.op)
             if op is None or op.status is not None or op.kind is PREFETCH:
@@ -321,7 +329,8 @@ class Transfers:
         return True
 
     def _stored(self, op: Operation, done: bool, fragments: Sequence[Fragment]) -> None:
-        """Some pages may be in storage also where not all of them are."""
+        """Note what storage has of an operation that has ended. If it failed, some pages may be in storage even so, and
+        its nodes are noted for another try, but for those that fill more than a quarter of the host."""
         for node, moves, _ in fragments:
             if done:
                 self._world.note_stored(node, moves, op)
@@ -332,7 +341,8 @@ class Transfers:
         self._storage_works = done
 
     def _note_unstored(self, node: Node) -> None:
-        """Of the others a few are looked at, and none kept that has left the tree: a store may be away for long."""
+        """Add ``node`` to ``unstored``. Of the other nodes there a few are looked at, and those that have left the tree
+        are dropped, since a store may be away for long."""
         self.unstored[node] = None
         for other in list(islice(self.unstored, _LOOKS)):
             del self.unstored[other]
@@ -340,7 +350,8 @@ class Transfers:
                 self.unstored[other] = None
 
     def _close_arrival(self, op: Operation, tier: int) -> bool:
-        """Close an operation that fills cells of ``tier``; false if it must wait for one above it."""
+        """Close an operation that fills cells of ``tier``. Returns False, and changes nothing, if it must wait for an
+        operation above it."""
         base = tier * self._count
         if op.doomed:
             return self._end_arrival(op, base, Status.FAILED)
@@ -353,7 +364,8 @@ class Transfers:
         return self._end_arrival(op, base, Status.FAILED)
 
     def _waits_above(self, op: Operation, node: Node, base: int) -> bool:
-        """Whether another operation still has to bring FULL for this node or its parent."""
+        """Return True if another operation still has to bring FULL for ``node`` or its parent. ``base``: the place of
+        the tier's first component."""
         parent = node.parent
         assert parent is not None
         for above in (node, parent):
@@ -425,7 +437,7 @@ class Transfers:
     def _start(
         self, op: Operation, chosen: Iterable[tuple[Node, int]], source: int, target: int
     ) -> tuple[Move, ...]:
-        """Cover the chosen nodes, take slots for what moves, and say what goes where. Room was made."""
+        """Cover the chosen nodes, take slots for what is copied, and return the moves. The caller has made room."""
         world, count, shelves = self._world, self._count, self._world.shelves
         src, dst = [b""] * count, [b""] * count
         for node, mask in chosen:

@@ -17,19 +17,24 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """A run of pages, and a cell for each component on each tier.
+    """A run of pages, with a cell for each component on each tier.
 
-    A cell's *place* is its component on the device, then on the host. By place: ``state``; ``slots``, bytes of int32;
-    ``pins``, how many hold it; ``entry``, where it waits in an eviction order, if it does. By component,
-    for both tiers: ``stamp``. Lists, one by attribute: an object a cell costs a commit more than all it does with them.
+    The *place* of a cell is its index in these lists: first the components on the device, then the components on the
+    host. ``state``; ``slots``, bytes of int32; ``pins``, the counts that keep the data; ``entry``, the slice of an
+    eviction queue in which the cell waits, or None. ``stamp`` has one entry for each component, for both tiers. These
+    are lists, one for each attribute, because making an object for each cell would cost a commit more than all else
+    that it does with them.
 
-    ``kids``: children whose FULL is not ABSENT on the device, on the host. ``ops``: operations that cover this node.
-    ``stored``: bit per component that is known to be in storage, and above them since when that counts: the world's
-    ``stored`` tells. ``passes``/``passer``: commits that went through, for
-    write_through_selective. ``unsavable``: its backup failed, so it may be dropped without waiting for another.
-    ``condemned``: bit per component whose device cell was chosen to go, and of which nothing is lost then, or will be
-    when a backup has ended; FULL's bit is for the whole leaf. Until a request wants it again. ``heat``, ``used``,
-    ``name``: the eviction policy's.
+    ``hashes``: the prefix hashes of its pages, 32 bytes each, or b"" if they are not known. ``kids_device``,
+    ``kids_host``: how many children have FULL in any state but ABSENT on that tier. ``ops``: the operations that cover
+    this node. ``stored``: a bit for each component that is known to be in storage, and above these bits the era in
+    which that was said; read it with ``World.stored``. ``passes``, ``passer``: for write_through_selective, how many
+    leases have committed through this node while it had no host copy, and the id of the last of them. ``unsavable``:
+    its last backup to the host failed, so it may be dropped without waiting for another.
+
+    ``condemned``: a bit for each component whose device cell was chosen to go next; nothing is lost then, or nothing
+    will be once a backup in flight has ended. FULL's bit stands for the whole leaf. The bits are cleared when a request
+    wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy.
     """
 
     __slots__ = (
@@ -62,9 +67,12 @@ class Node:
 
 
 class Root(Node):
-    """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1). ``dead``: invalidated. ``mute``:
-    with all others, so no event tells of its pages any more. ``holders``: leases and prefetches that may hang something
-    below it."""
+    """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1).
+
+    ``dead``: the namespace was invalidated, so nobody matches below this root any more. ``mute``: all namespaces were
+    invalidated together, so KV events tell no more of its pages. ``holders``: how many leases and prefetches may still
+    hang something below it.
+    """
 
     __slots__ = ("dead", "holders", "mute")
 
@@ -76,11 +84,12 @@ class Root(Node):
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:
-    """Follow the whole pages of ``key[at:stop]`` down from ``start``; ``at`` is a page's border.
+    """Follow the whole pages of ``key[at:stop]`` down from ``start``. The byte position ``at`` lies where a page
+    begins.
 
     Returns:
-        The nodes touched, root first, and the byte position reached: inside the last node where the key diverges from
-        it or ends in it.
+        The nodes below ``start`` that were reached, the highest first, and the byte position in ``key`` up to which
+        they agree with it. That position lies inside the last node if the key diverges from it or ends in it.
     """
     path: list[Node] = []
     node = start
@@ -103,7 +112,7 @@ def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = N
 
 
 def common_pages(key: bytes, at: int, stop: int, other: bytes, page_bytes: int) -> int:
-    """How many whole pages ``key[at:stop]`` and ``other`` have in common from their starts."""
+    """Return how many whole pages ``key[at:stop]`` and ``other`` have in common from their starts."""
     low, high = 0, min(stop - at, len(other)) // page_bytes
     if key.startswith(other[: high * page_bytes], at):
         return high
@@ -124,7 +133,7 @@ def link(parent: Node, child: Node, page_bytes: int) -> None:
 
 
 def unlink(node: Node, page: bytes) -> Node:
-    """Take a childless ``node``, whose first page is ``page``, out of the tree; its former parent."""
+    """Take a childless ``node``, whose first page is ``page``, out of the tree, and return its former parent."""
     parent = node.parent
     assert parent is not None
     assert parent.children is not None
@@ -136,7 +145,9 @@ def unlink(node: Node, page: bytes) -> Node:
 
 
 def cut(node: Node, pages: int, page_bytes: int) -> Node:
-    """Insert a new node that takes over the first ``pages`` pages of ``node``; it. Only shape, key and hashes move."""
+    """Insert a new node above ``node`` that takes over its first ``pages`` pages, and return it. Key and hashes are
+    divided. What is noted about storage, write policy and eviction policy passes to the new node, too. Cells are left
+    to ``World.split``."""
     parent = node.parent
     assert parent is not None
     at = pages * page_bytes

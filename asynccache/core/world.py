@@ -1,11 +1,13 @@
 """Where the core's mutable state lives, and the few steps that change it.
 
-Every change of a cell goes through ``fill``, ``settle``, ``doom`` or ``vacate``; every pin through ``pin``/``unpin``;
-every split through ``split``. They keep the sums (evictable pages, children per tier) exact, so nothing is recounted.
+Every change of a cell goes through ``fill``, ``settle``, ``doom`` or ``vacate``, every pin through ``pin``/``unpin``,
+and every split through ``split``. These keep the sums (evictable pages, children per tier) exact, so nothing is
+recounted.
 
-Pins. FULL: a node counts what ends at it plus its pinned children; the count reaches the parent only when it leaves or
-returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node alone. A pin
-of component c comes with pins of all components before it, so what is pinned is never dragged along by an eviction.
+Pins. FULL: a node counts the pins that end at it plus its pinned children; the count reaches the parent only when it
+leaves or returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node
+alone. A pin of component c comes with pins of all components before it, so what is pinned is never dragged along by an
+eviction.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency,
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
-from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.plan import EMPTY, FREED, Effect, Ended, Medium, Plan, Publish, Status
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.slots import SLOT_BYTES, SlotPool
@@ -26,22 +28,26 @@ from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
 from asynccache.core.tree import Node, Root, cut, unlink
 from asynccache.errors import InvariantViolation
 
+# The two eviction orders of a place: cells in EARLY go before those in LATE.
 EARLY: Final = 0
 LATE: Final = 1
+# A page behind every other, for a border that there is not.
 NOWHERE: Final = 1 << 60
 
-# ``Node.stored``: so many bits for components, and above them an era.
+# How many bits of ``Node.stored`` are for components. The era stands above them.
 _BITS = len(ComponentKind)
 _MASK = (1 << _BITS) - 1
 
 
 class Shelf:
-    """One component on one tier: its slots, how many pages eviction could free, and the order it would take.
+    """One component on one tier. ``slots``: its slots. ``evictable``: how many of them eviction could free. ``orders``:
+    the cells that may be evicted, those that go EARLY and those that go LATE.
 
-    Device: what was condemned goes early. Host: copies of what stays on the device go early. ``policy``: what chooses
-    after that. The policy of the cache has a say where pages leave the last tier; what leaves a device that has a host
-    below it is not lost, and goes by recency. So the pages of a path leave the device together, and the host needs not
-    hold again what others of them have stayed behind on the device.
+    On the device, what was condemned goes early. On the host, copies of what stays on the device go early. ``policy``
+    chooses among the rest. The policy of the cache chooses only where pages leave the last tier. What leaves a device
+    above a host is not lost, and there the least recently used goes: so the pages of a path leave the device together.
+    Otherwise the host, where data is closed towards the root, would also have to hold pages above them that are still
+    on the device.
     """
 
     __slots__ = ("evictable", "orders", "policy", "slots")
@@ -53,7 +59,7 @@ class Shelf:
         self.orders = (Order(place, 0), Order(place, type(policy).queues))
 
     def reachable(self) -> int:
-        """Free slots, and those that eviction could free."""
+        """Return how many slots are free or could be freed by eviction."""
         return self.slots.left + self.evictable
 
 
@@ -72,10 +78,12 @@ class Counters:
 
 
 class World:
-    """The tree, the shelves, the ledger, and the plan under construction. ``swa``, ``mamba``: where the component that
-    keeps a window, and the one that does not divide, stand; 0: there is none. ``bits[mask]``: the components of a mask.
-    ``clean_pages``: pages of FULL that both tiers have. ``condemned_pages``: pages of FULL that the device may drop at
-    once. ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
+    """The tree, the shelves, the ledger, and the plan under construction.
+
+    ``swa``: the number of the component that keeps a window; ``mamba``: the number of the one that does not divide; 0,
+    which is FULL's, if there is none. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``:
+    how many pages of FULL both tiers have. ``condemned_pages``: how many pages of FULL the device may drop at once.
+    ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -101,7 +109,7 @@ class World:
         self.dead_roots: list[Root] = []
         self.counters = Counters()
         self.ghosts = Ghosts(config.remember) if config.remember else None
-        self.on_evict: Callable[[int, int, int], None] | None = None  # a tool's: tier, last touch, pages of FULL
+        self.on_evict: Callable[[int, int, int], None] | None = None  # a tool's: tier, last use (µs), FULL pages
         self.clean_pages = 0
         self.condemned_pages = 0
         self.access = Access.WRITE if config.storage else Access.NONE
@@ -116,28 +124,28 @@ class World:
     # the plan under construction
 
     def effect(self, effect: Effect) -> None:
-        """Have the runtime do this."""
+        """Add an effect to the plan under construction."""
         self._effects.append(effect)
 
     def end(self, op: Operation, status: Status) -> None:
-        """``op`` leaves the ledger."""
+        """Close ``op``, which ended with ``status``, and say so in the plan."""
         self.ledger.close(op)
         self._ended.append(Ended(op.id, status))
         self.freed = True
 
     def plan(self) -> Plan:
-        """What this call decided; a new plan begins."""
+        """Return what this call decided. A new plan begins."""
         if not self._effects and not self._ended:
             if not self.freed:
                 return EMPTY
             self.freed = False
-            return Plan((), (), True)
+            return FREED
         plan = Plan(tuple(self._effects), tuple(self._ended), self.freed)
         self._effects, self._ended, self.freed = [], [], False
         return plan
 
     def publish(self, medium: Medium, stored: bool, node: Node) -> None:
-        """Announce that ``node``'s FULL pages appeared on ``medium`` or left it."""
+        """Announce that ``node``'s FULL pages appeared on ``medium`` (``stored``), or left it, if events are wanted."""
         root = node.root
         if self.config.publish and node.hashes and not root.mute:
             parent = node.parent
@@ -145,7 +153,8 @@ class World:
             self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b"", root.hashes))
 
     def enter(self, space: bytes) -> Root:
-        """The root of a namespace, made if there is none, for one more holder; see ``leave``."""
+        """Return the root of the namespace ``space``, which is made if there is none, and count one more holder of
+        it."""
         root = self.roots.get(space)
         if root is None:
             root = self.roots[space] = Root(space, self.count)
@@ -153,7 +162,7 @@ class World:
         return root
 
     def leave(self, root: Root) -> None:
-        """One holder less. A namespace that nobody holds and nothing hangs below is forgotten."""
+        """Undo ``enter``. A namespace that nobody holds and nothing hangs below is forgotten."""
         root.holders -= 1
         self._forget_if_idle(root)
 
@@ -164,29 +173,31 @@ class World:
     # storage
 
     def stored(self, node: Node) -> int:
-        """Bit per component of ``node`` that is known to be in a store."""
+        """Return a bit for each component of ``node`` that is known to be in a store."""
         stored = node.stored
         return stored & _MASK if stored >> _BITS == self.era else 0
 
     def note_stored(self, node: Node, mask: int, op: Operation) -> None:
-        """``op`` has put these components of ``node`` into a store, or got them from one."""
+        """Note that ``op`` has put these components of ``node`` into a store, or got them from one. This is ignored if
+        ``op`` began before a store was detached: it may have been that store."""
         if op.id >= self._era_began:
             node.stored = self.era << _BITS | self.stored(node) | mask
 
     def forget_stored(self) -> None:
-        """A store has left, and nobody knows which pages it alone had: none passes for stored, nor does any that an
-        operation in flight puts somewhere. An era ends, and no node need be touched for it."""
+        """Have no page count as stored: a store was detached, and nobody knows which pages it alone had. What
+        operations in flight put into a store does not count either. All that changes is the era, so no node need be
+        touched."""
         self.era += 1
         self._era_began = self.ledger.next
 
     # cells
 
     def pages(self, node: Node, component: int) -> int:
-        """How many slots ``component`` takes for this node."""
+        """Return how many slots ``component`` takes for this node."""
         return len(node.key) // self.page_bytes if self.components[component].divides else 1
 
     def fill(self, node: Node, place: int, slots: bytes, state: int) -> None:
-        """ABSENT becomes ARRIVING or PRESENT, with ``slots``."""
+        """Give an ABSENT cell its ``slots``, and turn it into an ARRIVING or PRESENT one, as ``state`` says."""
         if not MAY[node.state[place]][state]:
             raise illegal(node.state[place], state)
         node.state[place] = state
@@ -202,20 +213,20 @@ class World:
             self.reorder(node, place + self.count)
 
     def settle(self, node: Node, place: int) -> None:
-        """ARRIVING becomes PRESENT."""
+        """Turn an ARRIVING cell into a PRESENT one."""
         if not MAY[node.state[place]][PRESENT]:
             raise illegal(node.state[place], PRESENT)
         node.state[place] = PRESENT
         self._became_present(node, place)
 
     def doom(self, node: Node, place: int) -> None:
-        """ARRIVING becomes LEAVING."""
+        """Turn an ARRIVING cell into a LEAVING one."""
         if not MAY[node.state[place]][LEAVING]:
             raise illegal(node.state[place], LEAVING)
         node.state[place] = LEAVING
 
     def vacate(self, node: Node, place: int) -> None:
-        """Any state becomes ABSENT; the slots are free."""
+        """Turn a cell of any other state into an ABSENT one, and free its slots."""
         state, slots, count = node.state[place], node.slots[place], self.count
         if not MAY[state][ABSENT]:
             raise illegal(state, ABSENT)
@@ -272,8 +283,8 @@ class World:
     # eviction orders
 
     def late(self, node: Node, place: int) -> int:
-        """EARLY if this cell goes before all that were used less recently: on the device what was condemned, on the
-        host a copy of what stays on the device."""
+        """Return the order in which this cell waits to be evicted. It is EARLY on the device for what was condemned,
+        and on the host for a copy of what stays on the device; else LATE."""
         count = self.count
         if place < count:
             return EARLY if node.condemned >> place & 1 else LATE
@@ -281,7 +292,8 @@ class World:
         return EARLY if node.state[place] != ABSENT and not node.condemned & (1 | 1 << place) else LATE
 
     def is_candidate(self, node: Node, place: int) -> bool:
-        """May this cell be evicted now?"""
+        """Return True if this cell may be evicted now: it is PRESENT and not pinned, and if it is FULL's, no child has
+        FULL on that tier."""
         if node.state[place] != PRESENT or node.pins[place]:
             return False
         if place == 0:
@@ -289,12 +301,12 @@ class World:
         return place != self.count or not node.kids_host
 
     def offer(self, node: Node, place: int) -> None:
-        """Put a cell into its eviction order, if it is a candidate and not there yet."""
+        """Put a cell into its eviction order, if it is a candidate and waits in none yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
             self.queue(node, place, self.late(node, place)).put(node.stamp[place % self.count], node)
 
     def queue(self, node: Node, place: int, late: int) -> Queue:
-        """Where this cell waits, or would wait, in one of the two orders."""
+        """Return the queue in which this cell waits, or would wait, in the order ``late`` of its place."""
         order, c = self.shelves[place].orders[late], place % self.count
         rest = order.rest
         if not rest or node.stamp[c] < 0:
@@ -302,15 +314,17 @@ class World:
         return rest[self.policy.queue(node, c)] if len(rest) > 1 else rest[0]
 
     def reorder(self, node: Node, place: int) -> None:
-        """What decides where this cell waits, or lowers its stamp, has changed: it is offered anew."""
+        """Take a cell out of its eviction order and offer it anew: something that decides where it waits has
+        changed."""
         if node.state[place] == PRESENT:
             withdraw(node, place)
             if not node.pins[place]:
                 self.offer(node, place)
 
     def condemn(self, node: Node, c: int) -> None:
-        """The device cell of component ``c``, a candidate or about to be one, is the next to go. So its copy on the
-        host is no mere duplicate, and does not go before others. FULL: the leaf ``node`` goes whole."""
+        """Note that the device cell of component ``c``, a candidate or about to be one, is the next to go. From now on
+        its copy on the host is no mere duplicate, so the copy does not go early. If ``c`` is FULL, the leaf ``node``
+        goes whole."""
         if not node.condemned >> c & 1:
             node.condemned |= 1 << c
             if not c:
@@ -318,7 +332,7 @@ class World:
             self._reorder_all(node)
 
     def reprieve(self, node: Node) -> None:
-        """Undo ``condemn``, of all components: somebody wants ``node`` after all, or it has lost the copy that made it
+        """Undo ``condemn`` for all components: somebody wants ``node`` after all, or it has lost the copy that made it
         expendable."""
         if node.condemned:
             if node.condemned & 1:
@@ -331,7 +345,8 @@ class World:
             self.reorder(node, place)
 
     def set_idle(self, node: Node, c: int) -> bool:
-        """No match is likely to end where it would need component ``c`` of ``node``. Whether that was known."""
+        """Mark component ``c`` of ``node`` as idle: no match is likely to end where it would be needed. Return True if
+        it was idle or ended before."""
         if is_idle(node, c):
             return True
         self._withdraw_both(node, c)
@@ -341,12 +356,13 @@ class World:
         return False
 
     def _withdraw_both(self, node: Node, c: int) -> None:
-        """Before component ``c`` gets another stamp: it is found by the one that it has."""
+        """Have component ``c`` of ``node`` wait in no eviction order. This goes before a change of its stamp, by which
+        a cell is found in its queue."""
         withdraw(node, c)
         withdraw(node, c + self.count)
 
     def retire_early(self, node: Node) -> None:
-        """The conversation that ``node`` is private to is over: its cells go before all others."""
+        """Have all cells of ``node`` go before all others: the conversation that it is private to is over."""
         if self.policy.learns:
             self.policy.end(node)
         for c in range(self.count):
@@ -373,8 +389,8 @@ class World:
                 self.unpin_cell(node, place)
         self.unpin_full(node, tier)
 
-    # FULL is closed towards the root: of the nodes that such a walk pins or unpins, those from the deepest PRESENT one
-    # upwards are all PRESENT, and only that one can be a leaf of the tier.
+    # FULL is closed towards the root. So of the nodes whose count such a walk takes from 0 or to 0, the deepest PRESENT
+    # one and all above it are PRESENT, and only the deepest one can be a leaf of the tier.
 
     def pin_full(self, node: Node, tier: int) -> None:
         """Count a pin of FULL that ends at ``node``."""
@@ -427,8 +443,9 @@ class World:
                 self.offer(node, place)
 
     def pin_run(self, node: Node, c: int, low: int) -> int:
-        """Pin auxiliary component ``c`` on the device from ``node`` upwards, as long as nodes end after page ``low``
-        and, if it does not divide, on ``node`` alone. The border where the pins begin; NOWHERE: there are none."""
+        """Pin auxiliary component ``c`` on the device, on the nodes from ``node`` upwards that end after page ``low``;
+        if it does not divide, on ``node`` alone. Return the page at which the pinned nodes begin; NOWHERE if there are
+        none."""
         border, pages = NOWHERE, 0
         divides = self.components[c].divides
         parent = node.parent
@@ -446,8 +463,8 @@ class World:
         return border
 
     def unpin_run(self, node: Node, c: int, low: int, border: int = NOWHERE) -> int:
-        """Undo ``pin_run``, which said ``low``, on the nodes that end at page ``border`` or before; where the rest of
-        the pins begin."""
+        """Undo ``pin_run``, which returned ``low``, on the nodes that end at page ``border`` or before. Return the page
+        at which the nodes begin that stay pinned; NOWHERE if there are none."""
         rest = NOWHERE
         divides = self.components[c].divides
         while node.end > low:
@@ -465,7 +482,8 @@ class World:
     # shape
 
     def split(self, node: Node, pages: int) -> Node:
-        """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases.
+        """Divide ``node`` after ``pages`` pages, and return the new prefix. ``node`` itself stays the suffix, with its
+        leases.
 
         Raises:
             InvariantViolation: nodes may not be divided now: the caller does not hold the tree lock.
@@ -474,7 +492,7 @@ class World:
             raise InvariantViolation("a node would be split by a call that does not hold the tree lock")
         self.reprieve(node)
         prefix = cut(node, pages, self.page_bytes)
-        prefix.stored &= (1 << self.dividing) - 1 | ~_MASK  # what does not divide is stored for the suffix's end
+        prefix.stored &= (1 << self.dividing) - 1 | ~_MASK  # what does not divide belongs to the suffix
         self.counters.nodes += 1
         self.counters.splits += 1
         self.ledger.divide(prefix, node, self.dividing)
@@ -503,7 +521,8 @@ class World:
             prefix.kids_host = int(state != ABSENT)
 
     def remove_if_empty(self, node: Node, tier: int) -> None:
-        """Take ``node`` out if it holds FULL on no tier, and then what that leaves childless and empty above it."""
+        """Take ``node`` out of the tree if it has FULL on no tier, and then every node above it that this leaves
+        childless and empty. ``tier``: where its FULL was last."""
         count = self.count
         while (
             node.parent is not None
@@ -526,7 +545,8 @@ class World:
     # operations
 
     def cover(self, op: Operation, node: Node, moves: int) -> None:
-        """Have ``op`` cover ``node`` and pin what it moves there."""
+        """Have ``op`` cover ``node``, and pin there the components up to the last one that it moves (a bit each in
+        ``moves``)."""
         top = moves.bit_length() - 1
         op.fragments.append((node, moves, top))
         node.ops = (*node.ops, op)
@@ -540,11 +560,13 @@ class World:
                 self.unpin(node, tier, top)
 
     def valid_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        """The longest end of a match, at most ``end``, that every component accepts (``host``: on either tier)."""
+        """Return the longest end of a match along ``path``, at most page ``end``, that every component accepts.
+        ``host``: whether data counts that only the host has."""
         return self.agreed_end(path, self.components[0].longest_end(path, end, host), host)
 
     def agreed_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        """``valid_end`` for an ``end`` that FULL accepts, as it does every shorter one."""
+        """Return ``valid_end`` for an ``end`` that FULL accepts. FULL accepts every shorter end, too, so it is not
+        asked."""
         agreed = 1
         while end and agreed < self.count:
             for component in self.auxiliary:
@@ -556,5 +578,5 @@ class World:
 
 
 def split_at(world: World, node: Node, end: int) -> Node:
-    """Split ``node`` at position ``end``, in pages from the root; the new prefix."""
+    """Split ``node`` at position ``end``, in pages from the root, and return the new prefix."""
     return world.split(node, end - node.parent.end)  # type: ignore[union-attr]

@@ -1,9 +1,10 @@
 """The CPU device: worker threads as streams. The embedded default, and an honest double of a GPU.
 
-A stream is one thread with an ordered queue; between streams there is no order but by ``wait_event``. Events fire
-later, from the thread, and wake coroutines of any loop through one coalesced hop per burst. Nothing blocks the caller.
+A stream is one thread with an ordered queue. Between streams there is no order but by ``wait_event``. Events fire
+later, from the stream's thread; those that fire in a burst cost each loop that waits for them one hop. Nothing blocks
+the caller.
 
-Where the mutable state lives: a stream's queue (filled from any thread, emptied by its own), and in the signals.
+Where the mutable state lives: in a stream's queue (filled from any thread, emptied by its own), and in the signals.
 Everything public may be called from any thread, except ``wait`` and ``aclose``, which are coroutines of whatever loop
 runs them, and ``stream`` and ``gate``, which belong to the thread that owns the device.
 
@@ -24,7 +25,7 @@ import torch
 
 from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory import copies as batch
+from asynccache.memory import host_copies as batch
 from asynccache.memory.device import Event, PageCopy, Stream
 from asynccache.memory.faults import Fates, Faults
 from asynccache.memory.pools import anonymous_tensor, available_memory, check_room
@@ -48,7 +49,7 @@ class CpuStream:
         self._thread.start()
 
     def record(self) -> CpuEvent:
-        """An event after all work submitted so far; it reports what failed since the event before it."""
+        """Return an event after all work submitted so far. It reports what failed since the event before it."""
         event = CpuEvent(self._bells, self.name)
         self._submit(partial(self._report, event))
         return event
@@ -68,7 +69,7 @@ class CpuStream:
     def copy(
         self, steps: Iterable[batch.Step], hitches: Mapping[int, batch.Hitch], layers: int = 0
     ) -> Sequence[CpuEvent]:
-        """Enqueue one batch, with an event after each of its ``layers`` steps."""
+        """Enqueue one batch, and return an event after each of its ``layers`` steps; none if that is 0."""
         events = [CpuEvent(self._bells, self.name) for _ in range(layers)]
         self._submit(partial(self._copy, steps, hitches, events))
         return events
@@ -80,7 +81,7 @@ class CpuStream:
             self._queue.put(None)
 
     def ended(self) -> bool:
-        """Whether it was closed, and has done all that was queued."""
+        """Return True if the stream was closed and has done all that was queued."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -89,7 +90,7 @@ class CpuStream:
 
     def _submit(self, work: Work) -> None:
         if self._closed:
-            raise CacheClosed(f"the device of stream {self.name!r} is closed")
+            raise CacheClosed(f"stream {self.name!r} was released, or its device is closed")
         self._queue.put(work)
 
     def _work(self) -> None:
@@ -143,18 +144,18 @@ class Gate(CpuEvent):
 
 
 class CpuDevice:
-    """Host memory as a device. ``faults`` makes it slow and hostile."""
+    """Host memory as a device. ``faults``: what it does wrong on purpose."""
 
     def __init__(self, name: str = "cpu", *, faults: Faults | None = None) -> None:
         self.name = name
         self._bells = Bells()
         self._fates = Fates(faults or Faults())
-        self._lock = threading.Lock()  # caches open in threads
+        self._lock = threading.Lock()  # several caches may open in threads
         self._streams: list[CpuStream] = []
         self._gates: dict[Gate, None] = {}  # those not open yet; each takes itself out
 
     def stream(self, name: str) -> CpuStream:
-        """A new stream, with its thread. ``release`` ends it."""
+        """Return a new stream, with its thread. ``release`` ends it."""
         stream = CpuStream(name, self._bells)
         with self._lock:
             self._streams = [*(s for s in self._streams if not s.ended()), stream]
@@ -165,13 +166,13 @@ class CpuDevice:
         _own(stream).close()
 
     def gate(self) -> Gate:
-        """A new event to open by hand; ``aclose`` opens those that were forgotten."""
+        """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""
         gate = Gate(self._bells, "gate", self._gates)
         self._gates[gate] = None
         return gate
 
     def engine_event(self, event: object) -> Event:
-        """``event``, if it is one of a CPU device.
+        """Return ``event``, if it is one of a CPU device.
 
         Raises:
             ConfigError: it is not.
@@ -184,10 +185,10 @@ class CpuDevice:
         )
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
-        """Both tiers share the host's memory.
+        """Refuse pools that do not fit together in host memory, which both tiers share.
 
         Raises:
-            ConfigError: the pools do not fit in it together.
+            ConfigError: they do not fit; the message names the first pool that does not.
         """
         check_room((*device.items(), *host.items()), available_memory())
 

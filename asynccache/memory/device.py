@@ -21,7 +21,7 @@ class Event(Protocol):
     """A point in a stream. ``done`` never blocks."""
 
     def done(self) -> bool:
-        """Whether the work before the event has ended, well or not."""
+        """Return True if the work before the event has ended, well or not."""
         ...
 
     async def wait(self) -> None:
@@ -42,7 +42,7 @@ class Stream(Protocol):
     name: str
 
     def record(self) -> Event:
-        """An event after all work submitted so far."""
+        """Return an event that is done after all work submitted so far."""
         ...
 
     def wait_event(self, event: Event) -> None:
@@ -53,9 +53,10 @@ class Stream(Protocol):
 
 
 class PageCopy(NamedTuple):
-    """Pages ``src`` of one pool to pages ``dst`` of its counterpart on the other tier (or of the same device pool).
+    """Copy the pages ``src`` of one pool to the pages ``dst`` of its counterpart on the other tier (or of the same
+    device pool).
 
-    Ids are one-dimensional int32 arrays of equal length. The device keeps those that are read-only, and copies others.
+    Ids are one-dimensional int32 arrays of equal length. The device keeps arrays that are read-only, and copies others.
     """
 
     device: DevicePool
@@ -70,17 +71,17 @@ class Device(Protocol):
     name: str
 
     def stream(self, name: str) -> Stream:
-        """A new long-lived stream."""
+        """Return a new stream. It lasts until ``release`` or ``aclose``."""
         ...
 
     def release(self, stream: Stream) -> None:
-        """Take no more work for ``stream``, which is given back when what it has been given is done."""
+        """Take no more work for ``stream``. It is given back when all that it was given before is done."""
         ...
 
     def engine_event(self, event: object) -> Event:
-        """``event``, which an engine names, as one that every stream of this device can wait for. An event of the
-        device's own is returned as it is. Of another kind, it is taken as of now: what is recorded in it later does
-        not count. May be called from any thread.
+        """Return ``event``, which an engine names, as one that every stream of this device can wait for. An event of
+        the device's own is returned as it is. An event of another kind is taken as of now: what is recorded in it later
+        does not count. May be called from any thread.
 
         Raises:
             ConfigError: the device's streams cannot wait for it; the message names it and says what they can wait for.
@@ -88,19 +89,20 @@ class Device(Protocol):
         ...
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
-        """Whether pools of these sizes (bytes by name, on either tier) fit together, before any is allocated.
+        """Refuse pools that do not fit together, before any is allocated. ``device``, ``host``: the bytes of each pool
+        on that tier, by a text that says which pool it is.
 
         Raises:
-            ConfigError: they do not; the message names the first pool that does not fit.
+            ConfigError: they do not fit; the message names the first pool that does not.
         """
         ...
 
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Zeroed uint8 memory on the device."""
+        """Return zeroed uint8 memory on the device."""
         ...
 
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Host memory (uint8, contiguous, 4 KiB aligned) that the device copies from and to at full speed."""
+        """Return host memory (uint8, contiguous, 4 KiB aligned) that the device copies from and to at full speed."""
         ...
 
     def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
@@ -108,8 +110,9 @@ class Device(Protocol):
         ...
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[Event]:
-        """Enqueue one batch, layer by layer; ``events[i]`` is done when layers 0..i of every copy are there.
-        ``len(events) == layers``, the model's; which pool's layers belong to one: ``PoolSpec.model_layers``."""
+        """Enqueue one batch, layer by layer, and return an event for each of the model's ``layers``: ``events[i]`` is
+        done when layers 0..i of every copy are there. ``PoolSpec.model_layers`` says to which layers of the model those
+        of a pool belong."""
         ...
 
     def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:

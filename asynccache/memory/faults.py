@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from random import Random
 
 from asynccache.errors import ConfigError
-from asynccache.memory.copies import Hitch
+from asynccache.memory.host_copies import Hitch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Shares are of all batches. A delayed batch pauses for ``delay`` seconds (a range) in the middle of one step: half
-    of every page is there before the pause and half after it. A failing batch stops in the middle of a step.
-    ``fail_at``: numbers of batches that fail, counted from 0 in the order of submission to the device.
-    """
+    """What goes wrong, and how often. ``delayed``, ``failing``: shares of all batches, 0 to 1. A delayed batch pauses
+    in the middle of one step, for a time drawn from the range ``delay`` (seconds): half of every page is there before
+    the pause, and half comes after it. A failing batch stops in the middle of a step. ``fail_at``: numbers of batches
+    that fail, too, counted from 0 in the order in which they were submitted to the device."""
 
     seed: int = 0
     delayed: float = 0.0
@@ -46,7 +46,8 @@ class Fates:
         self._count = 0
 
     def draw(self, steps: int) -> Mapping[int, Hitch]:
-        """The hitch of the next batch by the step that it strikes; mostly none."""
+        """Return what goes wrong in the next batch of ``steps`` steps: mostly nothing, or a hitch, by the number of its
+        step."""
         faults = self._faults
         with self._lock:
             number, self._count = self._count, self._count + 1

@@ -1,8 +1,8 @@
 """Performs the core's moves on a device: owns the pools of every tier in memory and the streams between them.
 
-A move names a component; the mover expands it to every pool that the component's slots index, its own and sidecars,
-and skips logical ones. Nothing here knows a pool by name, a tree or a lease. It belongs to one thread, the loop's, and
-never blocks it.
+A move names a component. The mover expands it to every pool that the component's slots index, its own pool and
+sidecars, and skips logical ones. Nothing here knows a pool by name, a tree or a lease. It belongs to one thread, the
+loop's, and never blocks it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerEvents(NamedTuple):
 
     @property
     def done(self) -> Event:
-        """Done when every layer is there."""
+        """The event that is done when every layer is there."""
         return self.layers[-1]
 
     def wait_layer(self, stream: Stream, i: int) -> None:
@@ -53,11 +53,11 @@ class Mover:
         host_align: int = 1,
     ) -> None:
         """``device_tensors``: an engine's own tensors, one per layer, for the pools that it has allocated itself.
-        ``host_align``: host pages start at multiples of it (a store's direct I/O may want 4096).
+        ``host_align``: host pages start at multiples of so many bytes (a store's direct I/O may want 4096).
 
         Raises:
-            ConfigError: pools do not fit in memory, or tensors do not fit their pool. Nothing is allocated then, or,
-                where the memory ran out on the way, nothing of it is kept.
+            ConfigError: pools do not fit in memory, or tensors do not fit their pool. Nothing is allocated then; if the
+                memory ran out on the way, nothing of it is kept.
         """
         given = device_tensors or {}
         if unknown := given.keys() - {spec.name for spec in pools}:
@@ -73,7 +73,8 @@ class Mover:
         self._backups, self._loads, self._clones = _streams(device, "backup_host", "load_back", "clone")
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue a backup_host: device to host, once ``after`` (the engine's writes) is done."""
+        """Enqueue a backup_host, device to host, once ``after`` (the engine's writes) is done. Return an event after
+        it."""
         copies = self._copies(moves)
         if not copies:
             return HAPPENED
@@ -82,8 +83,8 @@ class Mover:
         return self._backups.record()
 
     def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LayerEvents:
-        """Enqueue a load_back: host to device, layer by layer, behind ``after``, the engine's work on the pages that it
-        writes."""
+        """Enqueue a load_back: host to device, layer by layer, once ``after`` is done, the engine's work on the pages
+        that are written. Return its events."""
         copies = self._copies(moves)
         if not copies:
             return LayerEvents((HAPPENED,) * self.layers)
@@ -91,8 +92,8 @@ class Mover:
         return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
 
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue private copies on the device, behind ``after``: the loads that bring what they read, and the engine's
-        work on the pages that they read and write."""
+        """Enqueue private copies on the device, once ``after`` is done: the loads that bring what they read, and the
+        engine's work on the pages that they read and write. Return an event after them."""
         copies = self._copies(moves)
         if not copies:
             return HAPPENED
@@ -101,12 +102,17 @@ class Mover:
         return self._clones.record()
 
     def engine_stream(self, stream: object) -> Stream:
-        """``stream``, or an engine's own (torch, cupy) as one of the device's, where the device takes those."""
+        """Return ``stream`` as one that can wait for this device's events. That is an engine's own stream (torch, cupy)
+        where the device takes those, and otherwise a ``Stream``, as it is.
+
+        Raises:
+            ConfigError: it is no such stream.
+        """
         adopt: Callable[[object], Stream] = getattr(self.device, "engine_stream", _as_it_is)
         return adopt(stream)
 
     def engine_event(self, event: object) -> Event:
-        """An event that an engine names, as one of the device's.
+        """Return an event that an engine names as one of the device's.
 
         Raises:
             ConfigError: the device's streams cannot wait for it.
@@ -114,21 +120,21 @@ class Mover:
         return self.device.engine_event(event)
 
     def close(self) -> None:
-        """Move nothing any more: the streams go back to the device, after what they were given."""
+        """Move nothing any more. The streams go back to the device, after the work that they were given."""
         for stream in (self._backups, self._loads, self._clones):
             self.device.release(stream)
 
     async def drain(self, patience: float) -> None:
-        """Wait for what is on its way, ``patience`` seconds at most: a copy may wait for an engine that never comes. To
-        be called before ``close``. Cancelling it stops the waiting, and no copy."""
+        """Wait for the copies on their way, at most ``patience`` seconds: one may wait for an engine that never comes.
+        To be called before ``close``. Cancelling it stops the waiting, and no copy."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 for stream in (self._backups, self._loads, self._clones):
-                    with suppress(CopyFailed, CacheClosed):  # told to those whose copies they are; or closed already
+                    with suppress(CopyFailed, CacheClosed):  # others are told of it; or it is closed already
                         await stream.record().wait()
 
     def bytes_moved(self, moves: Sequence[Move]) -> int:
-        """How many bytes these moves copy."""
+        """Return how many bytes these moves copy."""
         return sum(len(m.src) // 4 * spec.bytes_per_page for m in moves for spec in self._moved.get(m.component, ()))
 
     def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
@@ -147,7 +153,7 @@ def _as_it_is(stream: object) -> Stream:
 
 
 def _streams(device: Device, *names: str) -> list[Stream]:
-    """All, or none."""
+    """Return a new stream for each of ``names``. If one cannot be made, those before it are released."""
     made: list[Stream] = []
     try:
         made.extend(map(device.stream, names))  # one by one
@@ -166,7 +172,8 @@ def _hold(stream: Stream, events: Sequence[Event]) -> None:
 def _allocate(
     device: Device, pools: Sequence[PoolSpec], own: dict[str, DevicePool], align: int
 ) -> tuple[dict[str, DevicePool], dict[str, HostPool]]:
-    """All pools of both tiers, or none: what one that fails leaves behind is let go before the error is raised."""
+    """Return all pools of both tiers, by name. If one cannot be had, the others are let go before the error is
+    raised."""
     on_device, on_host = {}, {}
     try:
         for spec in pools:

@@ -1,7 +1,7 @@
 """Where the bytes of a pool sit: per layer on the device, page-first on the host.
 
-A pool is memory and its shape, nothing else: who holds which slot is the core's business, moving bytes the device's.
-A logical pool (``bytes_per_page`` 0) has slots and no buffer; whoever moves or stores pages skips it.
+A pool is memory and its shape, nothing else: who holds which slot is the core's business, and moving bytes is the
+device's. A logical pool (``bytes_per_page`` 0) has slots and no buffer; whoever moves or stores pages skips it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 BLOCK = 4096
-"""What direct I/O aligns to."""
+"""Bytes that direct I/O aligns to."""
 
 
 class DevicePool:
@@ -49,7 +49,7 @@ class DevicePool:
 
     @classmethod
     def allocate(cls, spec: PoolSpec, device: Device) -> DevicePool:
-        """New memory on ``device``; the operating system zeroes it page by page as it is first touched."""
+        """Return a pool of new memory on ``device``. On a CPU device the system zeroes it when it is first touched."""
         if is_logical(spec):
             return cls(spec, ())
         stack = device.device_tensor((spec.layers, spec.device_pages, spec.bytes_per_page // spec.layers))
@@ -58,17 +58,18 @@ class DevicePool:
         return pool
 
     def layer(self, i: int) -> torch.Tensor:
-        """The bytes of layer ``i``: ``[pages, bytes_per_page / layers]``."""
+        """Return the bytes of layer ``i``: ``[pages, bytes_per_page / layers]``."""
         return self._layers[i]
 
     @cached_property
     def arrays(self) -> tuple[Bytes, ...]:
-        """The layers as numpy arrays. Only where device memory is host memory."""
+        """The layers as numpy arrays. To be asked for only if device memory is host memory."""
         return tuple(t.numpy() for t in self._layers)
 
     @cached_property
     def stacked(self) -> Bytes | None:
-        """All layers as one view ``[pages, layers, bytes]``, if they were allocated as one. As ``arrays``."""
+        """All layers as one view ``[pages, layers, bytes]``; None if they were not allocated as one. To be asked for
+        only if device memory is host memory."""
         return None if self._stack is None else self._stack.permute(1, 0, 2).numpy()
 
     def __repr__(self) -> str:
@@ -86,7 +87,8 @@ class HostPool:
 
     @classmethod
     def allocate(cls, spec: PoolSpec, device: Device, *, align: int = 1) -> HostPool:
-        """New memory that ``device`` copies from and to at full speed. Pages start at multiples of ``align`` bytes."""
+        """Return a pool of new memory that ``device`` copies from and to at full speed. Pages start at multiples of
+        ``align`` bytes."""
         if is_logical(spec):
             return cls(spec, None)
         return cls(spec, device.host_tensor((spec.host_pages, round_up(spec.bytes_per_page, align))))
@@ -102,13 +104,17 @@ class HostPool:
         return self._memory
 
     def page(self, slot: int) -> memoryview:
-        """The bytes of one page, writable, without the padding behind it."""
+        """Return the bytes of one page, writable, without the padding behind it."""
         start = slot * self._stride
         return self._memory[start : start + self.spec.bytes_per_page]
 
     @cached_property
     def array(self) -> Bytes:
-        """``[pages, layers, bytes]``, without the padding."""
+        """The pages as ``[pages, layers, bytes]``, without the padding.
+
+        Raises:
+            ConfigError: the pool is logical.
+        """
         if self.tensor is None:
             raise ConfigError(f"pool {self.spec.name!r} is logical: it has no bytes")
         spec = self.spec
@@ -119,12 +125,12 @@ class HostPool:
 
 
 def is_logical(spec: PoolSpec) -> bool:
-    """Whether the pool has slots and no buffer."""
+    """Return True if the pool has slots and no buffer."""
     return spec.bytes_per_page == 0
 
 
 def round_up(size: int, align: int) -> int:
-    """``size``, or the next multiple of ``align``."""
+    """Return ``size`` if it is a multiple of ``align``, or else the next one."""
     return -(-size // align) * align
 
 
@@ -142,7 +148,8 @@ def _as_bytes(spec: PoolSpec, layer: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def anonymous_tensor(shape: tuple[int, ...]) -> torch.Tensor:
-    """Zeroed host memory that costs nothing until touched, aligned to the system's pages, in huge pages if it can."""
+    """Return zeroed host memory that costs nothing until it is touched, aligned to the system's pages, and in huge
+    pages if the system has them."""
     size = int(np.prod(shape, dtype=np.int64))
     if size == 0:
         return torch.empty(shape, dtype=torch.uint8)
@@ -178,7 +185,8 @@ def _gib(size: int) -> str:
 
 
 def available_memory() -> int:
-    """Host memory that can be had without swapping, in bytes: the machine's, or the control group's if that is less."""
+    """Return how much host memory can be had without swapping, in bytes: the machine's, or the control group's if that
+    is less."""
     return min(_machine_memory(), _group_memory())
 
 
@@ -191,7 +199,7 @@ def _machine_memory() -> int:
 
 
 def _group_memory() -> int:
-    """What the control group (version 2) still allows; file cache counts as free."""
+    """Return the bytes that the control group (version 2) still allows; file cache counts as free."""
     unlimited = 1 << 62
     try:
         line = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))

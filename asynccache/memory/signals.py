@@ -39,7 +39,7 @@ class Bell:
         self._rung: list[asyncio.Future[None]] = []
 
     def ring(self, *futures: asyncio.Future[None]) -> None:
-        """From any thread: end ``futures`` soon."""
+        """Have the loop mark ``futures`` as done, soon. From any thread."""
         with self._lock:
             quiet = not self._rung
             self._rung += futures
@@ -66,6 +66,7 @@ class Bells:
         self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
 
     def of(self, loop: asyncio.AbstractEventLoop) -> Bell:
+        """Return the bell of ``loop``, which is made if there is none. From any thread."""
         with self._lock:
             bell = self._bells.get(loop)
             if bell is None:
@@ -75,7 +76,7 @@ class Bells:
 
 
 class _Ring:
-    """The callback of a coroutine that waits."""
+    """The callback of a coroutine that waits: it rings for the coroutine's future."""
 
     __slots__ = ("bell", "future")
 
@@ -88,7 +89,7 @@ class _Ring:
 
 
 def call_all(callbacks: Iterable[Work]) -> None:
-    """Call each; coroutines of one loop are woken by one hop, however many there are."""
+    """Call each of ``callbacks``. Coroutines of one loop are woken by one hop, however many there are."""
     rings: dict[Bell, list[asyncio.Future[None]]] = {}
     for callback in callbacks:
         if isinstance(callback, _Ring):
@@ -144,7 +145,8 @@ class Signal:
             fired.wait()
 
     def subscribe(self, callback: Work) -> bool:
-        """Have ``callback`` called from the thread that fires the event; False, and no call, if it has fired."""
+        """Have ``callback`` called from the thread that fires the event, and return True. If it has fired already,
+        return False and call nothing."""
         with self._lock:
             if not self._fired:
                 self._callbacks.append(callback)
@@ -156,11 +158,12 @@ class Signal:
                 self._callbacks.remove(callback)
 
     def fire(self, error: Exception | None = None) -> None:
-        """The work has ended, with ``error`` or well. Firing twice does nothing."""
+        """Note that the work has ended, with ``error`` or well, and tell all who wait. Firing twice does nothing."""
         call_all(self.settle(error))
 
     def settle(self, error: Exception | None = None) -> list[Work]:
-        """As ``fire``, for whoever fires several: who is to be called (``call_all``) is returned."""
+        """As ``fire``, but return who is to be told, for ``call_all``: so whoever fires several events tells all at
+        once."""
         with self._lock:
             if self._fired:
                 return []

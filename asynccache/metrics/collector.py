@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache, CacheStatistics
 
 _PREFIX = "asynccache"
-Rows = Iterable[tuple[Sequence[str], float]]
+MetricRows = Iterable[tuple[Sequence[str], float]]
 
 
-class Publishing(Protocol):
+class PublisherFields(Protocol):
     """The fields of ``events.PublisherStats`` that become metrics."""
 
     @property
@@ -66,7 +66,7 @@ class CacheCollector(Collector):
 
     def __init__(
         self, cache: AsyncCache, *, name: str | None = None, lag: LoopLag | None = None,
-        publisher: Callable[[], Publishing] | None = None,
+        publisher: Callable[[], PublisherFields] | None = None,
     ) -> None:  # fmt: skip
         self._cache = a_cache(cache)
         self._name = cache.config.model if name is None else checks.text("name", name)
@@ -165,6 +165,10 @@ class CacheCollector(Collector):
         yield self._counter("eviction_lessons", "How often the policy has worked out what pages are worth.", (),
                             [((), learned.lessons)])  # fmt: skip
         yield self._gauge("eviction_ghosts", "Evicted nodes that the policy remembers.", (), [((), learned.ghosts)])
+        yield self._gauge("eviction_watched", "Nodes in the two small caches that are compared.", (),
+                          [((), learned.watched)])  # fmt: skip
+        yield self._gauge("eviction_leads", "1: what was learned chooses; 0: what was used least recently goes.", (),
+                          [((), int(learned.leads))])  # fmt: skip
         yield self._counter("eviction_returned_blocks", "Blocks that came back while the policy remembered them.", (),
                             [((), learned.returned)])  # fmt: skip
         yield self._gauge("eviction_kind_blocks", "Blocks from which a kind of page is known; older ones count less.",
@@ -194,19 +198,19 @@ class CacheCollector(Collector):
                                                 "or the nearer store did not take them.")):  # fmt: skip
             yield self._counter(name, text, (), [((), statistics.storage.get(name, 0))])
 
-    def _events(self, stats: Publishing) -> Iterator[Metric]:
+    def _events(self, stats: PublisherFields) -> Iterator[Metric]:
         yield self._counter("event_batches", "Batches of KV events sent.", (), [((), stats.batches)])
         yield self._counter("events", "KV events sent.", (), [((), stats.events)])
         yield self._counter("events_lost", "KV events dropped before they were sent.", (), [((), stats.lost)])
         yield self._gauge("events_waiting", "KV events that wait to be sent.", (), [((), stats.waiting)])
 
-    def _counter(self, name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    def _counter(self, name: str, text: str, labels: Sequence[str], rows: MetricRows) -> Metric:
         family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=("cache", *labels))
         for values, value in rows:
             family.add_metric((self._name, *values), value)
         return family
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
+    def _gauge(self, name: str, text: str, labels: Sequence[str], rows: MetricRows) -> Metric:
         family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=("cache", *labels))
         for values, value in rows:
             family.add_metric((self._name, *values), value)
@@ -221,11 +225,11 @@ class CacheCollector(Collector):
         return family
 
 
-def _by_age(values: Iterable[tuple[str, Sequence[float]]]) -> Rows:
+def _by_age(values: Iterable[tuple[str, Sequence[float]]]) -> MetricRows:
     return [((name, f"{age:g}"), value) for name, row in values for age, value in zip(AGES, row, strict=True)]
 
 
-def _rows(values: Mapping[str, float]) -> Rows:
+def _rows(values: Mapping[str, float]) -> MetricRows:
     return [((name,), value) for name, value in values.items()]
 
 

@@ -57,7 +57,7 @@ def _a_registry(registry: CollectorRegistry) -> CollectorRegistry:
     return registry
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """An HTTP request."""
 
     method: str
@@ -66,7 +66,7 @@ class Request(NamedTuple):
     body: bytes
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """An HTTP response. ``kind`` is its content type."""
 
     status: str
@@ -148,7 +148,7 @@ class Exposed:
         finally:
             self._talking.discard(task)
 
-    async def _answered(self, reader: asyncio.StreamReader) -> Answer:
+    async def _answered(self, reader: asyncio.StreamReader) -> HttpResponse:
         try:
             async with asyncio.timeout(PATIENCE):
                 request = await _read(reader)
@@ -169,7 +169,7 @@ class Exposed:
         except Exception as error:  # other collectors in the user's registry may raise anything
             return _failed("500 Internal Server Error", f"{type(error).__name__}: {error}")
 
-    async def _answer(self, request: Request) -> Answer:
+    async def _answer(self, request: HttpRequest) -> HttpResponse:
         match request.path:
             case "/metrics":
                 return self._metrics()
@@ -183,7 +183,7 @@ class Exposed:
             case _:
                 raise Refused("404 Not Found", "there are /metrics, /healthz, /statistics and /explain")
 
-    def _metrics(self) -> Answer:
+    def _metrics(self) -> HttpResponse:
         try:
             from prometheus_client import CollectorRegistry, generate_latest
             from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -194,16 +194,16 @@ class Exposed:
         if self._registry is None:
             self._registry = CollectorRegistry()
             self._registry.register(CacheCollector(self._cache, lag=self._lag))
-        return Answer("200 OK", CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry))
+        return HttpResponse("200 OK", CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry))
 
-    def _healthz(self) -> Answer:
+    def _healthz(self) -> HttpResponse:
         why = self._cache.closed
         if why is not None:
             raise Refused("503 Service Unavailable", why)
-        return Answer("200 OK", "text/plain", b"ok\n")
+        return HttpResponse("200 OK", "text/plain", b"ok\n")
 
 
-async def _read(reader: asyncio.StreamReader) -> Request:
+async def _read(reader: asyncio.StreamReader) -> HttpRequest:
     """Read one request from a connection.
 
     Raises:
@@ -219,7 +219,7 @@ async def _read(reader: asyncio.StreamReader) -> Request:
     fields = {name.strip().lower(): text.strip() for name, _, text in (line.partition(":") for line in head[1:])}
     parts = urlsplit(words[1])
     body = await reader.readexactly(_length(fields))
-    return Request(words[0], parts.path, parse_qs(parts.query), body)
+    return HttpRequest(words[0], parts.path, parse_qs(parts.query), body)
 
 
 def _length(fields: Mapping[str, str]) -> int:
@@ -234,7 +234,7 @@ def _length(fields: Mapping[str, str]) -> int:
     return int(told)
 
 
-async def _deliver(answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _deliver(answer: HttpResponse, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Send the response. Returns when the system has sent all of it.
 
     Raises:
@@ -252,7 +252,7 @@ async def _deliver(answer: Answer, reader: asyncio.StreamReader, writer: asyncio
                 pass
 
 
-def _asked(request: Request) -> tuple[list[int], str | None]:
+def _asked(request: HttpRequest) -> tuple[list[int], str | None]:
     """Return the tokens and the ``extra_key`` in a request for /explain.
 
     Raises:
@@ -292,15 +292,15 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _json(value: object) -> Answer:
-    return Answer("200 OK", _JSON, json.dumps(value).encode() + b"\n")
+def _json(value: object) -> HttpResponse:
+    return HttpResponse("200 OK", _JSON, json.dumps(value).encode() + b"\n")
 
 
-def _failed(status: str, error: Exception | str) -> Answer:
-    return Answer(status, _JSON, json.dumps({"error": str(error)}).encode() + b"\n")
+def _failed(status: str, error: Exception | str) -> HttpResponse:
+    return HttpResponse(status, _JSON, json.dumps({"error": str(error)}).encode() + b"\n")
 
 
-def _written(answer: Answer) -> bytes:
+def _written(answer: HttpResponse) -> bytes:
     head = f"HTTP/1.1 {answer.status}\r\nContent-Type: {answer.kind}\r\nContent-Length: {len(answer.body)}\r\n"
     return f"{head}Connection: close\r\n\r\n".encode() + answer.body
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError
+from asynccache.runtime.driving import drive, holding
 from asynccache.runtime.saving import drain, unsaved
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
@@ -82,7 +83,7 @@ class Stores:
         """Use the opened store from now on, and start its backfill. If this fails or is cancelled, nothing is
         attached."""
         driver, options = self._driver, opened.options
-        async with driver.lock:
+        async with holding(driver.lock):
             driver.settle()
             self._worker.use_store(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
@@ -102,7 +103,7 @@ class Stores:
 
         try:
             while self._is_used(store) and not over:
-                filled = await driver.run(_slice(walk, self._backfill_pages), perform)
+                filled = await drive(driver, _slice(walk, self._backfill_pages), perform)
                 plan, over = filled
                 await driver.ops.all([effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
                 await asyncio.sleep(0)
@@ -120,7 +121,7 @@ class Stores:
             await self._save(deadline)
         left = await unsaved(self._driver)
         driver, failed = self._driver, list[BackendError]()
-        async with driver.lock:
+        async with holding(driver.lock):
             driver.settle()
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")

@@ -1,4 +1,5 @@
-"""AsyncCache: the public face. It checks, forwards and closes; what happens is decided below.
+"""``AsyncCache``, the public face of a cache. It checks arguments, forwards calls and closes the cache; other modules
+decide what happens.
 
 One cache belongs to one event loop and its thread. Another thread's call raises, except a lease's ``*_threadsafe``.
 """
@@ -18,6 +19,7 @@ from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics,
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.runtime.closing import Interruptible, SavingLimit
+from asynccache.runtime.driving import acquire
 from asynccache.runtime.entry import ask_for
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Kept
@@ -40,15 +42,16 @@ if TYPE_CHECKING:
 ExtraKey = str | bytes | None
 
 MOST_PAYLOAD = 8 << 20
-"""Bytes that a batch's payload may have."""
+"""How many bytes a batch's payload may have."""
 _log = logging.getLogger("asynccache")
 
 
 class CloseReport(NamedTuple):
-    """What ``aclose`` could not save, in FULL pages: without a host copy, and on the host but not in storage.
+    """What ``aclose`` could not save, in FULL pages. ``unsaved_host``: pages without a host copy. ``unsaved_storage``:
+    pages on the host that are not in storage.
 
-    ``error``: what a worker died of, if the cache had closed itself. Both counts are 0 where that was an error of the
-    core: then nobody knows.
+    ``error``: the error with which the cache had closed itself; None: it had not. After an error of the core both
+    counts are 0, because nobody knows them.
     """
 
     unsaved_host: int = 0
@@ -57,10 +60,12 @@ class CloseReport(NamedTuple):
 
 
 class CacheStatistics(NamedTuple):
-    """A moment of the cache. ``device``, ``host``: slots by component name. ``stages``: what each transfer stage did.
-    ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: what the stores count, in sum; ``stores``:
-    each of them by its name, nearest first. ``lookups``: what leases found and missed. ``queues``: what waits where.
-    ``histograms``: latencies by stage. ``dropped_backups``: operations to storage that gave way to later ones."""
+    """The counters of a cache at one moment. ``device``, ``host``: slots by component name. ``stages``: what each
+    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held; ``waiting``: how many
+    are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks the cache runs. ``storage``:
+    the sums of the stores' counters; ``stores``: those of each store by its name, nearest first. ``lookups``: what
+    leases found and missed. ``queues``: how much waits in each queue. ``histograms``: latencies by stage.
+    ``dropped_backups``: operations to storage that gave way to later ones."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
@@ -83,10 +88,10 @@ class AsyncCache:
     """A hierarchical KV cache; see the package's README.
 
     ``device`` and ``storage`` replace what the configuration names; the caller closes what the caller made.
-    ``workers``: those of an engine of several ranks, from ``asynccache.worker.listen``: every page has its part on each
-    of them, events are the numbers of batches (``send_batch``), and stores are URLs. ``device`` is then that of the
-    head's own rank.
-    ``on_event`` is told of everything that ``asynccache.events`` publishes, in order, from the loop; it must be quick.
+    ``workers``: the workers of an engine of several ranks, from ``asynccache.worker.listen``. Then every page has a
+    part on each rank, events are the numbers of batches (``send_batch``), stores are URLs, and ``device`` is for the
+    head's own rank. ``on_event`` is called in the loop with everything that ``asynccache.events`` publishes, in order;
+    it must be quick.
     """
 
     def __init__(
@@ -128,13 +133,13 @@ class AsyncCache:
     # opening and closing
 
     async def __aenter__(self) -> AsyncCache:
-        """Allocate the pools, open the stores, start the workers; with ``workers``, wait for all of them, and open
-        everything on all or on none. Cancelling it leaves nothing open.
+        """Allocate the pools, open the stores and start the cache's tasks. With ``workers``, wait for all of them, and
+        open everything on all of them or on none. Cancelling it leaves nothing open.
 
         Raises:
-            ConfigError: pools do not fit in memory, or an unknown device or backend.
-            Unavailable: a store cannot be opened now.
-            RankFailure: so it was on another rank; or one has not come, is gone or silent.
+            ConfigError: the pools do not fit in memory, or the device or a backend is unknown; on any rank.
+            Unavailable: a store cannot be opened now; on any rank.
+            RankFailure: a rank has not come, is gone or silent, or could not open for another reason.
             CacheClosed: another task called ``aclose`` meanwhile.
         """
         if self._parts is not None or self._opening is not None:
@@ -177,16 +182,17 @@ class AsyncCache:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``aclose()``. If nothing else is being raised: ``CacheClosed`` if a task of the cache had died, and
-        ``RankFailure`` if a rank was lost."""
+        """Call ``aclose()``. If the cache had closed itself and nothing else is being raised, raise why:
+        ``RankFailure`` if a rank was lost, else ``CacheClosed``."""
         report = await self.aclose()
         if report.error is None or error is not None:
             return
         raise self._opened().driver.closed_error()
 
     async def aclose(self, deadline: float | None = None) -> CloseReport:
-        """Refuse new requests, save what is not saved yet, stop. From any task, any number of times, at the same time
-        too: all calls return the same report. One that comes while the cache is being opened ends that.
+        """Refuse new requests, save what is not saved yet, and stop. It may be called from any task and any number of
+        times, also at the same time: all calls return the same report. A call that comes while the cache is being
+        opened ends the opening.
 
         ``deadline``: seconds that saving may take (and, a second at least, copies on a device that outlives the cache);
         the configuration's ``close_deadline`` if not given; none are left where it is 0 or negative. Of several calls,
@@ -259,7 +265,8 @@ class AsyncCache:
     # requests
 
     async def match(self, tokens: Tokens, extra_key: ExtraKey = None) -> Match:
-        """How far ``tokens`` are cached on device and host. Takes nothing; cancelling it does nothing.
+        """Return how far ``tokens`` are cached on device and host. Nothing is pinned or loaded; cancelling it does
+        nothing.
 
         Raises:
             ConfigError: the tokens are unusable.
@@ -267,7 +274,7 @@ class AsyncCache:
         parts = self._ready()
         key, driver = as_key(tokens), parts.driver
         if not driver.lock.take():
-            await driver.lock.acquire()
+            await acquire(driver.lock)
         try:
             driver.settle()
             return driver.unlocked(driver.core.match, parts.namespaces.space(extra_key), key)
@@ -275,11 +282,12 @@ class AsyncCache:
             driver.lock.release()
 
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
-        """Begin to fetch from storage what device and host do not have of ``tokens``, for a lease of the same tokens:
-        of whole pages the last is left out where there are windows or states. Call it when a request arrives.
+        """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for a lease
+        of the same tokens. If ``tokens`` are whole pages, the last one is left out where there are windows or states.
+        Call it when a request arrives.
 
-        What it brings, and what the host had, stays there until the lease that takes the handle is granted, the handle
-        is cancelled or dropped, or others could not go on.
+        What is fetched, and what the host had of ``tokens``, stays there until the lease that takes the handle is
+        granted, the handle is cancelled or dropped, or others could not go on.
 
         Raises:
             ConfigError: the tokens are unusable.
@@ -305,8 +313,9 @@ class AsyncCache:
         shorter: bool = True,
         shared_tokens: int | None = None,
     ) -> Lease:
-        """A request's pages: ``async with cache.lease(tokens) as lease``. Entering it matches, waits for room in line,
-        reserves pages for the prompt and ``new_tokens`` more, and starts loads; all or nothing.
+        """Return a lease of a request's pages, for ``async with cache.lease(tokens) as lease``. Entering the lease
+        matches ``tokens``, waits in line for room, reserves pages for the prompt and ``new_tokens`` more, and starts
+        loads; it does all of this or nothing.
 
         ``prefetch``: a handle for the same tokens; without one, a lease that may wait prefetches by itself.
         ``wait`` False: ``CacheFull`` instead of waiting. ``timeout``: seconds of waiting, then ``TimeoutError``.
@@ -333,8 +342,8 @@ class AsyncCache:
         return Lease(door, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
-        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``
-        says how much that is. Never waits for pages. Cancelling it keeps nothing.
+        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. The ``tokens`` of
+        the ``Kept`` that it returns says how much that is. Never waits for pages. Cancelling it keeps nothing.
 
         Raises:
             ConfigError: the tokens are unusable, or ``ttl`` is no number of seconds above 0.
@@ -346,15 +355,15 @@ class AsyncCache:
     # the engine's batches, where there are several workers
 
     def send_batch(self, payload: bytes = b"", leases: Sequence[Lease] = ()) -> int:
-        """Tell every worker of a batch of the engine's work, behind all that the cache has decided by now; its number,
-        for ``ready`` and ``after`` of the leases' calls. A batch is over when the engine has ended it on every worker
-        (``RankWorker``, ``EngineBatch.end``) and its events there have fired.
+        """Tell every worker of a batch of the engine's work, behind all that the cache has decided by now. Returns the
+        batch's number, for ``ready`` and ``after`` of the leases' calls. A batch is over when the engine has ended it
+        on every worker (``RankWorker``, ``EngineBatch.end``) and its events there have fired.
 
-        ``payload``: whatever the engine wants to tell its workers. ``leases``: those whose pages it reads; it gets the
-        loads of theirs that are not over, for ``wait_layers``.
+        ``payload``: whatever the engine wants to tell its workers. ``leases``: those whose pages the batch reads; it
+        gets those of their loads that have not ended, for ``wait_layers``.
 
         Raises:
-            ConfigError: ``payload`` is no bytes, or more than 8 MiB; or there are no ``workers``.
+            ConfigError: ``payload`` is not bytes, or has more than 8 MiB; or there are no ``workers``.
             RuntimeError: a lease is not held.
         """
         parts = self._ready()
@@ -366,10 +375,10 @@ class AsyncCache:
         return parts.worker.send_batch(payload, tuple(loads))
 
     async def batch_ended(self, number: int) -> None:
-        """Return when the batch is over on every worker. Cancelling it stops the waiting.
+        """Return when batch ``number`` is over on every worker. Cancelling it stops the waiting.
 
         Raises:
-            BatchFailed: an engine could not run it.
+            BatchFailed: an engine could not run the batch.
             ConfigError: ``number`` was not sent.
             RankFailure: a worker is gone; the cache is closed.
             CacheClosed: the cache was closed before the batch was over.
@@ -381,8 +390,8 @@ class AsyncCache:
     # the whole cache
 
     async def flush(self, timeout: float | None = None) -> Unsaved:
-        """Return when everything published is on the host and in storage, and durable as far as the store promises;
-        what could not be saved.
+        """Wait until everything published is on the host and in storage, and durable as far as the stores promise.
+        Returns how much could not be saved.
 
         Cancelling it stops the waiting; backups that began go on.
 
@@ -423,13 +432,13 @@ class AsyncCache:
         return await parts.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
-        """Use a store no more, and close it, while requests go on: what it cannot give any more they compute. Without
-        ``name``: the only one. What could not be saved is returned, as of the moment before it went.
+        """Use a store no more, and close it, while requests go on. They compute what it cannot give them any more.
+        Without ``name``, this is the only store. Returns how much could not be saved before the store was detached.
 
-        ``drain``: first store what is not stored yet, for so many seconds (True: ``close_deadline``); False: it goes at
-        once. It returns when the store is closed, after the calls under way: of one that hangs, its ``timeout`` later
-        (no request waits for that). Cancelling it while it drains leaves the store attached; later it stops the
-        waiting, and the store is closed by and by.
+        ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
+        the store is detached at once. It returns when the store is closed, after the calls of it that are under way; if
+        a call hangs, that is the store's ``timeout`` later, for which no request waits. Cancelling it while it drains
+        leaves the store attached. Cancelling it later stops the waiting, and the store is closed by and by.
 
         Raises:
             ConfigError: there is no such store, or several and no name was given; or ``drain`` is neither a truth value
@@ -447,8 +456,8 @@ class AsyncCache:
         return await parts.stores.detach(name, seconds)
 
     async def invalidate(self, extra_key: ExtraKey = None) -> None:
-        """Forget a namespace. From the moment of the call nothing of it is matched or fetched; leases that hold some of
-        it finish undisturbed and publish nothing.
+        """Forget the namespace of ``extra_key``. From the moment of the call none of its pages are matched or fetched.
+        Leases that hold some of them finish undisturbed and publish nothing.
 
         Device and host forget everything. In storage, what the tree knows is deleted. Pages that the tree had evicted
         stay there, out of reach of this cache, but a later process may find them: where that matters, change
@@ -476,14 +485,14 @@ class AsyncCache:
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
-        """The device pools of this process by name: where the engine reads and writes KV. Empty, where it has no rank
-        of its own."""
+        """The device pools of this process by name, where the engine reads and writes KV. Empty if the process is a
+        head without a rank of its own."""
         return self._opened().worker.pools
 
     @property
     def worker(self) -> RankWorker | None:
-        """The head's own rank among ``workers``: its pools and batches, for the engine in this process. None, if it has
-        no rank, and where there are no ``workers``."""
+        """The head's own rank among ``workers``: its pools and batches, for the engine in this process. None if the
+        head has no rank, or there are no ``workers``."""
         from asynccache.worker.group import WorkerGroup
 
         worker = self._opened().worker
@@ -491,7 +500,7 @@ class AsyncCache:
 
     @property
     def core(self) -> CacheCore:
-        """The state machine behind the cache, for audits and tools: to be looked at, never changed."""
+        """The state machine behind the cache, for audits and tools. They may look at it, but must not change it."""
         return self._opened().core
 
     @property
@@ -506,7 +515,7 @@ class AsyncCache:
 
     @property
     def in_flight(self) -> bool:
-        """Whether transfers have not ended yet."""
+        """True while there are operations that have not ended."""
         return len(self._opened().driver.ops) > 0
 
     @property
@@ -516,8 +525,8 @@ class AsyncCache:
         return {entry.options.name: entry.options for entry in entries}
 
     async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:
-        """Where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It only
-        reads: asking changes no recency. Cancelling it does nothing.
+        """Return where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It
+        only reads, and changes no recency. Cancelling it does nothing.
 
         Raises:
             ConfigError: the tokens are unusable.
@@ -528,13 +537,13 @@ class AsyncCache:
         return await explain(parts.core, parts.worker, parts.pools, space, as_key(tokens))
 
     def learned(self) -> Learned | None:
-        """What the eviction policy has learned until now; None: it learns nothing, as ``lru``. Takes the loop some
-        tenths of a millisecond; also after closing."""
+        """Return what the eviction policy has learned so far; None if it learns nothing, like ``lru``. The call takes
+        some tenths of a millisecond of the loop. It may be made after closing, too."""
         parts = self._opened()
         return parts.core.learned(parts.driver.clock())
 
     def statistics(self) -> CacheStatistics:
-        """Everything that is counted, as of now. Cheap; also after closing."""
+        """Return everything that is counted, as of now. Cheap. It may be called after closing, too."""
         parts = self._opened()
         core = parts.core.statistics()
         names = [POOL_NAME[component.kind] for component in parts.core.config.components]

@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.driving import holding
 
 Commit = Callable[[], Sequence[int]]
 """Called under the tree lock. Commits, and returns an empty sequence; or changes nothing, and returns the operations of
@@ -62,7 +63,7 @@ class Completions:
     async def _commit_all(self, first: Completion) -> None:
         """Commit ``first`` and all that wait. In a frame of its own: a reference that ``run`` kept would keep the
         handles of prefetches alive that nobody has any more."""
-        async with self._driver.lock:
+        async with holding(self._driver.lock):
             self._driver.settle()
             for completion in (first, *self._take()):
                 self._commit(completion)

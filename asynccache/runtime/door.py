@@ -1,7 +1,7 @@
-"""What the leases of one cache share, and who holds something.
+"""The parts of one cache that its leases share, and who holds something.
 
 Mutable state: ``holders``, which has the core's leases, each with the task to which it was granted, and the prefixes
-that are kept. It keeps neither a request's ``Lease`` nor its task alive.
+that are kept. ``holders`` keeps neither a request's ``Lease`` nor its task alive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CHECKPOINTS = 2
 
 
 class Door:
-    """``default_states``: MAMBA slots of a lease that asks for none; 0 where there are no recurrent states."""
+    """What a lease gets from its cache. ``default_states``: how many MAMBA slots a lease has if it does not say; 0 if
+    the model has no recurrent states. ``has_swa``: True if the model has a sliding window."""
 
     def __init__(
         self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: Engine,
@@ -53,10 +54,10 @@ class Door:
         return f"Door({len(self.holders)} leases)"
 
     def check_states(self, states: object) -> int:
-        """``states`` as a count of MAMBA slots.
+        """Return ``states`` as a count of MAMBA slots.
 
         Raises:
-            ConfigError: it is none, or there are no recurrent states in this cache.
+            ConfigError: ``states`` is no count, or is above 0 in a cache without recurrent states.
         """
         count = checks.integer("states", states, 0)
         if count and not self.default_states:
@@ -64,13 +65,14 @@ class Door:
         return count
 
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether ``task`` holds a lease. Looks at all holders, which is fine for a caller that is about to wait."""
+        """Return True if ``task`` holds a lease. Looks at all holders, which is fine for a caller that is about to
+        wait."""
         return any(holder is not None and holder() is task for holder in self.holders.values())
 
     def idle(self) -> bool:
-        """Whether nothing is under way that could ever give anything back."""
+        """Return True if nobody holds a lease and no operation is under way: then nothing could give pages back."""
         return not self.holders and not len(self.driver.ops)
 
     def shut(self, error: Callable[[], AsyncCacheError]) -> None:
-        """Every request in line gets an ``error()`` of its own."""
+        """Send every request in line away with an ``error()`` of its own."""
         self.driver.line.fail(error)

@@ -1,4 +1,6 @@
-"""The only place where the runtime drives the core: one lock, calls in slices, plans performed, outcomes applied.
+"""The only place where the runtime drives the core: guarded calls, plans performed, outcomes applied.
+
+Nothing in this module waits; ``driving`` has the coroutines around it.
 
 Laws:
 * No await between a core call and ``perform``: effects are in their queues before anybody else can run.
@@ -6,11 +8,9 @@ Laws:
   give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
   evict or back up to the next holder.
 * Whoever takes the lock settles first: outcomes that wait are applied before anything is decided on top of them.
-* Under the lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
-* A cancellation that arrives between two slices is kept until the last one is done.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
-  plan that cannot be performed, close the cache with that error. Its books may be wrong: no call is made of them
-  again, also not for the next slice of one that is under way.
+  plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
+  is made again, not even for the next slice of a call that is under way.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NoReturn, ParamSpec, TypeVar
 
-from asynccache.core.cache import CacheCore
+from asynccache.core.cache import Ask, CacheCore, Grant, Lease
 from asynccache.core.plan import (
     EMPTY,
     BackupHost,
@@ -35,7 +35,6 @@ from asynccache.core.plan import (
     Copy,
     Effect,
     Event,
-    More,
     Outcome,
     Plan,
     Publish,
@@ -58,7 +57,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 REFUSALS = (ConfigError, CacheFull)
-"""What a core call raises to refuse its arguments. It has changed nothing then."""
+"""What a core call raises to refuse its arguments. Such a call has changed nothing."""
 
 
 class Nudge(Enum):
@@ -71,25 +70,29 @@ Ack = Outcome | Nudge
 
 
 def nothing(*_: object) -> None:
-    """For who has nothing to do, or nothing to check."""
+    """Do nothing: a callback for callers that have nothing to do or to check."""
 
 
 class Driver:
     """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
 
-    ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
-    its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
-    no new requests. ``closed``: why every call is refused, once the cache is closed. ``copy``: what takes the copies of
-    each plan; ``store``, ``publish``: what take a backup to storage, and a KV event. None of them blocks or fails.
-    ``clock``: seconds, told to the core with each call. ``broken``: whether the core's books may be wrong.
+    ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; the queue has no
+    bound of its own, because the core bounds the operations in flight. ``draining``: True once the cache is about to be
+    closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is closed.
+    ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation. ``line``,
+    ``prefetch_line``: where leases, and prefetches, wait for room. ``clock``: returns seconds, which the core is told
+    with each call.
+
+    Three functions take the effects of a plan, and none of them blocks or fails: ``copy`` takes all its copies,
+    ``store`` one backup to storage, ``publish`` one KV event.
     """
 
     copy: Callable[[Sequence[Copy]], None]
     store: Callable[[BackupStorage], None]
-    publish: Callable[[Event], None] = staticmethod(nothing)
 
     def __init__(self, core: CacheCore) -> None:
         self.core = core
+        self.publish: Callable[[Event], None] = nothing
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations()
@@ -103,7 +106,7 @@ class Driver:
         self._waiting = False
         self._nudged = False
         self.on_failure: Callable[[BaseException], None] = self.close
-        self._thread = threading.get_ident()
+        self._owner = threading.get_ident()
         self.clock: Callable[[], float] = time.monotonic
         core.world.may_split = False
 
@@ -112,28 +115,19 @@ class Driver:
 
     @property
     def unapplied(self) -> int:
-        """How many outcomes wait to be applied, those in the hands of the ack task among them."""
+        """How many outcomes wait to be applied, including those in the hands of the ack task."""
         return len(self._in_hand) + self.acks.qsize()
 
     def post(self, outcome: Outcome) -> None:
-        """An operation's I/O has let go; the next one to take the lock applies it."""
+        """Queue the outcome of an operation whose I/O has let go of its buffers. Whoever takes the lock next applies
+        it."""
         self._waiting = True
         self.acks.put_nowait(outcome)
 
-    async def run_acks(self, then: Callable[[], object] = nothing) -> None:
-        """The ack task, which applies outcomes when nobody else comes by: for ever, wait for one, take the lock once,
-        apply all that wait by then, and call ``then``. An acquisition for each outcome would starve behind calls in
-        slices. Cancelling it leaves what waits to the next holder of the lock.
-
-        Raises:
-            CacheClosed: the cache is closed.
-        """
-        while True:
-            ack = await self.acks.get()  # first: somebody else may replace the list meanwhile
-            self._in_hand.append(ack)
-            async with self.lock:
-                self.settle()
-            then()
+    def ended(self, status: Status, ops: Sequence[int]) -> None:
+        """Post the outcome ``status`` for each of the operations ``ops``."""
+        for op in ops:
+            self.post(Outcome(op, status))
 
     def settle(self) -> None:
         """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.
@@ -148,8 +142,13 @@ class Driver:
         if self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
+    def take_in_hand(self, ack: Ack) -> None:
+        """The ack task has taken ``ack`` out of the queue, and waits for the lock with it. Whoever takes the lock first
+        applies it."""
+        self._in_hand.append(ack)
+
     def _take_acks(self) -> list[Outcome]:
-        """Everything that waits, in the order in which it came."""
+        """Take and return all outcomes that wait, in the order in which they came."""
         acks, self._in_hand, self._nudged, self._waiting = self._in_hand, [], False, False
         while not self.acks.empty():
             acks.append(self.acks.get_nowait())
@@ -206,8 +205,9 @@ class Driver:
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """As ``unlocked``, for what a holder of pins or pages must always be able to do, and what is never refused.
-        Where the books may be wrong nothing is given back to anybody, and the plan is empty."""
+        """Make a core call as ``unlocked`` does, for what a holder of pins or pages must always be able to do: it is
+        never refused. If the core's books may be wrong, the call is not made, and the plan that is returned is
+        empty."""
         if self.broken:
             return EMPTY
         try:
@@ -220,6 +220,32 @@ class Driver:
             self._nudge()
         return plan
 
+    def lease_at_once(self, ask: Ask, granted: Callable[[Grant], None]) -> bool:
+        """Make the core's ``lease`` in the common case: nobody is in line, the tree lock is free, and one slice
+        suffices. ``granted`` is called with the grant in the same turn of the loop. Returns True if the lease was
+        granted, and False in any other case.
+
+        Raises:
+            CacheClosed: the cache is closed.
+            CacheFull: the reservation is larger than the device.
+        """
+        if self.line or not self.lock.take():
+            return False
+        try:
+            self.settle()
+            answer = self.locked(self.core.lease, ask)
+            if isinstance(answer, Grant):
+                granted(answer)
+            self.perform(answer.plan)
+        finally:
+            self.lock.release()
+        return isinstance(answer, Grant)
+
+    def release(self, lease: Lease, ended: bool = False) -> None:
+        """Make the core's ``release``, and perform its plan."""
+        call = self.core.release
+        self.perform(self.give_back(call, lease, ended=True) if ended else self.give_back(call, lease))
+
     def _nudge(self) -> None:
         """Have the ack task take the lock and follow up, if nobody else comes first."""
         if not self._nudged:
@@ -227,14 +253,16 @@ class Driver:
             self.acks.put_nowait(Nudge.FOLLOW_UP)
 
     def _break(self, error: BaseException) -> None:
-        """The books may be wrong."""
+        """Note that the core's books may be wrong, and close the cache with ``error``."""
         self.broken = True
         self.on_failure(error)
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
-        """Hand every effect to its stage, all copies at once, and wake who waits for what ended or was freed.
+        """Hand every effect of ``plan`` to its stage, all copies at once, and wake whoever waits for what has ended or
+        was freed.
 
-        ``retiring`` collects the operations that the caller answers itself, once the engine's events have fired.
+        ``retiring``: a list that gets the operations of ``Retire`` effects. The caller posts their outcomes itself,
+        once the engine's events have fired; with None they are done at once.
         """
         effects, ended, freed = plan
         try:
@@ -270,54 +298,9 @@ class Driver:
         if copies:
             self.copy(copies)
 
-    async def slices(
-        self, call: Callable[[], T | More], check: Callable[[], object] = nothing
-    ) -> tuple[T, asyncio.CancelledError | None]:
-        """Under the lock: make the core call ``call`` until it answers, with a turn of the loop between slices.
-        ``check`` is called before each slice, and raises if there is no point in it any more.
-
-        The caller performs the answer's plan first and raises the cancellation, if one came, then.
-        """
-        cancelled: asyncio.CancelledError | None = None
-        while True:
-            check()
-            if not isinstance(result := self.locked(call), More):
-                return result, cancelled
-            self.perform(result.plan)
-            try:
-                await asyncio.sleep(0)
-            except asyncio.CancelledError as error:
-                cancelled = error
-            if self.closed is None:
-                self.settle()
-
-    async def run(
-        self, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = nothing
-    ) -> T:
-        """Take the lock, settle, make the core call ``call`` in slices, and ``done`` with the answer, which performs
-        its plan.
-
-        Where the lock is free and one slice suffices nothing is waited for. Cancelling it before the first slice does
-        nothing; later, the call is finished first, and ``done`` is told. ``check``: as in ``slices``.
-        """
-        if not self.lock.take():
-            await self.lock.acquire()
-        try:
-            self.settle()
-            answer, cancelled = await self.slices(call, check)
-            done(answer)
-        finally:
-            self.lock.release()
-        if cancelled is not None:
-            raise cancelled
-        return answer
-
-    async def transact(self, call: Callable[[], Plan | More]) -> None:
-        """``run``, for calls whose answer is a plan."""
-        await self.run(call, self.perform)
-
     def close(self, cause: BaseException | None) -> None:
-        """From now on every call is refused, and everybody who waits here is told why."""
+        """Refuse every call from now on, and tell everybody who waits here why. ``cause``: the error that closes the
+        cache; None: it is closed on purpose."""
         self.closed = CacheClosed(self._why(cause))
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
@@ -330,7 +313,8 @@ class Driver:
         return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:
-        """A new ``CacheClosed`` for one waiter, from the error that closed the cache; that error, if a rank failed."""
+        """Return a new error for one waiter: a ``CacheClosed`` with the error that closed the cache as its cause, or a
+        copy of that error if it is a ``RankFailure``."""
         assert self.closed is not None
         cause = self.closed.__cause__
         if isinstance(cause, RankFailure):
@@ -340,20 +324,20 @@ class Driver:
         return error
 
     def check_thread(self) -> None:
-        """Raises ``RuntimeError`` in any thread but the loop's."""
-        if threading.get_ident() != self._thread:
+        """Raise ``RuntimeError`` in any thread but the loop's."""
+        if threading.get_ident() != self._owner:
             raise RuntimeError("the cache belongs to the thread of its loop; use the *_threadsafe calls of a lease")
 
     def check_ready(self) -> None:
-        """Whether a new call may be made. Raises ``CacheClosed`` if the cache is closed or about to be, and
-        ``RuntimeError`` in another thread."""
-        if threading.get_ident() != self._thread or self.closed is not None:
+        """Check that a new call may be made. Raises ``CacheClosed``, or ``RankFailure`` if a rank failed, if the cache
+        is closed or about to be; and ``RuntimeError`` in any thread but the loop's."""
+        if threading.get_ident() != self._owner or self.closed is not None:
             self.check_thread()
             self.refuse()
         if self.draining:
             raise CacheClosed("the cache is closing")
 
     def refuse(self) -> NoReturn:
-        """Raise why the cache is closed."""
+        """Raise the error that says why the cache is closed."""
         raise self.closed_error()
 

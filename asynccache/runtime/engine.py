@@ -1,11 +1,11 @@
 """What the head knows of the engine: which batches of its work are not over, and what has to wait for them.
 
 Laws:
-* No copy reads a committed page before the batch that its commit named is over. A backup may start long after its
-  commit (the core defers it), so every copy out of device pages waits, on the device, for all that commits have named.
-* What is copied into a page waits, on the device, for the batches that some lease named while it had that page, and
-  for no other (``fences``). They are looked up when the copy is asked for: what is named later does not hold it, since
-  the engine may wait for that very copy.
+* No backup reads a committed page before the batch that the page's commit named is over. A backup may start long after
+  the commit (the core defers it), so every backup waits, on the device, for all batches that commits have named.
+* A copy into a page waits, on the device, for the batches that some lease named while it had that page, and for no
+  other (``fences``). These batches are looked up when the copy is asked for. A batch that is named later does not hold
+  the copy up, since the engine may wait for that very copy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from asynccache.core.plan import BackupHost, Copy, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.runtime.fences import Fences, not_over
-from asynccache.worker.contract import Batch, Work, Worker
+from asynccache.worker.contract import Batch, Worker
+from asynccache.worker.joining import joined
 
 SWEEP = 64
-"""How many batches there may be, beyond twice those that were not over the last time, before all are looked at."""
+"""How many batches may be known, beyond twice those that were not over at the last sweep, before the next one. A sweep
+forgets the batches that are over."""
 
 
 class Engine:
@@ -42,11 +44,11 @@ class Engine:
         return f"Engine({self.fences!r}, {len(self._ready)} batches that commits named)"
 
     def event(self, name: str, event: object | None) -> object | None:
-        """The engine's ``event`` as it is now, for ``batch``; None if it is None. ``name``: the argument it was given
-        as. For any thread.
+        """Return the engine's ``event`` as it is now, in the form that ``batch`` takes; None if ``event`` is None.
+        ``name``: of the argument whose value it is, for the error's text. From any thread.
 
         Raises:
-            ConfigError: copies cannot wait for it.
+            ConfigError: copies cannot wait for the event.
         """
         if event is None:
             return None
@@ -56,14 +58,14 @@ class Engine:
             raise ConfigError(f"{name}: {error}") from error
 
     def batch(self, name: str, event: object | None) -> Batch | None:
-        """The batch that ends with the engine's ``event``; None if that is None. ``name`` and errors as for
-        ``event``."""
+        """Return the batch that ends with the engine's ``event``; None if ``event`` is None. ``name`` and errors are as
+        for the method ``event``."""
         taken = self.event(name, event)
         return None if taken is None else self._worker.batch(taken)
 
     def fence(self, lease: CoreLease, *batches: Batch) -> None:
-        """The engine may use the lease's pages until ``batches`` are over. Any copy into these pages that is asked for
-        later waits for that, on the device."""
+        """Note that the engine may use the lease's pages until ``batches`` are over. Any copy into these pages that is
+        asked for later waits for that, on the device."""
         pending = not_over(*batches)
         if pending:
             slots: dict[int, bytes] = {kind: self._core.pages(lease, kind) for kind in self._tables}
@@ -73,23 +75,21 @@ class Engine:
                 self.fences.add(batch, slots)
 
     def expect(self, ready: Batch) -> None:
-        """A commit is about to publish pages that ``ready`` writes."""
+        """Note that a commit is about to publish pages that the batch ``ready`` writes."""
         if not ready.done():
             self._ready[ready.number] = ready
             if len(self._ready) >= self._sweep_at:  # without a host tier nothing else forgets those that are over
                 self._sweep_at = 2 * len(self.pending()) + SWEEP
 
     def pending(self) -> list[Batch]:
-        """The batches that commits named and that are not over, each once."""
+        """Return the batches that commits named and that are not over, each once. The others are forgotten."""
         alive = not_over(*self._ready.values())
         self._ready = {batch.number: batch for batch in alive}
         return alive
 
     def begin(self, effects: Sequence[Copy]) -> None:
         """Hand the copies of a plan to the worker, with the batches that each has to wait for."""
-        self._worker.perform([
-            Work(effect, tuple([batch.number for batch in self._before(effect)])) for effect in effects
-        ])  # fmt: skip
+        self._worker.perform(joined(effects, self._before))
 
     def _before(self, effect: Copy) -> Sequence[Batch]:
         if isinstance(effect, BackupHost):

@@ -1,10 +1,12 @@
-"""How a lease gets in: prefetch, the line, the stop policy, one attempt after another.
+"""How a lease gets its pages: it waits for its prefetch as the policy says, stands in line, and tries until it is
+granted.
 
-Law: who waits holds nothing. A lease that must see its prefetch through (wait_complete; timeout, until then) does so
-beside the line, so that it blocks nobody, and comes in by the ticket it drew on arrival. At the head, when its pages
-could be granted, a prefetch that still runs is stopped: that is what best_effort means, and a timeout that has passed.
-It ends with the call of the store that is in flight; if the store does not answer within ``GRACE``, or is left alone by
-now, the lease goes in without it, and the pages go back when the store has let go of them.
+Law: who waits holds nothing. A lease that has to wait for its prefetch (to its end under wait_complete, until the
+deadline under timeout) waits beside the line, so that it blocks nobody. Then it joins the line with the ticket that it
+drew on arrival. At the head, once its pages could be granted, a prefetch that still runs is told to stop: under
+best_effort, and under timeout after the deadline. The prefetch ends with the store's call that is in flight. If the
+store does not answer within ``GRACE`` seconds, or refuses calls by now, the lease is granted without the prefetch,
+whose pages go back when the store has let go of them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from asynccache.core.cache import EVERYTHING, Ask, Grant
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError
+from asynccache.runtime.driving import holding, slices, woken
 from asynccache.runtime.line import Place
 from asynccache.runtime.prefetch import Held, Prefetch, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
@@ -35,7 +38,7 @@ def ask_for(
     door: Door, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
     swa_chunk: object, shorter: object, shared_tokens: object,
 ) -> Ask:  # fmt: skip
-    """What the core is asked for: the request, in Python's own types, as it stays until the lease is over.
+    """Check the arguments of a lease, and return the request to the core, which stays the same until the lease is over.
 
     Raises:
         ConfigError: an argument is unusable; the message names it and its value.
@@ -55,25 +58,8 @@ def ask_for(
     )  # fmt: skip
 
 
-def enter_at_once(door: Door, ask: Ask, granted: Granted) -> bool:
-    """The common case: nobody is in line, the tree lock is free, and one slice suffices. Returns False, and nothing
-    was granted, in any other."""
-    driver = door.driver
-    if driver.line or not driver.lock.take():
-        return False
-    try:
-        driver.settle()
-        answer = driver.locked(driver.core.lease, ask)
-        if isinstance(answer, Grant):
-            granted(answer)
-        driver.perform(answer.plan)
-    finally:
-        driver.lock.release()
-    return isinstance(answer, Grant)
-
-
 class Turn(Enum):
-    """What came of one attempt at the head."""
+    """The result of one attempt at the head of the line."""
 
     GRANTED = "the lease holds everything"
     NOT_YET = "wait for something to be given back"
@@ -81,9 +67,10 @@ class Turn(Enum):
 
 
 class Entry:
-    """The way in of one lease that may have to wait: for a prefetch, for the tree, for pages.
+    """The wait of one lease until it is granted: for a prefetch, for the tree lock, for pages.
 
-    ``handle``: its prefetch, if there is one. ``arrival``: what the tiers held when it came, if that was looked up.
+    ``handle``: the lease's prefetch; None: it has none. ``arrival``: what the tiers held when the lease came; None:
+    that was not looked up.
     """
 
     def __init__(self, door: Door, ask: Ask, handle: Prefetch | None, wait: bool, timeout: float | None) -> None:
@@ -105,14 +92,15 @@ class Entry:
         self.arrival: Held | None = self.handle.arrival if self.handle is not None else None
 
     async def run(self, granted: Granted) -> None:
-        """Return when ``granted`` was called. Cancelling it gives up the place in line and a prefetch of its own."""
+        """Wait until the lease is granted, and call ``granted`` with the grant. Cancelling it gives up the place in
+        line, and the prefetch if the lease has begun it itself."""
 
         def entered(grant: Grant) -> None:
             granted(grant)
             self._granted = True
 
         try:
-            if self.handle is not None and self.handle.done() and enter_at_once(self._door, self._ask, entered):
+            if self.handle is not None and self.handle.done() and self._door.driver.lease_at_once(self._ask, entered):
                 return
             if self._timeout is None:
                 await self._run(entered)
@@ -131,7 +119,7 @@ class Entry:
         await self._in_line(granted)
 
     def _leave(self) -> None:
-        """Leave the line; nobody needs this request's own prefetch any more."""
+        """Leave the line, and give up the prefetch if the lease has begun it itself."""
         if self._place is not None:
             self._line.leave(self._place)
         if self.handle is not None:
@@ -155,7 +143,7 @@ class Entry:
     async def _in_line(self, granted: Granted) -> None:
         driver = self._door.driver
         while True:
-            async with driver.lock:
+            async with holding(driver.lock):
                 driver.settle()
                 turn = await self._turn(granted)
                 if turn is Turn.GRANTED:
@@ -164,11 +152,12 @@ class Entry:
             if turn is Turn.STOPPING and self.handle is not None:
                 await self._stopped(self.handle)
             elif self._place is not None:
-                await self._line.woken(self._place)
+                await woken(self._place)
 
     async def _stopped(self, handle: Prefetch) -> None:
-        """Return when ``handle``, which was told to stop, has ended, or this lease has given it up: at once if the
-        store is away, or those in line would wait for one call that hangs after the other."""
+        """Return when ``handle``, which was told to stop, has ended, or this lease has given it up after ``GRACE``
+        seconds. If the stores refuse calls, the lease gives it up at once: else those in line would wait for one call
+        that hangs after the other."""
         try:
             async with asyncio.timeout(0.0 if self._door.worker.shut else GRACE):
                 await handle
@@ -177,7 +166,7 @@ class Entry:
             handle.give_up()
 
     async def _turn(self, granted: Granted) -> Turn:
-        """Under the lock."""
+        """Make an attempt, under the lock."""
         if self._line.must_wait(self.ticket):
             return Turn.NOT_YET
         if self.handle is not None and not self.handle.done() and not self._gave_up:
@@ -185,7 +174,7 @@ class Entry:
         return await self._try(granted)
 
     async def _probe(self, handle: Prefetch) -> Turn:
-        """Could the pages be granted? Then the prefetch has had its time."""
+        """Find out, without granting anything, if the pages could be granted; if so, tell the prefetch to stop."""
         if not self._wait:
             if self._door.prefetching.may_stop(handle):
                 handle.tell(Wish.STOP)
@@ -193,10 +182,10 @@ class Entry:
         driver = self._door.driver
         core, ask = driver.core, self._ask._replace(load=False)
         answer: Grant | Wait
-        answer, cancelled = await driver.slices(lambda: core.lease(ask))
+        answer, cancelled = await slices(driver, lambda: core.lease(ask))
         driver.perform(answer.plan)
         if isinstance(answer, Grant):
-            driver.perform(driver.give_back(core.release, answer.lease))
+            driver.release(answer.lease)
         if cancelled is not None:
             raise cancelled
         if isinstance(answer, Wait):
@@ -207,7 +196,7 @@ class Entry:
     async def _try(self, granted: Granted) -> Turn:
         driver = self._door.driver
         answer: Grant | Wait
-        answer, cancelled = await driver.slices(lambda: driver.core.lease(self._ask))
+        answer, cancelled = await slices(driver, lambda: driver.core.lease(self._ask))
         if isinstance(answer, Grant):
             granted(answer)
         driver.perform(answer.plan)
@@ -216,11 +205,12 @@ class Entry:
         return Turn.GRANTED if isinstance(answer, Grant) else Turn.NOT_YET
 
     def _stay(self, turn: Turn) -> None:
-        """Still under the lock, with no await since the attempt: whatever is given back from now on wakes this one.
+        """Stand in line after an attempt that failed. The caller still has the lock and has not awaited anything since
+        the attempt; so whatever is given back from now on wakes this lease.
 
         Raises:
-            CacheFull: it is not to wait, or nothing that could end its waiting is under way.
-            RuntimeError: this task holds a lease, and what it waits for may be what it holds.
+            CacheFull: the lease is not to wait, or nothing is under way that could end its waiting.
+            RuntimeError: this task holds a lease, and what it would wait for may be what it holds.
         """
         if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")
@@ -234,7 +224,7 @@ class Entry:
             self._line.sleep(self._place)
 
     def _join(self) -> None:
-        """Stand in line."""
+        """Stand in line with the ticket that was drawn on arrival."""
         if self._place is None:
             self._place = self._line.join(self.ticket)
             if self.arrival is None:

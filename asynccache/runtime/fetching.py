@@ -22,6 +22,7 @@ from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.driving import drive
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.worker.contract import Asked, Read, Result
@@ -273,7 +274,7 @@ class Fetch:
         return await self._take(lambda: core.prefetch_take_aux(self.op, end))
 
     async def _take(self, call: Callable[[], Taken | More]) -> Taken:
-        return await self._driver.run(call, lambda taken: self._driver.perform(taken.plan))
+        return await drive(self._driver, call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
         await self._completions.committed(partial(self._try_to_commit, end))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import More, Wait
+from asynccache.runtime.driving import drive
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig
@@ -74,7 +75,7 @@ class Keeper:
             kept.append(self._kept_by(answer, ttl))
 
         try:
-            _: Grant | Wait = await driver.run(lease, done)
+            _: Grant | Wait = await drive(driver, lease, done)
         except asyncio.CancelledError:
             for one in kept:
                 one.release()
@@ -94,7 +95,7 @@ class Keeper:
         """Called by ``Kept.release``."""
         self._kept.discard(kept)
         del self._door.holders[kept]
-        self._driver.perform(self._driver.give_back(self._driver.core.release, lease))
+        self._driver.release(lease)
 
     def close(self) -> None:
         """Release every prefix: the cache closes."""

@@ -50,8 +50,7 @@ def worth_at(edges: Sequence[float], worth: Sequence[float], age: float) -> floa
 def plain(policy: str, learned: Learned) -> dict[str, Any]:
     """The short form, as values that JSON has. ``policy``: the policy's name."""
     return {
-        "policy": policy, "requests": learned.requests, "lessons": learned.lessons, "ghosts": learned.ghosts,
-        "returned_blocks": round(learned.returned, 2), "ages_s": list(AGES),
+        **_counts(policy, learned), "ages_s": list(AGES),
         "kinds": [
             {"name": kind.name, "blocks": round(kind.blocks, 2), "again": [round(share, 5) for share in kind.again],
              "worth": [_figures(worth) for worth in kind.worth]}
@@ -63,14 +62,20 @@ def plain(policy: str, learned: Learned) -> dict[str, Any]:
 def curves(policy: str, learned: Learned) -> dict[str, Any]:
     """The whole curves, as values that JSON has. ``policy``: the policy's name."""
     return {
-        "policy": policy, "requests": learned.requests, "lessons": learned.lessons, "ghosts": learned.ghosts,
-        "returned_blocks": round(learned.returned, 2), "edges_s": [_figures(edge) for edge in learned.edges],
+        **_counts(policy, learned), "edges_s": [_figures(edge) for edge in learned.edges],
         "curves": [
             {"name": curve.name, "used": [round(count, 2) for count in curve.used],
              "reached": [round(count, 2) for count in curve.reached],
              "again": [round(share, 5) for share in curve.again], "worth": [_figures(worth) for worth in curve.worth]}
             for curve in learned.curves
         ],
+    }  # fmt: skip
+
+
+def _counts(policy: str, learned: Learned) -> dict[str, Any]:
+    return {
+        "policy": policy, "requests": learned.requests, "lessons": learned.lessons, "ghosts": learned.ghosts,
+        "watched": learned.watched, "leads": learned.leads, "returned_blocks": round(learned.returned, 2),
     }  # fmt: skip
 
 

@@ -30,7 +30,8 @@ from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
-from asynccache.runtime.entry import Entry, enter_at_once
+from asynccache.runtime.driving import drive
+from asynccache.runtime.entry import Entry
 from asynccache.runtime.handoff import hand_over
 from asynccache.runtime.prefetch import Held, Prefetch
 from asynccache.runtime.publishing import Publishing
@@ -124,7 +125,10 @@ class Lease:
             self._into_what_is_valid()
         self._state = ENTERING
         try:
-            if self._handle is not None or door.worker.has_stores or not enter_at_once(door, self._ask, self._granted):
+            if (
+                self._handle is not None or door.worker.has_stores
+                or not door.driver.lease_at_once(self._ask, self._granted)
+            ):  # fmt: skip
                 await self._enter(Entry(door, self._ask, self._handle, self._wait, self._timeout))
             door.lookups.count(self._core, self._ask, self._found(), self._handle)
         except BaseException:
@@ -360,7 +364,7 @@ class Lease:
             driver.perform(answer.plan if isinstance(answer, Wait) else answer)
 
         while True:
-            answer: Plan | Wait = await driver.run(grow, done, self._held)
+            answer: Plan | Wait = await drive(driver, grow, done, self._held)
             if not isinstance(answer, Wait):
                 return self.pages
             if not (wait and answer.ops):
@@ -494,8 +498,6 @@ def _give_back(
     """All that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its commits."""
     del door.holders[core]
     if publishing is None:
-        driver = door.driver
-        release = driver.core.release
-        driver.perform(driver.give_back(release, core, ended=True) if ended else driver.give_back(release, core))
+        door.driver.release(core, ended)
     else:
         publishing.release(after, ended)

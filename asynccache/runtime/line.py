@@ -43,12 +43,12 @@ class Line:
         return len(self._places)
 
     def ticket(self) -> int:
-        """A number that is higher than all that were drawn before."""
+        """Draw a ticket: a number higher than all that were drawn before."""
         self._tickets += 1
         return self._tickets
 
     def join(self, ticket: int) -> Place:
-        """Enter the line at the position that ``ticket`` gives."""
+        """Enter the line at the position that ``ticket`` gives, and return the place."""
         place = Place(ticket)
         insort(self._places, place)
         return place
@@ -60,31 +60,17 @@ class Line:
         self.wake()
 
     def is_head(self, place: Place) -> bool:
-        """Whether ``place`` is the first in line, and may try."""
+        """Return True if ``place`` is the first in line, whose owner may try."""
         return self._places[0] is place
 
     def must_wait(self, ticket: int) -> bool:
-        """Whether somebody with an earlier ticket is waiting."""
+        """Return True if somebody with an earlier ticket is in line."""
         return bool(self._places) and self._places[0].ticket < ticket
 
     def sleep(self, place: Place) -> None:
-        """From now on a wake-up reaches ``place``. There must be no await between the attempt that failed and this
+        """Let a wake-up reach ``place`` from now on. There must be no await between the attempt that failed and this
         call."""
         place.signal = asyncio.get_running_loop().create_future()
-
-    async def woken(self, place: Place, until: float | None = None) -> None:
-        """Return when ``place`` was woken after ``sleep``. Cancelling stops the waiting; the place stays taken.
-
-        Raises:
-            TimeoutError: ``until``, in the loop's time, came first.
-        """
-        signal = place.signal
-        if signal is not None:
-            try:
-                async with asyncio.timeout_at(until):
-                    await signal
-            finally:
-                place.signal = None
 
     def wake(self) -> None:
         """Something was given back: wake the head, which tries again."""

@@ -1,6 +1,6 @@
-"""The parts of one open cache, put together. ``AsyncCache`` alone has all of them; each part gets what it uses.
+"""Builds the parts of one open cache. Only ``AsyncCache`` has all of them; each part gets what it uses.
 
-Mutable state: none of its own; what the parts have belongs to one loop and one thread.
+This module has no mutable state of its own. The state of the parts belongs to one loop and one thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
 from asynccache.runtime.door import Door
 from asynccache.runtime.driver import Driver, nothing
+from asynccache.runtime.driving import run_acks
 from asynccache.runtime.engine import Engine
 from asynccache.runtime.fences import RetireStage
 from asynccache.runtime.freezing import Freezer
@@ -44,7 +45,7 @@ REMEMBERED = 1 << 14
 
 
 class Parts:
-    """Built when a cache opens; ``start`` makes its tasks, ``close`` refuses every call from then on."""
+    """All parts of a cache, built when it opens. ``start`` makes their tasks; after ``close`` every call is refused."""
 
     def __init__(
         self, config: CacheConfig, pools: Sequence[PoolSpec], worker: Worker, on_event: OnEvent | None
@@ -101,8 +102,8 @@ class Parts:
             self.driver.publish = self.events.put
 
     def _tell_late(self, late: bool) -> None:
-        """Called by a timer, too, which nobody awaits: a core that fails here has closed the cache, and those who are
-        told that are told why."""
+        """Tell the core whether storage is ``late``. A timer calls this, too, and nobody would see its error; so an
+        error of the core is not raised here if it has closed the cache, whose users are told the reason."""
         try:
             self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
         except Exception:
@@ -112,15 +113,15 @@ class Parts:
     # tasks
 
     async def start(self) -> None:
-        """Make the workers. Cancelling it leaves none behind."""
+        """Start the cache's tasks. Cancelling it leaves none behind."""
         await self.supervisor.start()
-        reports = Reports(self.driver.post, self.supervisor.fail, self._keys)
+        reports = Reports(self.driver.ended, self.supervisor.fail, self._keys)
         for name, work in [*self.worker.start(reports), *self._workers()]:
             self.supervisor.spawn(work, f"asynccache-{name}")
         self.stores.begin()
 
     def _workers(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", self.driver.run_acks(self._after_acks))]
+        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._after_acks))]
         if self.events is not None:
             workers.append(("events", self.events.run()))
         if self.worker.takes_stores:
@@ -133,7 +134,8 @@ class Parts:
             self.announcing.report(store, there, keys)
 
     def close(self, cause: BaseException | None) -> None:
-        """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
+        """Refuse every call from now on, and tell everybody who waits why. ``cause``: the error that closes the cache;
+        None: it is closed on purpose."""
         driver = self.driver
         if driver.closed is None:
             driver.close(cause)
@@ -145,13 +147,14 @@ class Parts:
     # looking at it
 
     def meters(self) -> Mapping[str, Meter]:
-        """The transfer stages' counters."""
+        """Return the counters of the transfer stages, by stage."""
         return {
             **self.worker.meters(), "backup_storage": self.outbox.meter, "prefetch": self.prefetching.meter,
         }  # fmt: skip
 
     def queues(self) -> Mapping[str, int]:
-        """What waits where: effects for their stages, prefetches, requests in line, outcomes for the core."""
+        """Return how much waits in each queue: operations for their stages, prefetches, outcomes for the core, leases
+        in line, and backups in flight."""
         return {
             **self.worker.queues(),
             "backup_storage": len(self.outbox),

@@ -26,6 +26,7 @@ from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.driving import holding, woken
 from asynccache.runtime.fetching import Fetch
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.line import Place
@@ -36,6 +37,9 @@ from asynccache.worker.layout import Layout
 from asynccache.worker.stats import Meter
 
 PATIENCE = 0.5
+MOST_SAVES = 4
+"""How often a prefetch waits for the pages before its own to be copied to the host. They may be gone again by the time
+it looks: backups that were deferred make room, too, and each would go on at the other's cost for ever."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
 
@@ -215,9 +219,10 @@ class Prefetching:
         line = self._driver.prefetch_line
         place: Place | None = None
         begin, until = Begin.NEXT, None
+        saved = 0
         try:
             while handle.wish is Wish.RUN:
-                async with self._driver.lock:
+                async with holding(self._driver.lock):
                     self._driver.settle()
                     if handle.wish is not Wish.RUN:  # told while it waited for the lock
                         return None
@@ -226,6 +231,9 @@ class Prefetching:
                         return answer
                     place = self._give_way(handle, place, answer)
                 if place is None:
+                    saved += 1
+                    if saved > MOST_SAVES:
+                        return Skip("the anchor does not stay on the host")
                     await self._asleep(handle, answer.ops)
                     continue
                 if line.is_head(place) and until is None:
@@ -281,7 +289,7 @@ class Prefetching:
         """Return True when ``place`` was woken or ``handle`` was told something; False if ``until`` came first."""
         handle.asleep = place.signal
         try:
-            await self._driver.prefetch_line.woken(place, until)
+            await woken(place, until)
         except TimeoutError:
             return False
         finally:

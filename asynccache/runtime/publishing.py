@@ -17,6 +17,7 @@ from asynccache.core.cache import Ask, Committed
 from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import Wait
 from asynccache.errors import ConfigError
+from asynccache.runtime.driving import holding
 from asynccache.runtime.fences import not_over
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
@@ -99,7 +100,7 @@ class Publishing:
         self, key: bytes, hashes: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
         driver = self._publisher.driver
-        async with driver.lock:
+        async with holding(driver.lock):
             driver.settle()
             if self._core.released:
                 raise RuntimeError("the lease is released")

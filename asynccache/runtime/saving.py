@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from asynccache.core.cache import Survey, Unsaved
 from asynccache.core.plan import More, Plan, Status
+from asynccache.runtime.driving import holding, slices, transact
 
 if TYPE_CHECKING:
     from asynccache.runtime.clearing import Clearing
@@ -27,7 +28,7 @@ async def drain(driver: Driver) -> Unsaved:
     """
     failures = 0
     while failures < HOPELESS_ROUNDS:
-        await driver.transact(driver.core.drain)
+        await transact(driver, driver.core.drain)
         if not driver.saving:
             break
         statuses = await driver.ops.all(tuple(driver.saving))
@@ -43,12 +44,12 @@ async def unsaved(driver: Driver) -> Unsaved:
 async def _survey(driver: Driver, space: bytes | None, question: Callable[[Survey], T | More]) -> T:
     """The answer to ``question``, which is asked in slices while the tree lock is held. Works on a closed cache,
     too."""
-    async with driver.lock:
+    async with holding(driver.lock):
         if driver.closed is None:
             driver.settle()
         survey = driver.core.survey(space)
         answer: T
-        answer, cancelled = await driver.slices(lambda: question(survey))
+        answer, cancelled = await slices(driver, lambda: question(survey))
     if cancelled is not None:
         raise cancelled
     return answer
@@ -69,7 +70,7 @@ async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space
     """
     prefetching.cancel(space)
     stored = await _survey(driver, space, Survey.hashes) if worker.has_stores else []
-    await driver.transact(lambda: driver.core.invalidate(space))
+    await transact(driver, lambda: driver.core.invalidate(space))
     if worker.has_stores:
         await driver.ops.all(tuple(driver.saving))
         await worker.delete(stored)
@@ -82,7 +83,7 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, c
     """
     prefetching.cancel()
     if not worker.takes_stores:
-        await driver.transact(lambda: driver.core.invalidate(None))
+        await transact(driver, lambda: driver.core.invalidate(None))
         return
 
     def invalidate() -> Plan | More:
@@ -91,7 +92,7 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, c
 
     clearing.begin()
     try:
-        await driver.transact(invalidate)
+        await transact(driver, invalidate)
         under_way = driver.saving - clearing.held
         await driver.ops.all((*under_way, *prefetching.operations()))
         await worker.clear()

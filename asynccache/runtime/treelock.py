@@ -1,4 +1,6 @@
-"""The tree lock: an ``asyncio.Lock`` that can also be taken without an await while it is free.
+"""The tree lock: like ``asyncio.Lock``, but it can be taken without an await while it is free.
+
+Nothing in this module waits; ``driving`` has the coroutines that do.
 
 Laws:
 * First come, first served. ``release`` hands the lock to whoever has waited longest, and the lock is never free in
@@ -10,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from types import TracebackType
 
 
 class TreeLock:
@@ -30,26 +31,25 @@ class TreeLock:
         return self._held
 
     def take(self) -> bool:
-        """Take the lock if it is free. Returns whether the caller holds it now, and then has to ``release`` it."""
+        """Take the lock if it is free. Returns True if the caller holds it now; it then has to ``release`` it."""
         if self._held:
             return False
         self._held = True
         return True
 
-    async def acquire(self) -> None:
-        """Take the lock, after those who came before. Cancelling it takes nothing."""
-        if self.take():
-            return
-        waiter = asyncio.get_running_loop().create_future()
+    def wait(self) -> asyncio.Future[None]:
+        """Stand behind those who came before. Returns a future, which is done when its owner holds the lock. An owner
+        that does not want the lock any more has to ``withdraw``."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        try:
-            await waiter
-        except BaseException:  # a cancellation, or the coroutine is closed
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            else:  # the lock was handed over before the cancellation came
-                self.release()
-            raise
+        return waiter
+
+    def withdraw(self, waiter: asyncio.Future[None]) -> None:
+        """The owner of ``waiter`` waits no longer. If the lock was handed over to it by then, it is passed on."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        else:
+            self.release()
 
     def release(self) -> None:
         """Hand the lock to the next waiter, or leave it free.
@@ -66,11 +66,3 @@ class TreeLock:
                 return
             self._waiters.append(waiter)  # it was cancelled, and removes itself when it runs
         self._held = False
-
-    async def __aenter__(self) -> None:
-        await self.acquire()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()

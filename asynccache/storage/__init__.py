@@ -8,6 +8,7 @@ users and for the authors of backends. This package imports neither the core nor
 from __future__ import annotations
 
 from asynccache.settle import completed, settled
+from asynccache.storage.blocking_threads import Workers
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import (
@@ -29,7 +30,6 @@ from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.url import ParsedUrl, Place, parse_place, parse_size, parse_url
 from asynccache.storage.watching import Tell, Watchable
 from asynccache.storage.weights import weights_digest
-from asynccache.storage.workers import Workers
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",

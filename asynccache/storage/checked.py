@@ -2,7 +2,7 @@
 
 It writes a header before each page is stored, and verifies header and payload after each page was read. A page that
 does not verify is CORRUPT: it counts as missing and is deleted from the backend, so that it is not served again. A call
-that fails as a whole, or misses its deadline, is FAILED for every key. ``guard`` has the rest of what protects the
+that fails as a whole, or misses its deadline, is FAILED for every key. ``call_guard`` has the rest of what protects the
 cache from a store that fails.
 
 Law of buffers: when a call returns or raises, for whatever reason, nothing touches the buffers any more that were
@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.settle import settled
+from asynccache.storage.blocking_threads import MOST_THREADS, Workers
 from asynccache.storage.breaker import Breaker
+from asynccache.storage.call_guard import CallSort, Guard
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -35,13 +37,11 @@ from asynccache.storage.contract import (
     StoreLayout,
     check_layout,
 )
-from asynccache.storage.guard import Call, Guard
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.options import MOST_CALLS
 from asynccache.storage.probing import probe
 from asynccache.storage.records import seal, verify
 from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
-from asynccache.storage.workers import MOST_THREADS, Workers
 
 HEADER_POOL = "#headers"
 MOST_HEADERS = 1 << 24
@@ -152,13 +152,13 @@ class CheckedStore:
             ConfigError: a key is unusable.
         """
         _check_keys(keys)
-        return await self._guard.answers(Call.ASK, keys, self.backend.exists)
+        return await self._guard.answers(CallSort.ASK, keys, self.backend.exists)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling
         it may leave any of them deleted. Raises as ``exists`` does."""
         _check_keys(keys)
-        return await self._guard.answers(Call.PUT, keys, self.backend.delete)
+        return await self._guard.answers(CallSort.PUT, keys, self.backend.delete)
 
     async def clear(self) -> None:
         """Delete every page. Cancelling it may leave the store cleared.
@@ -245,7 +245,7 @@ class CheckedStore:
         try:
             records = list(map(Record, headers, payloads))
             await self._in_batches(seal, keys, records)
-            return await self._guard.answers(Call.PUT, keys, lambda keys: self.backend.put(keys, records))
+            return await self._guard.answers(CallSort.PUT, keys, lambda keys: self.backend.put(keys, records))
         finally:
             self._headers.give(headers)
 
@@ -256,13 +256,13 @@ class CheckedStore:
         try:
             records = list(map(Record, headers, payloads))
             _blank(headers)
-            results = await self._guard.answers(Call.GET, keys, lambda keys: self.backend.get(keys, records))
+            results = await self._guard.answers(CallSort.GET, keys, lambda keys: self.backend.get(keys, records))
             await self._verify(keys, records, results)
         finally:
             self._headers.give(headers)
         if Result.CORRUPT in results:
             bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
-            await self._guard.answers(Call.DROP, bad, self.backend.delete)
+            await self._guard.answers(CallSort.DROP, bad, self.backend.delete)
         return results
 
     async def _verify(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:

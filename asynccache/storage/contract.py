@@ -125,5 +125,6 @@ class StorageBackend(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Finish or abandon the calls in flight and release all resources. Calling it twice is fine."""
+        """Finish or abandon the calls in flight and release all resources. Calling it twice is fine. Calls
+        with keys that come later raise ``BackendError``."""
         ...

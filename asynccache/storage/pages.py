@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.loop_thread import PendingCall, Serving, Verb
 from asynccache.storage.records import RECORD_SCHEMA
 from asynccache.storage.rows import Rows
-from asynccache.storage.serving import Call, Serving, Verb
 
 if TYPE_CHECKING:
     from asynccache.storage.rows import Memory
@@ -56,7 +56,7 @@ class _Pool(NamedTuple):
     digest: bytes
 
 
-class Opened(NamedTuple):
+class OpenParts(NamedTuple):
     """What ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by name."""
 
     serving: Serving
@@ -76,9 +76,9 @@ class Pages:
     In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenParts) -> None:
         """Not for users: call ``Pages.open``."""
-        self._serving, self._pools = checks.instance("opened", opened, Opened)
+        self._serving, self._pools = checks.instance("opened", opened, OpenParts)
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        return self._serving.submit(Call(Verb.EXISTS, _page_keys(keys, chosen), chosen.rows, (), until))
+        return self._serving.submit(PendingCall(Verb.EXISTS, _page_keys(keys, chosen), chosen.rows, (), until))
 
     def put(
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
@@ -257,11 +257,11 @@ class Pages:
 
     def _page_call(
         self, verb: Verb, keys: Iterable[bytes], slots: Iterable[SupportsIndex], pool: _Pool, until: float | None
-    ) -> Call:
+    ) -> PendingCall:
         page_keys, rows = _page_keys(keys, pool), _slots(slots, pool.rows)
         if len(page_keys) != len(rows):
             raise ConfigError(f"slots: {len(rows)} for {len(page_keys)} keys: give one slot for each key")
-        return Call(verb, page_keys, pool.rows, rows, until)
+        return PendingCall(verb, page_keys, pool.rows, rows, until)
 
 
 def page_digest(namespace: bytes, pool: str, page_bytes: int) -> bytes:
@@ -338,12 +338,12 @@ def _namespace(namespace: Any) -> bytes:
 
 def _opened(
     storages: Sequence[str | StorageBackend], memory: Any, page_bytes: Any, namespace: bytes, options: Mapping[str, str]
-) -> Opened:
+) -> OpenParts:
     pools = _pools(memory, page_bytes, namespace)
     layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
     serving = Serving("asynccache-pages")
     serving.start(storages, layout, options, [pool.rows for pool in pools.values()])
-    return Opened(serving, pools)
+    return OpenParts(serving, pools)
 
 
 def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _Pool]:

@@ -19,8 +19,8 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
+from asynccache.storage.blocking_threads import Workers
 from asynccache.storage.contract import PageKey, Result
-from asynccache.storage.workers import Workers
 
 PROMOTION_POOL = "#promotions"
 ROOM_BYTES = 32 << 20
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
     pages: Sequence[int]
 
 
-class Span:
+class RingSpan:
     """The bytes from ``start`` to ``end`` of a ring's memory. They are in use until ``free`` is true."""
 
     __slots__ = ("end", "free", "start")
@@ -59,7 +59,7 @@ class Ring:
 
     def __init__(self, size: int) -> None:
         self.memory = memoryview(mmap.mmap(-1, size))
-        self._spans: deque[Span] = deque()
+        self._spans: deque[RingSpan] = deque()
 
     def __repr__(self) -> str:
         return f"Ring({self.memory.nbytes} bytes, {len(self._spans)} spans)"
@@ -73,15 +73,15 @@ class Ring:
             return head, tail
         return max((head, self.memory.nbytes), (0, tail), key=lambda run: run[1] - run[0])
 
-    def take(self, size: int) -> Span:
+    def take(self, size: int) -> RingSpan:
         """Take and return the first ``size`` bytes of that run, which must have as many."""
         start, end = self.room()
         assert 0 < size <= end - start
-        span = Span(start, start + size)
+        span = RingSpan(start, start + size)
         self._spans.append(span)
         return span
 
-    def give(self, span: Span) -> None:
+    def give(self, span: RingSpan) -> None:
         """Give ``span`` back, once nobody reads it any more."""
         span.free = True
         while self._spans and self._spans[0].free:
@@ -94,7 +94,7 @@ class Batch(NamedTuple):
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
     wanted: Sequence[Wanted]
-    span: Span
+    span: RingSpan
 
 
 class Promotions:
@@ -163,7 +163,7 @@ class Promotions:
                 return count
         return len(payloads)
 
-    async def _copied(self, payloads: Sequence[memoryview], span: Span) -> list[memoryview]:
+    async def _copied(self, payloads: Sequence[memoryview], span: RingSpan) -> list[memoryview]:
         copies, at = [], span.start
         for payload in payloads:
             copies.append(self.ring.memory[at : at + payload.nbytes])

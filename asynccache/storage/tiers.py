@@ -23,7 +23,7 @@ from asynccache.storage.contract import PageKey, Result, is_shared
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
 
-Call = Callable[[CheckedStore], Awaitable[list[Result]]]
+StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
 
 # By the number of a result, how much it tells among the answers of several stores. Where one says MISS and another says
 # FAILED the page may be in the other one, so the answer of both is FAILED.
@@ -52,7 +52,7 @@ class Attached:
     def __repr__(self) -> str:
         return f"Attached({self.options.name!r}, {self._calls} calls, {'there' if self.there else 'detached'})"
 
-    async def ask(self, count: int, call: Call, absent: Result) -> list[Result]:
+    async def ask(self, count: int, call: StoreCall, absent: Result) -> list[Result]:
         """Make ``call`` with this store, a call of ``count`` keys, and return its results. If the store was detached,
         return ``absent`` for each key. Cancelling it cancels the call."""
         if not self.there:
@@ -354,7 +354,7 @@ async def _get_part(
     return await attached.ask(len(part), lambda store: store.get(wanted, buffers), Result.MISS)
 
 
-def _exists(keys: Sequence[PageKey]) -> Call:
+def _exists(keys: Sequence[PageKey]) -> StoreCall:
     return lambda store: store.exists(keys)
 
 

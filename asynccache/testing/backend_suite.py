@@ -87,7 +87,8 @@ def keys_of(count: int, pool: str = "full") -> list[PageKey]:
 
 
 class BackendSuite:
-    """The tests. Override ``open_backend``, and ``persistent`` if what is stored outlives the instance."""
+    """The tests. Override the fixture ``open_backend``, which returns a coroutine function that opens your backend for
+    ``LAYOUT``, and set ``persistent`` if what is stored outlives the instance."""
 
     persistent = False
 

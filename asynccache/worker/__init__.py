@@ -1,11 +1,11 @@
-"""What moves bytes: a worker has the pools of a device and of the host, the streams between them, and the stores.
+"""Workers move bytes. A worker has the pools of a device and of the host, the streams between them, and the stores.
 
 The cache's head (``asynccache.runtime``) decides through the core and hands *work* to a worker; outcomes come back.
-Both are values of integers and bytes (``contract``). A worker knows pools, slots and hashes; it knows no tree, no lease
-and no request.
+Work and outcomes are values of integers and bytes (``contract``). A worker knows pools, slots and hashes; it knows no
+tree, no lease and no request.
 
 An engine of several ranks has a worker in each of its processes. ``listen`` is for the head's process, ``connect`` for
-all others; what one of them gives is for ``AsyncCache(workers=...)``, the other's is that rank's pools and batches.
+all others. ``listen`` gives what ``AsyncCache(workers=...)`` takes; ``connect`` gives a rank's pools and batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's batches as one process knows them: numbers that stand for events of the device."""
+"""The engine's batches of a worker without a group: numbers that stand for events of the device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
 
 SWEEP = 64
-"""Batches beyond twice as many as were not over, before those that are over are forgotten."""
+"""How many batches may be known, beyond twice those that were not over after the last sweep, before the next one. A
+sweep forgets the batches that are over."""
 
 
 class LocalBatch:
-    """One batch; see ``Batch``."""
+    """One batch that ends with ``event``; see ``Batch``."""
 
     __slots__ = ("done", "event", "number")
 
@@ -25,7 +26,7 @@ class LocalBatch:
         return f"LocalBatch({self.number}, {'over' if self.done() else 'not over'})"
 
     async def wait(self) -> None:
-        """Return when it is over, well or not. Cancelling it stops the waiting."""
+        """Return when the batch is over, well or not. Cancelling it stops the waiting."""
         try:
             await self.event.wait()
         except CopyFailed:
@@ -48,8 +49,8 @@ class LocalBatches:
         return len(self._batches)
 
     def of(self, event: Event) -> LocalBatch:
-        """The batch that ``event`` is the end of."""
-        known = self._by_event.get(id(event))  # it keeps the event, so nothing else has that id
+        """Return the batch that ends with ``event``."""
+        known = self._by_event.get(id(event))  # its batch keeps the event alive, so nothing else has that id
         if known is not None:
             return known
         if len(self._batches) >= self._sweep_at:
@@ -59,7 +60,7 @@ class LocalBatches:
         return batch
 
     def events(self, numbers: Sequence[int]) -> list[Event]:
-        """The events of those batches that are not over."""
+        """Return the events of those batches that are not over."""
         batches = (self._batches.get(number) for number in numbers)
         return [batch.event for batch in batches if batch is not None and not batch.done()]
 

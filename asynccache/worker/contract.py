@@ -5,8 +5,8 @@ Laws:
   exactly one outcome, when every buffer of it is let go.
 * Pages are named by pool, prefix hash and slot. A worker adds what only it knows: bytes, its own part of every page,
   storage keys.
-* A batch of the engine's work is a number here. What it stands for, an event, stays with the worker.
-* What fails while pages are asked for or read is an answer (``Result``) and no exception.
+* A batch of the engine's work is a number here. The event that the number stands for stays with the worker.
+* A failure to look up or read a page is an answer (``Result``), and not an exception.
 """
 
 from __future__ import annotations
@@ -15,36 +15,30 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asynccache import checks
-from asynccache.core.plan import BackupStorage, Copy, Outcome
+from asynccache.core.plan import BackupStorage, Status
 from asynccache.memory.device import Device
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import Result, StorageBackend
 from asynccache.storage.options import StoreOptions
 from asynccache.worker.stats import Meter
+from asynccache.worker.work import Kind, Work
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import DevicePool as DevicePool
 
 Storage = str | StorageBackend | CheckedStore
-"""What can be a store: a URL, or what somebody else has made and closes."""
-
-
-class Work(NamedTuple):
-    """An effect of the core. ``after``: the batches, by number, that the device must see the end of first."""
-
-    effect: Copy
-    after: tuple[int, ...] = ()
+"""What can be a store: a URL, or a backend that the caller has made and closes."""
 
 
 class Asked(NamedTuple):
-    """A question: which pages of ``pool``, 32 bytes of hash each, do the stores have?"""
+    """A question: which pages of ``pool`` do the stores have? ``hashes``: 32 bytes for each page, joined."""
 
     pool: str
     hashes: bytes
 
 
 class Read(NamedTuple):
-    """Pages of ``pool`` that the stores are to fill the host's ``slots`` (int32) with."""
+    """An order to read pages of ``pool`` into host slots. ``hashes``: 32 bytes for each page; ``slots``: an int32."""
 
     pool: str
     hashes: bytes
@@ -52,8 +46,9 @@ class Read(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What came of a batch of backups. ``failed``: the operations of which a page was not stored. ``pages``,
-    ``full_pages``, ``bytes``: what was, in all pools; of FULL's own; and its size."""
+    """How a batch of backups ended. ``failed``: the operations of which at least one page was not stored. ``pages``:
+    how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them stand for a page
+    of FULL."""
 
     failed: frozenset[int]
     pages: int
@@ -62,17 +57,19 @@ class Stored(NamedTuple):
 
 
 class StoreEntry(NamedTuple):
-    """A store that is open. ``number``: what it is called between head and worker, never used again."""
+    """A store that is open. ``number``: what head and worker call it; no later store gets the same number."""
 
     number: int
     options: StoreOptions
 
 
 class Reports(NamedTuple):
-    """Where a worker reports. ``ended``: an operation of its work has let go. ``failed``: it cannot go on, and with it
-    the cache. ``keys``: a store that is watched has these storage keys from now on, or has them no more."""
+    """What a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work`` have ended, all
+    with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so the cache cannot
+    either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from now on or, if
+    ``there`` is False, has them no more."""
 
-    ended: Callable[[Outcome], None]
+    ended: Callable[[Status, Sequence[int]], None]
     failed: Callable[[BaseException], None]
     keys: Callable[[int, bool, Sequence[bytes]], None]
 
@@ -83,40 +80,44 @@ class Batch(Protocol):
     number: int
 
     def done(self) -> bool:
-        """Whether it is over, well or not. Never blocks."""
+        """Return True once the batch is over, well or not. Never blocks."""
         ...
 
     async def wait(self) -> None:
-        """Return when it is over, well or not. Cancelling it stops the waiting."""
+        """Return when the batch is over, well or not. Cancelling it stops the waiting."""
         ...
 
 
 class Worker(Protocol):
-    """Performs what the head decides: one worker, or several as one. Belongs to the head's loop, but for
-    ``engine_event``. An event that an engine names is one of the device, or, with several workers, a batch's number."""
+    """Performs what the head decides: one worker, or several that act as one. Its calls belong to the thread of the
+    head's loop, except ``engine_event``. An event that an engine names is an event of the device or, with several
+    workers, the number of a batch."""
 
     @property
     def layers(self) -> int:
-        """How many the model has."""
+        """How many layers the model has, up to the last one that the worker has; of several workers the head's own one
+        is asked, if there is one."""
         ...
 
     @property
     def has_stores(self) -> bool:
-        """Whether any store is used. It is asked for every lease."""
+        """True while any store is used. Every lease asks this, so the answer must be cheap."""
         ...
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """Take work from now on. Returns what its tasks are to run, by name, until they are cancelled."""
+        """Take work from now on. Returns names and coroutines: the caller makes a task of each, and cancels it in the
+        end."""
         ...
 
     def close_by(self, seconds: float) -> None:
-        """The cache is closing, and saving what is unsaved may take so many seconds. A worker of another process that
-        has not answered some seconds later is given up. It may be called again; the earliest end counts."""
+        """Tell the worker that the cache is closing, and that saving what is unsaved may take ``seconds``. A worker of
+        another process that has not answered a few seconds after that is given up. Of several calls, the earliest end
+        counts."""
         ...
 
     async def aclose(self, patience: float) -> None:
-        """Close stores, pools and devices. ``patience``: seconds that copies on a device that outlives the cache are
-        waited for. Cancelling it may leave some of it open.
+        """Close stores, pools and devices. ``patience``: how many seconds to wait for copies on a device that outlives
+        the cache. Cancelling it may leave some of it open.
 
         Raises:
             BackendError: a store could not close cleanly; all the rest is closed.
@@ -131,33 +132,34 @@ class Worker(Protocol):
     # the engine's work, and copies beside it
 
     def engine_event(self, event: object) -> object:
-        """``event``, which an engine names, as something that ``batch`` takes. From any thread.
+        """Return ``event``, which an engine names, in the form that ``batch`` takes. From any thread.
 
         Raises:
-            ConfigError: copies cannot wait for it.
+            ConfigError: copies cannot wait for ``event``.
         """
         ...
 
     def batch(self, event: object) -> Batch:
-        """The batch that ``event``, from ``engine_event``, is the end of; the same one as long as it is not over."""
+        """Return the batch that ends with ``event``, which ``engine_event`` returned. As long as the batch is not over,
+        the same event gives the same batch."""
         ...
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
-        """Tell every worker of a batch of the engine's work that needs ``loads``; its number. Raises ``ConfigError``:
-        the only worker is in this process, where batches are events."""
+        """Tell every worker of a batch of the engine's work that needs the operations ``loads``. Returns the batch's
+        number. Raises ``ConfigError``: the only worker is in this process, where batches are events."""
         ...
 
     async def batch_ended(self, number: int) -> None:
-        """Return when it is over everywhere. Cancelling it stops the waiting.
+        """Return when batch ``number`` is over on every worker. Cancelling it stops the waiting.
 
         Raises:
-            BatchFailed: an engine could not run it.
-            CacheClosed: the cache was closed before it was over.
+            BatchFailed: an engine could not run the batch.
+            CacheClosed: the cache was closed before the batch was over.
         """
         ...
 
     def perform(self, plan: Sequence[Work]) -> None:
-        """Begin all of it, which one plan of the core has; ``Reports.ended`` hears of the end of each."""
+        """Begin all works of one plan of the core. ``Reports.ended`` is called once for each of them."""
         ...
 
     async def layer(self, op: int, i: int) -> None:
@@ -165,7 +167,7 @@ class Worker(Protocol):
         waiting.
 
         Raises:
-            CopyFailed: it failed.
+            CopyFailed: the load failed.
         """
         ...
 
@@ -180,31 +182,34 @@ class Worker(Protocol):
     # pages and stores
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
-        """Write these host pages to the stores. Cancelling it returns after the stores have let go of them."""
+        """Write the host pages of ``batch`` to the stores, and return what was stored. Cancelling it returns after the
+        stores have let go of the pages."""
         ...
 
     def give_up(self, op: int) -> None:
-        """Write no more of the batch that begins with ``op`` than what is under way."""
+        """Write nothing more of the batch that begins with operation ``op``, after what is under way."""
         ...
 
     async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
-        """For each question a ``Result`` a page, as bytes. Cancelling it changes nothing."""
+        """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
+        it changes nothing."""
         ...
 
     async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
-        """For each of ``reads`` a ``Result`` a page, as bytes. ``run``: they are the same pages of several pools,
-        wanted up to the first one that is missing in any of them; what is beyond that is left out.
+        """Read pages from the stores. Returns bytes for each of ``reads``: a ``Result`` for each page.
 
-        Cancelling it returns after the stores have let go of the host's pages.
+        ``run``: ``reads`` name the same pages in several pools, and the pages are wanted up to the first one that is
+        missing in any pool. From the first page that a pool lacks, the pools after it are not read, and have no
+        results. Cancelling it returns after the stores have let go of the host's pages.
         """
         ...
 
     async def delete(self, hashes: Sequence[bytes]) -> None:
-        """Forget these pages of every pool. Cancelling it may leave some of them."""
+        """Delete these pages of every pool from the stores. Cancelling it may leave some of them."""
         ...
 
     async def clear(self) -> None:
-        """Forget everything that is stored. Raises ``BackendError``: a store could not."""
+        """Delete everything that is stored. Raises ``BackendError``: a store could not."""
         ...
 
     async def flush(self) -> None:
@@ -212,88 +217,91 @@ class Worker(Protocol):
         ...
 
     def is_away(self, page_hash: bytes) -> bool:
-        """Whether all stores refuse calls now. Probes of them may be begun, with the key of this page."""
+        """Return True if there are stores and all of them refuse calls now, on any worker. Stores may be probed with
+        the key of this page."""
         ...
 
     @property
     def shut(self) -> bool:
-        """The same, and nothing is begun. Not so without a store."""
+        """The same as ``is_away``, but no store is probed. False without a store."""
         ...
 
     # which stores there are
 
     @property
     def takes_stores(self) -> bool:
-        """Whether there is a host tier, which stores need."""
+        """True if there is a host tier, which stores need."""
         ...
 
     @property
     def stores(self) -> tuple[StoreEntry, ...]:
-        """Those that are used, nearest first."""
+        """The stores that are used, nearest first."""
         ...
 
     def find_store(self, name: str | None) -> StoreEntry:
-        """The one of this name; None: the only one. Raises ``ConfigError``: there is none of this name, or several and
-        no name was given."""
+        """Return the store of this name; with None, the only store. Raises ``ConfigError``: there is no such store, or
+        there are several and no name was given."""
         ...
 
     async def open_store(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
-        """Open one, for ``use_store`` or ``drop_store``. Cancelling it leaves nothing open.
+        """Open a store, for ``use_store`` or ``drop_store``. Cancelling it leaves nothing open.
 
         Raises:
-            ConfigError: it cannot be attached there, the URL is wrong, or it is a store for other pools.
-            Unavailable: it cannot be opened now.
+            ConfigError: the store cannot be attached at ``position``, the URL is wrong, or the store is for other
+                pools.
+            Unavailable: the store cannot be opened now.
         """
         ...
 
     def use_store(self, number: int, position: int | None) -> None:
-        """From now on it is asked, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError`` if its
-        name or place was taken meanwhile."""
+        """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
+        its name was taken meanwhile, or there is no such position any more."""
         ...
 
     async def drop_store(self, number: int) -> None:
-        """Close one that was opened and is not used."""
+        """Close a store that was opened and is not used."""
         ...
 
     def leave_store(self, number: int) -> None:
-        """From now on it is asked nothing more. ``close_store`` must follow. Twice is once."""
+        """Ask the store nothing from now on. ``close_store`` must follow. A second call does nothing."""
         ...
 
     async def close_store(self, number: int) -> None:
-        """Close one that was left, when nobody is inside any more. Raises ``BackendError``: it could not close
-        cleanly."""
+        """Close a store that was left, when no call of it is under way any more. Raises ``BackendError``: the store
+        could not close cleanly."""
         ...
 
     def watch_store(self, number: int) -> None:
-        """From now on ``Reports.keys`` hears what it holds."""
+        """Tell ``Reports.keys`` from now on which keys the store has."""
         ...
 
     def unwatch_store(self, number: int) -> None:
-        """It is watched no more. Twice is once."""
+        """Watch the store no more. A second call does nothing."""
         ...
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
-        """Where the last part of a page's FULL data is stored, from its hash; None if FULL has no stored object."""
+        """A function from a page's hash to the storage key of the last part of its FULL data; None if FULL has no
+        stored object."""
         ...
 
     # looking at it
 
     def meters(self) -> Mapping[str, Meter]:
-        """What the copies between device and host have done, by stage."""
+        """The counters of the copies between device and host, by stage."""
         ...
 
     def queues(self) -> Mapping[str, int]:
-        """How much work waits, by stage."""
+        """How many operations wait, by stage."""
         ...
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """What the stores count, in sum; and each of them by its name, nearest first."""
+        """The stores' counters: first their sums, then those of each store by its name, nearest first."""
         ...
 
 
 def check_storage(name: str, storage: object) -> None:
-    """Raises ``ConfigError`` if ``storage``, which an argument called ``name`` gave, is nothing that can be a store."""
+    """Raise ``ConfigError`` if ``storage``, the value of the argument ``name``, cannot be a store."""
     if isinstance(storage, str):
         checks.text(name, storage)
     elif not isinstance(storage, CheckedStore):
@@ -301,11 +309,11 @@ def check_storage(name: str, storage: object) -> None:
 
 
 def check_device(name: str, device: object) -> None:
-    """Raises ``ConfigError`` if ``device``, which an argument called ``name`` gave, is none."""
+    """Raise ``ConfigError`` if ``device``, the value of the argument ``name``, is no device."""
     checks.provider(name, device, Device)  # type: ignore[type-abstract]
 
 
 __all__ = [
-    "Asked", "Batch", "Device", "Read", "Reports", "Result", "Storage", "StoreEntry", "StoreOptions", "Stored", "Work",
-    "Worker", "check_device", "check_storage",
+    "Asked", "Batch", "Device", "Kind", "Read", "Reports", "Result", "Storage", "StoreEntry", "StoreOptions", "Stored",
+    "Work", "Worker", "check_device", "check_storage",
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""What several workers say, as one: plain functions. Whatever is true of all of them is true; of failures the most
-telling one is told."""
+"""Folds what several workers say into one answer. All functions are plain. A thing is so if all workers say so; of
+different errors, the one of the lowest rank gives its class."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _KINDS = {kind.__name__: kind for kind in (ConfigError, BackendError, Unavailabl
 
 
 def worst(answers: Sequence[bytes]) -> bytes:
-    """For each page the worst of its results: CORRUPT before FAILED before MISS before HIT. As many as the shortest of
-    ``answers`` has."""
+    """Return the worst result of each page: CORRUPT is worse than FAILED, that is worse than MISS, and that worse than
+    HIT. ``answers``: a result for each page, of each worker. The shortest of them says for how many pages to
+    return one."""
     first = answers[0]
     if all(answer == first for answer in answers):
         return first
@@ -30,17 +31,17 @@ def worst(answers: Sequence[bytes]) -> bytes:
 
 
 def all_worst(answers: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """``worst`` for each pool; ``answers``: of each worker those of all pools."""
+    """Return ``worst`` for each pool. ``answers``: for each worker its answers, one for each pool."""
     return [worst(of_pool) for of_pool in zip(*answers, strict=True)]
 
 
 def are_results(answers: Sequence[bytes]) -> bool:
-    """Whether nothing but results is in them."""
+    """Return True if every byte of ``answers`` is a ``Result``."""
     return all(max(answer, default=0) < len(_ORDER) for answer in answers)
 
 
 def stored(parts: Sequence[Written] | Sequence[Stored], *, full_pages: Callable[[Iterable[int]], int]) -> Stored:
-    """What ``parts`` come to. An operation is stored when every part of it is; pages and bytes add up.
+    """Return the sum of ``parts``. An operation is stored when every part of it is; pages and bytes add up.
 
     ``full_pages`` is ``max`` where the parts are those of several workers, whose pages hold the same tokens, and
     ``sum`` where they are those of messages that follow each other."""
@@ -52,7 +53,7 @@ def stored(parts: Sequence[Written] | Sequence[Stored], *, full_pages: Callable[
 
 
 def are_counters(parts: Iterable[Mapping[str, int | float]]) -> bool:
-    """Whether ``sums`` can add them up: finite numbers, and states of a breaker that there are."""
+    """Return True if ``sums`` can add ``parts`` up: their numbers are finite, and a ``breaker`` is in a known state."""
     return all(
         isfinite(value) and (name != "breaker" or value in _WORST_LAST)
         for part in parts for name, value in part.items()
@@ -60,7 +61,7 @@ def are_counters(parts: Iterable[Mapping[str, int | float]]) -> bool:
 
 
 def sums(parts: Sequence[Mapping[str, int | float]]) -> dict[str, int | float]:
-    """Counters added up; ``breaker``: as that of the worker that is worst off."""
+    """Return the counters added up; for ``breaker`` the worst state of any worker."""
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)
@@ -75,7 +76,8 @@ _WORST_LAST = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 
 def error_of(failures: Mapping[int, Failed]) -> Exception:
-    """What those who wait are told: an error of the class that the first rank names, with what each of them says."""
+    """Return the error for those who wait for a call. It has the class that the lowest rank in ``failures`` names, and
+    the reasons of all; a ``RankFailure`` of that rank if its error is of no class that a call may raise."""
     ranks = sorted(failures)
     kind = _KINDS.get(failures[ranks[0]].kind)
     if kind is None:

@@ -1,7 +1,7 @@
-"""Where the workers of a group come in: each once, of this version, and of a rank that there is.
+"""Admission of a group's workers: one for each rank of the topology, of the same version as the head.
 
-Law: who comes late, or a second time, or with another version is refused by name, and disturbs nobody. Until all have
-come, a worker whose link has ended has not come: another of its rank takes its place.
+Law: a worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
+worker's link ends before all have come, another worker of its rank may take its place.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _as_it_is(url: str) -> Storage:
 
 
 class Workers:
-    """The workers of one cache, for ``AsyncCache``. ``own``: the rank that the head's own process has; None: it has
-    none. ``timeout``: seconds of silence that are a failure. ``arrival``: seconds in which all must have come, from
-    when the cache opens. For the head's own rank: ``shard``, see ``connect``; ``locate``, which says what a store's URL
-    stands for, if not for itself."""
+    """The workers of one cache, for ``AsyncCache``. ``own``: the rank of the head's own process; None: it has none.
+    ``timeout``: seconds of silence that are a failure. ``arrival``: seconds in which all workers must have come, from
+    when the cache opens. ``address``: where the head listens. Two arguments are for the head's own rank: ``shard``, see
+    ``connect``, and ``locate``, which returns what to use as the store of a URL."""
 
     def __init__(
         self, topology: Topology, *, own: int | None = 0, timeout: float = TIMEOUT, arrival: float = ARRIVAL,
@@ -60,7 +60,8 @@ class Workers:
         return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in here]
 
     def answer(self, hello: bytes, link: Link) -> bytes:
-        """The welcome for who comes over ``link``. Raises ``RankFailure``: it is refused, with the reason."""
+        """Return the encoded welcome for the worker that says ``hello`` over ``link``. Raises ``RankFailure``: the
+        worker is refused; the text is the reason."""
         word = decode_hello(hello)
         if word.version != VERSION:
             raise RankFailure(f"asynccache {word.version} cannot work for a head of {VERSION}")
@@ -78,11 +79,11 @@ class Workers:
         return encode(Welcome((topology.tp, topology.cp, topology.pp)))
 
     async def arrived(self) -> Mapping[int, Link]:
-        """The links of all other ranks, when all have come. Cancelling it stops the waiting.
+        """Return the links of all ranks but the own one, by rank, when all have come. Cancelling it stops the waiting.
 
         Raises:
             RankFailure: not all came in time.
-            ConfigError: another cache has these workers.
+            ConfigError: these workers were given to a cache before, or are closed.
         """
         if self._taken or self._closed:
             raise ConfigError("workers: a group serves one cache, once")
@@ -100,7 +101,7 @@ class Workers:
         return {rank: self._links[rank] for rank in sorted(self._links)}
 
     def close(self) -> None:
-        """Nobody comes in any more, and links that no cache has taken end."""
+        """Admit no worker any more, and end the links if no cache has taken them."""
         self._closed = True
         if not self._complete:
             for link in self._links.values():
@@ -112,13 +113,14 @@ async def listen(
     address: str, topology: Topology, *, secret: bytes | None = None, own: int | None = 0, timeout: float = TIMEOUT,
     arrival: float = ARRIVAL, shard: Shard | None = None,
 ) -> AsyncIterator[Workers]:  # fmt: skip
-    """Let the workers of ``topology`` come to ``address`` (``127.0.0.1:7011``, ``[::1]:7011``, ``unix:/path``; port 0:
-    any that is free, see ``Workers.address``), for the ``AsyncCache`` that is given them as ``workers``.
+    """Listen at ``address`` for the workers of ``topology``, until the end of the ``async with``. It gives the
+    ``Workers`` that an ``AsyncCache`` takes as ``workers``. Cancelling it leaves nothing open.
 
-    ``secret``: what both sides must know; if not given, from ``ASYNCCACHE_SECRET`` or the file that
-    ``ASYNCCACHE_SECRET_FILE`` names. ``own``: the rank of this process; None: it has none, as a scheduler without a
-    GPU, and loads no torch. ``timeout``: seconds of silence after which a worker is given up. ``arrival``: seconds that
-    the cache waits for all of them when it opens. ``shard``: see ``connect``; for ``own``.
+    ``address``: ``127.0.0.1:7011``, ``[::1]:7011`` or ``unix:/path``; with port 0 any port that is free, which
+    ``Workers.address`` tells. ``secret``: what both sides must know; by default the value of ``ASYNCCACHE_SECRET``, or
+    what is in the file that ``ASYNCCACHE_SECRET_FILE`` names. ``own``: the rank of this process; None: it has none and
+    loads no torch, like a scheduler without a GPU. ``timeout``: seconds of silence after which a worker is given up.
+    ``arrival``: seconds that the cache, when it opens, waits for all workers. ``shard``: see ``connect``; for ``own``.
 
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.

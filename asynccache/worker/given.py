@@ -1,4 +1,4 @@
-"""What an embedder gives a cache instead of what the configuration names."""
+"""The device and stores that an embedder gives a cache instead of those that the configuration names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from asynccache.config import CacheConfig
 from asynccache.worker.contract import Device, Storage
 
 MOMENT = 1.0
-"""Seconds that copies on a device of the embedder's are waited for, whatever the deadline."""
+"""Seconds that a closing cache waits at least for copies on a device of the embedder's, whatever the deadline."""
 
 
 class Given:
-    """What the embedder gives instead of what the configuration names; the embedder closes what it made. ``locate``:
-    what a store's URL stands for, where that is not the URL itself."""
+    """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
+    it made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
 
     def __init__(
         self, device: Device | None = None, storage: Storage | None = None,
@@ -24,9 +24,9 @@ class Given:
         self.locate = locate
 
     def stores(self, config: CacheConfig) -> tuple[Storage, ...]:
-        """What there is at the start."""
+        """Return the stores to open when the cache opens."""
         return tuple(map(self.locate, config.stores)) if self.storage is None else (self.storage,)
 
     def options(self, config: CacheConfig) -> Mapping[str, str]:
-        """What is added to the URL."""
+        """Return the options that are added to the URL of each of ``stores``."""
         return config.storage_options if self.storage is None else {}

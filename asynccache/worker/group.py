@@ -5,25 +5,24 @@ Laws:
 * An operation has one outcome: when all have let go of it; DONE if it was DONE everywhere.
 * A call has one answer, when all have answered; a question's is the worst result of each page.
 * A batch is over when it is over on every worker.
-* A worker that is gone, silent, cannot go on, or says what makes no sense is the end of the group: everybody who waits
-  is told of its rank and the reason, and so are the other workers.
+* A worker that is gone, is silent, cannot go on, or says what makes no sense is the end of the group: everybody who
+  waits is told its rank and the reason, and so are the other workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, Copy, LoadBack, Outcome, Status, StoredPages
+from asynccache.core.plan import BackupStorage, Move, Status, StoredPages
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
@@ -31,13 +30,13 @@ from asynccache.storage.options import StoreOptions, check_name
 from asynccache.worker import fold
 from asynccache.worker import messages as m
 from asynccache.worker.change import Change
-from asynccache.worker.contract import Asked, Read, Reports, Storage, Stored, StoreEntry, Work
+from asynccache.worker.contract import Asked, Kind, Read, Reports, Storage, Stored, StoreEntry, Work
 from asynccache.worker.holdings import Holdings
 from asynccache.worker.layout import FULL
+from asynccache.worker.link import Wire, slices
 from asynccache.worker.performing import Performer
 from asynccache.worker.rank import RankWorker
 from asynccache.worker.stats import Meter
-from asynccache.worker.wire import Wire, slices
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import DevicePool
@@ -48,43 +47,70 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPENING = 600.0
-"""Seconds of silence that are a failure while workers open: pinning memory may keep an interpreter from everything."""
+"""Seconds of silence that are a failure while workers open: pinning memory may keep an interpreter from answering."""
 LATE = 3.0
-"""Seconds after the end of its time in which a cache that closes waits for workers."""
+"""Seconds beyond its deadline that a closing cache still waits for workers."""
 UNABLE = 1024
-"""Batches that an engine could not run and that are remembered, for who asks when they are over."""
+"""How many batches that an engine could not run are remembered, for whoever asks about them after they are over."""
 DELETED = 4096
-"""Pages in one message."""
+"""How many pages one message tells to delete, at most."""
 
-_STAGES: dict[type, str] = {BackupHost: "backup_host", LoadBack: "load_back", Clone: "load_back"}
-_DONE, _FAILED = Status.DONE, Status.FAILED  # to look one up in an enum takes 0.2 µs, in Python 3.11
+_STAGES = {Kind.BACKUP: "backup_host", Kind.LOAD: "load_back", Kind.CLONE: "load_back"}
 
 
-class GroupBatch:
-    """A batch from when it was sent. ``left``: the ranks on which it is not over. ``errors``: those that could not run
-    it, and why."""
+class Told:
+    """Something that every rank says once. ``left``: the ranks that have not said it yet. ``said``: what each of the
+    others said, by rank."""
 
-    __slots__ = ("_changed", "_failed", "errors", "left", "number")
+    __slots__ = ("left", "said")
 
-    def __init__(self, number: int, ranks: set[int]) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.left = set(ranks)
+        self.said: dict[int, Any] = {}
+
+    def hear(self, rank: int, message: object) -> bool:
+        """Note what ``rank`` says. Returns False, and notes nothing, if it was not expected to say anything more."""
+        if rank not in self.left:
+            return False
+        self.left.discard(rank)
+        self.said[rank] = message
+        return True
+
+
+class Copies(Told):
+    """A work in flight. ``at``: when it began, in seconds of ``perf_counter``."""
+
+    __slots__ = ("at", "work")
+
+    def __init__(self, work: Work, ranks: Iterable[int]) -> None:
+        super().__init__(ranks)
+        self.work = work
+        self.at = perf_counter()
+
+
+class Awaited(Told):
+    """The answers to a call, or the ends of a batch."""
+
+    __slots__ = ("_changed", "_failed", "number")
+
+    def __init__(self, number: int, ranks: Iterable[int]) -> None:
+        super().__init__(ranks)
         self.number = number
-        self.left = ranks
-        self.errors: dict[int, str] = {}
         self._changed = Change()
         self._failed: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
-        return f"GroupBatch({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
+        return f"Awaited({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
 
     def done(self) -> bool:
-        """Whether it is over everywhere."""
+        """Return True once every rank has spoken."""
         return not self.left
 
     async def wait(self) -> None:
-        """Return when it is over everywhere. Cancelling it stops the waiting.
+        """Return when every rank has spoken. Cancelling it stops the waiting.
 
         Raises:
-            RankFailure: the group is.
+            RankFailure: the group has failed.
             CacheClosed: the cache was closed before.
         """
         while self.left:
@@ -92,45 +118,26 @@ class GroupBatch:
                 raise self._failed()
             await self._changed.wait()
 
-    def over(self, rank: int, error: str) -> None:
-        """It is over on ``rank``."""
-        self.left.discard(rank)
-        if error:
-            self.errors[rank] = error
-        self._changed.tell()
+    def hear(self, rank: int, message: object) -> bool:
+        """See ``Told``."""
+        expected = super().hear(rank, message)
+        if not self.left:
+            self._changed.tell()
+        return expected
 
     def fail(self, error: Callable[[], BaseException]) -> None:
-        """Nobody will ever know. Who waits is told ``error``, and who comes later."""
+        """The ranks will not speak any more: whoever waits, now or later, gets an ``error()``."""
         self._failed = error
         self._changed.tell()
-
-
-class _Open(msgspec.Struct, gc=False):
-    """An operation in flight. ``left``: the ranks that are at it, a bit each. ``failed``: whether it has failed on one.
-    A struct is made in a tenth of a class's time, and this is the one object that an operation costs here."""
-
-    effect: Copy
-    left: int
-    at: float
-    failed: bool = False
-
-
-class _Call:
-    """``answers``: by rank. ``done``: set when all have answered, or the group is over."""
-
-    def __init__(self, ranks: set[int]) -> None:
-        self.left = ranks
-        self.answers: dict[int, m.Message] = {}
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 async def open_group(config: CacheConfig, given: Given, workers: Workers) -> WorkerGroup:
     """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
 
     Raises:
-        ConfigError: pools do not fit in memory, or an unknown device or backend; with the rank.
-        Unavailable: a store cannot be opened now; with the rank.
-        RankFailure: a worker did not come, is gone, or silent.
+        ConfigError: the pools do not fit in memory, or the device or a backend is unknown; the text names the rank.
+        Unavailable: a store cannot be opened now; the text names the rank.
+        RankFailure: a worker did not come, is gone, or is silent.
     """
     if given.storage is not None and workers.topology.ranks > 1:
         raise ConfigError("storage: workers of other processes take URLs")
@@ -145,7 +152,7 @@ async def open_group(config: CacheConfig, given: Given, workers: Workers) -> Wor
 
 
 async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
-    """``work`` to its end, whatever comes of it."""
+    """Run ``work`` to its end, also through a cancellation of the caller, and drop its error."""
     task = asyncio.get_running_loop().create_task(work)
     await settled([task])
     if not task.cancelled():
@@ -153,7 +160,8 @@ async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
 
 
 class WorkerGroup:
-    """See ``Worker``, and the module. ``own``: the head's own, if there is one."""
+    """See ``Worker``, and the module. ``own``: the head's own worker; None: it has none. ``face``: what the engine in
+    the head's process sees of it. ``failure``: why the group is over, once it is."""
 
     def __init__(self, config: CacheConfig, given: Given, workers: Workers, links: Mapping[int, Link]) -> None:
         self.layers = 0
@@ -167,12 +175,11 @@ class WorkerGroup:
         self._wire = Wire(links.values(), self._unsendable)
         self._reports: Reports | None = None
         self._numbers = 0
-        self._calls: dict[int, _Call] = {}
-        self._open: dict[int, _Open] = {}
-        self._everybody = (1 << len(self._ranks)) - 1
+        self._calls: dict[int, Awaited] = {}
+        self._copies: dict[int, Copies] = {}
         self._to_forget: list[m.Message] = []
         self._given_up: set[int] = set()
-        self._batches: dict[int, GroupBatch] = {}
+        self._batches: dict[int, Awaited] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
         self._entries: tuple[StoreEntry, ...] = ()
@@ -182,9 +189,9 @@ class WorkerGroup:
         self._opening = 0
         self._shut: set[int] = set()
         self._counters: dict[int, m.Counters] = {}
+        self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._meters = {"backup_host": Meter(), "load_back": Meter()}
         self._weights: dict[int, tuple[int, int]] = {}
-        self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._holdings = Holdings(self._report_keys)
         self._closing = self._leaving = self._late = self._hurried = False
         self._stirred = Change()
@@ -201,13 +208,13 @@ class WorkerGroup:
             self.face = RankWorker(self.own)
 
     def __repr__(self) -> str:
-        state = f"failed: {self.failure}" if self.failure else f"{len(self._open)} operations, {len(self._calls)} calls"
-        return f"WorkerGroup({len(self._ranks)} workers, {state})"
+        state = f"failed: {self.failure}" if self.failure else f"{len(self._calls)} calls"
+        return f"WorkerGroup({len(self._ranks)} workers, {len(self._copies)} works, {state})"
 
     # opening and closing
 
     async def open(self) -> None:
-        """Have all open. To be called once. Raises as ``open_group``."""
+        """Have all workers open. To be called once. Raises as ``open_group``."""
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
@@ -249,9 +256,9 @@ class WorkerGroup:
         return []
 
     async def aclose(self, patience: float) -> None:
-        """Wait until no worker is at a batch any more, for ``patience`` seconds or as ``close_by`` has said; then have
-        every worker close its stores, pools and device, and end the links. ``patience``: as for ``LocalWorker.aclose``,
-        too. Cancelling it may leave some of it open.
+        """Wait until all batches are over, for ``patience`` seconds or as ``close_by`` has said; then have every worker
+        close its stores, pools and device, and end the links. ``patience`` also has the meaning that it has for
+        ``LocalWorker.aclose``. Cancelling it may leave some of it open.
 
         Raises:
             BackendError: a store could not close cleanly, or a worker did not say so in time; all the rest is closed.
@@ -279,27 +286,28 @@ class WorkerGroup:
         self._timers += [loop.call_later(seconds, self._hurry), loop.call_later(seconds + LATE, self._give_up_late)]
 
     def _hurry(self) -> None:
-        """An engine that is still at a batch loses its pages."""
+        """Wait for batches no longer: an engine that is still at one loses its pages."""
         self._hurried = True
         self._stirred.tell()
 
     def _give_up_late(self) -> None:
-        """Who has not answered by now may be stopped, and its link may take much longer to notice; and a store may
-        hang, here as anywhere."""
+        """End the group if a worker has not answered by now: its process may be stopped, which its link may take much
+        longer to notice, or a store may hang."""
         late = sorted({rank for call in self._calls.values() for rank in call.left})
         if late:
             self._late = True
             self._fail(RankFailure("had not answered when the cache was to be closed", late[0]))
 
     async def abandon(self, error: BaseException) -> None:
-        """The cache does not open: nothing stays open anywhere."""
+        """The cache could not be opened, because of ``error``: close all that is open, on every worker."""
         reason = str(error) or type(error).__name__
         self._wire.put(m.Lost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
         self._closing = self._leaving = True
         await self._let_go(1.0, inf)
 
     async def _let_go(self, patience: float, latest: float) -> None:
-        """``latest``: by the loop's clock, when the head's own worker is waited for no longer; it goes on closing."""
+        """Close the head's own worker and the links. ``latest``: until when, by the loop's clock, the own worker is
+        waited for; after that it goes on closing by itself."""
         self._wire.flush()
         for batch in self._batches.values():
             batch.fail(self._again if self.failure is not None else _closed)
@@ -332,21 +340,21 @@ class WorkerGroup:
                 self.own.take(message)
 
     async def _call(self, make: Callable[[int], m.Message], kind: type[T]) -> dict[int, T]:
-        """The answers of all to what ``make`` makes of a call's number, by rank. Cancelling it returns when all have
-        let go.
+        """Send all workers the message that ``make`` returns for a call's number. Returns their answers by rank, when
+        all have answered. Cancelling it returns when all have let go of their buffers.
 
         Raises:
             RankFailure: the group is over; or a worker raised what is no error of a store.
-            ConfigError, BackendError: that is what a worker says.
+            ConfigError, BackendError: a worker raised it.
         """
         if self.failure is not None:
             raise self._again()
         self._numbers += 1
-        number, call = self._numbers, _Call(set(self._ranks))
+        number, call = self._numbers, Awaited(self._numbers, self._ranks)
         self._calls[number] = call
         self._put(make(number))
         try:
-            await call.done
+            await call.wait()
         except asyncio.CancelledError:
             if call.left and self.failure is None:
                 self._put(m.Cancel(number))
@@ -354,35 +362,40 @@ class WorkerGroup:
             raise
         finally:
             del self._calls[number]
-        failures = {rank: one for rank, one in sorted(call.answers.items()) if isinstance(one, m.Failed)}
+        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.Failed)}
         if failures:
             raise fold.error_of(failures)
         found: dict[int, T] = {}
-        for rank, one in sorted(call.answers.items()):
+        for rank, one in sorted(call.said.items()):
             if not isinstance(one, kind):
                 raise self._nonsense(rank, f"answered a call with {type(one).__name__}")
             found[rank] = one
         return found
 
-    async def _let_go_of(self, call: _Call) -> None:
-        """Return when all have let go of what was cancelled, or the group is over: who does not let go within the
-        time-out, and what a store's call may take, is as good as silent."""
+    async def _let_go_of(self, call: Awaited) -> None:
+        """Return when all workers have let go of a cancelled call. A worker that does not, within the time-out and what
+        a store's call may take, has failed like one that is silent. Raises ``RankFailure``: the group is over."""
         loop = asyncio.get_running_loop()
-        began, call.done = loop.time(), loop.create_future()
-        while call.left and self.failure is None:
-            slowest = max((one.options.timeout for one in self._opened.values()), default=0.0)
-            seconds = OPENING if self._opening else self._timeout + slowest
-            if loop.time() >= began + seconds:
-                self._fail(RankFailure(f"did not let go of what was cancelled within {seconds:g} s", min(call.left)))
-            else:
-                await asyncio.wait([call.done], timeout=began + seconds - loop.time())
+        began = loop.time()
+        while call.left and (rest := began + self._patience() - loop.time()) > 0:
+            with suppress(TimeoutError):  # what is opened meanwhile allows for more
+                async with asyncio.timeout(rest):
+                    await call.wait()
+        if call.left:
+            why = f"did not let go of what was cancelled within {self._patience():g} s"
+            self._fail(RankFailure(why, min(call.left)))
+
+    def _patience(self) -> float:
+        """Return for how many seconds a worker may be busy with a call that was cancelled."""
+        slowest = max((one.options.timeout for one in self._opened.values()), default=0.0)
+        return OPENING if self._opening else self._timeout + slowest
 
     def _heard(self, rank: int, frame: bytes) -> None:
         for message in m.decode_news(frame):
             self._take(rank, message)
 
     def _take(self, rank: int, message: m.Message) -> None:
-        """A worker has said it."""
+        """Act on what worker ``rank`` says."""
         if self.failure is not None:
             return
         took = self._took.get(type(message))
@@ -393,13 +406,8 @@ class WorkerGroup:
 
     def _answered(self, rank: int, reply: Any) -> None:
         call = self._calls.get(reply.call)
-        if call is None or rank not in call.left:
+        if call is None or not call.hear(rank, reply):
             self._nonsense(rank, f"answered call {reply.call}, which nobody made or which it had answered")
-            return
-        call.left.discard(rank)
-        call.answers[rank] = reply
-        if not call.left and not call.done.done():
-            call.done.set_result(None)
 
     # the end
 
@@ -429,12 +437,8 @@ class WorkerGroup:
         self._stirred.tell()
         self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
         self._wire.flush()
-        for call in self._calls.values():
-            if not call.done.done():
-                call.done.set_exception(self._again())
-                call.done.exception()  # its waiter hears, if it still waits
-        for batch in self._batches.values():
-            batch.fail(self._again)
+        for awaited in (*self._calls.values(), *self._batches.values()):
+            awaited.fail(self._again)
         if self.own is not None:
             self.own.finish(self._again())
         if self._reports is not None and not self._closing:
@@ -444,14 +448,15 @@ class WorkerGroup:
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
-        """Those of the head's own worker; empty, if it has none."""
+        """The device pools of the head's own worker; empty if it has none."""
         return {} if self.own is None or self.own.local is None else self.own.local.pools
 
     def engine_event(self, event: object) -> int:
-        """The number of a batch that was sent, in place of an event. From any thread.
+        """Return ``event``, which must be the number of a batch that was sent: an event would speak for one worker
+        only. From any thread.
 
         Raises:
-            ConfigError: it is none. An event speaks for one worker.
+            ConfigError: ``event`` is no such number.
         """
         try:
             number = checks.integer("batch", event, 1)
@@ -462,16 +467,16 @@ class WorkerGroup:
             raise ConfigError(f"batch {number} was not sent")
         return number
 
-    def batch(self, event: object) -> GroupBatch:
-        """See ``Worker``; one that nobody knows any more is over."""
+    def batch(self, event: object) -> Awaited:
+        """See ``Worker``. A batch that is not known any more is over."""
         assert isinstance(event, int)
-        return self._batches.get(event) or GroupBatch(event, set())
+        return self._batches.get(event) or Awaited(event, ())
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
         """See ``Worker``."""
         self._last_batch += 1
         number = self._last_batch
-        self._batches[number] = GroupBatch(number, set(self._ranks))
+        self._batches[number] = Awaited(number, self._ranks)
         self._put(m.SendBatch(number, payload, loads))
         return number
 
@@ -485,77 +490,71 @@ class WorkerGroup:
 
     def _over(self, rank: int, news: m.Over) -> None:
         batch = self._batches.get(news.number)
-        if batch is None or rank not in batch.left:
+        if batch is None or not batch.hear(rank, news):
             self._nonsense(rank, f"ended batch {news.number}, which was not sent or had ended")
-            return
-        batch.over(rank, news.error)
-        if batch.done():
+        elif batch.done():
             del self._batches[news.number]
             self._stirred.tell()
-            if batch.errors:
-                self._unable[news.number] = batch.errors
+            if errors := {rank: over.error for rank, over in batch.said.items() if over.error}:
+                self._unable[news.number] = errors
                 if len(self._unable) > UNABLE:
                     del self._unable[next(iter(self._unable))]
 
     def perform(self, plan: Sequence[Work]) -> None:
         """See ``Worker``."""
-        now, everybody, at_it, orders = perf_counter(), self._everybody, self._open, list[m.Message]()
-        if self._to_forget and not all(isinstance(effect, BackupHost) for effect, _ in plan):
+        orders: list[m.Message] = []
+        if self._to_forget and not all(work.kind is Kind.BACKUP for work in plan):
             # What is loaded now was decided with all outcomes applied that were known: no batch and no private copy
             # names a load any more that had failed by then.
             orders, self._to_forget = self._to_forget, []
-        for effect, after in plan:
-            at_it[effect.op] = _Open(effect, everybody, now)
-            orders.append(m.Perform.of(effect, after))
+        orders += [m.Perform(work) for work in plan]
         if self.failure is None:
             self._wire.send(orders)
+        for work in plan:  # after sending, so that the other workers begin meanwhile
+            self._copies[work.ops[0]] = Copies(work, self._ranks)
         if self.failure is None and self.own is not None:
             self.own.take(*orders)
 
     def _ended(self, rank: int, news: m.Ended) -> None:
-        failed, bit, at_it = news.status is not _DONE, 1 << rank, self._open
-        over: list[_Open] = []
-        for op in news.ops:
-            one = at_it.get(op)
-            if one is None or not one.left & bit:
-                self._nonsense(rank, f"ended operation {op}, which it was not given or had ended")
+        for first in news.works:
+            copies = self._copies.get(first)
+            if copies is None or not copies.hear(rank, news.status):
+                self._nonsense(rank, f"ended operation {first}, which it was not given or had ended")
                 return
-            one.left ^= bit
-            if failed:
-                one.failed = True
-            if not one.left:
-                del at_it[op]
-                over.append(one)
-        if over:
-            self._close_ops(over)
+            if not copies.left:
+                del self._copies[first]
+                self._end(copies.work, copies.at, failed=Status.FAILED in copies.said.values())
 
-    def _close_ops(self, over: Sequence[_Open]) -> None:
-        """All have let go of these."""
-        now = perf_counter()
-        for one in over:
-            effect, failed = one.effect, one.failed
-            meter = self._meters[_STAGES[type(effect)]]
-            meter.took(now - one.at)
-            if failed:
-                meter.errors += 1
-                if not isinstance(effect, BackupHost):
-                    self._to_forget.append(m.Forget(effect.op))
-            else:
-                meter.ops += 1
-                for component, _, slots in effect.moves:
-                    count, (pools, weight) = len(slots) // SLOT_BYTES, self._weights[component]
-                    meter.pages += count * pools
-                    meter.full_pages += count if component == FULL else 0
-                    meter.bytes += count * weight
-            if self._reports is not None:
-                self._reports.ended(Outcome(effect.op, _FAILED if failed else _DONE))
+    def _end(self, work: Work, at: float, *, failed: bool) -> None:
+        """``work``, which began ``at``, has ended on all workers: count it, and report its end."""
+        meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
+        meter.took(perf_counter() - at, count)
+        if failed:
+            meter.errors += count
+            if work.kind is not Kind.BACKUP:  # nothing names a failed backup later
+                self._to_forget += map(m.Forget, work.ops)
+        else:
+            meter.count(count, *self._size_of(work.moves))
+        if self._reports is not None:
+            self._reports.ended(Status.FAILED if failed else Status.DONE, work.ops)
+
+    def _size_of(self, moves: Iterable[Move]) -> tuple[int, int, int]:
+        """Return how much ``moves`` copy: the pages of all workers, FULL's pages and the bytes of all workers. FULL's
+        pages are counted once, because they hold the same tokens on each worker."""
+        pages = full_pages = size = 0
+        for component, slots, _ in moves:
+            count, (pools, weight) = len(slots) // SLOT_BYTES, self._weights[component]
+            pages += count * pools
+            full_pages += count if component == FULL else 0
+            size += count * weight
+        return pages, full_pages, size
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker``; on the head's own worker."""
+        """See ``Worker``. Of the head's own worker."""
         await self._has_own("layer").layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``Worker``; on the head's own worker."""
+        """See ``Worker``. Of the head's own worker."""
         self._has_own("wait_layers").wait_layers(stream, ops, i)
 
     def _has_own(self, what: str) -> Performer:
@@ -566,7 +565,8 @@ class WorkerGroup:
     # pages and stores
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
-        """See ``Worker``. What is too long for one message is written a part after the other, until one fails."""
+        """See ``Worker``. A batch that is too long for one message is written in parts, one after the other; once a
+        part of an operation has failed, nothing more of the operation is written."""
         first = batch[0].op
         parts: list[Stored] = []
         try:
@@ -602,14 +602,15 @@ class WorkerGroup:
         return await self._in_parts(asked, self._ask)
 
     async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
-        """See ``Worker``. A run fits one message."""
+        """See ``Worker``. The pages of a run have to fit one message."""
         read = partial(self._read, run=run)
         return await read(reads) if run else await self._in_parts(reads, read)
 
     async def _in_parts(
         self, wanted: Sequence[Pages], call: Callable[[Sequence[Pages]], Awaitable[list[bytes]]]
     ) -> list[bytes]:
-        """What ``call`` answers to as many of these pages at a time as fit one message."""
+        """Make ``call`` for as many of the ``wanted`` pages at a time as fit one message, and return the answers joined
+        as if it had been one call."""
         answers = [b""] * len(wanted)
         for part in slices([len(pages.hashes) // HASH_BYTES for pages in wanted]):
             found = await call([_cut(wanted[at], begin, end) for at, begin, end in part])
@@ -629,8 +630,8 @@ class WorkerGroup:
         self, said: Mapping[int, m.Answers], wanted: Sequence[Asked] | Sequence[Read],
         fits: Callable[[int, int], bool], nonsense: str,
     ) -> list[bytes]:  # fmt: skip
-        """The worst result of each page. ``fits``: whether so many answers can be those to so many pages; where they
-        cannot, a worker has spoken ``nonsense``."""
+        """Return the worst result of each page, for each pool. ``fits``: called with the number of a worker's results
+        and the number of pages; if it returns False, the group fails, and ``nonsense`` says what the worker did."""
         counts = [len(pages.hashes) // HASH_BYTES for pages in wanted]
         for rank, one in said.items():
             sizes = [len(answer) for answer in one.answers]
@@ -642,7 +643,7 @@ class WorkerGroup:
         return answers
 
     def _name(self, asked: Sequence[tuple[str, bytes]], answers: Sequence[bytes]) -> None:
-        """Note the hashes of pages that all have, for what is told of their keys."""
+        """Name the pages that all workers have to the ``Holdings``, which need their hashes."""
         if self._holdings.watches:
             for (pool, hashes), answer in zip(asked, answers, strict=True):
                 if pool in self._leads:
@@ -665,14 +666,14 @@ class WorkerGroup:
         await self._call(m.Flush, m.Done)
 
     def is_away(self, page_hash: bytes) -> bool:
-        """See ``Worker``: whether it is so on any worker, since then nothing can be fetched whole."""
+        """See ``Worker``. True if it is so on any worker, since then no page can be fetched whole."""
         if self._shut:
             self._put(m.Probe(page_hash))
         return bool(self._shut)
 
     @property
     def shut(self) -> bool:
-        """See ``Worker``: whether it is so on any."""
+        """See ``Worker``. True if it is so on any worker."""
         return bool(self._shut)
 
     def _health(self, rank: int, news: m.Health) -> None:
@@ -701,7 +702,7 @@ class WorkerGroup:
         raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
 
     async def open_store(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
-        """See ``Worker``: on all, or none."""
+        """See ``Worker``. The store is opened on all workers or on none."""
         if not isinstance(storage, str):
             raise ConfigError(f"storage={checks.shown(storage)}: workers of other processes take URLs")
         self._last_store += 1
@@ -729,8 +730,8 @@ class WorkerGroup:
         return entry
 
     def _be_patient(self, more: int) -> None:
-        """Wait for longer than the time-out while pools or a store are opened: these may pin the host's memory.
-        ``more``: so many are opened, or are so no more."""
+        """Bear longer silence than the time-out while pools or stores are opened, because that may pin the host's
+        memory. ``more``: 1 when an opening begins, -1 when it ends."""
         self._opening += more
         for link in self._links.values():
             link.patience(OPENING if self._opening else None)
@@ -784,22 +785,25 @@ class WorkerGroup:
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
-        """See ``Worker``: what stands for a page's keys on all workers."""
+        """See ``Worker``. The key of one worker stands for those of all."""
         return self._holdings.key_of
 
     # looking at it
 
     def meters(self) -> Mapping[str, Meter]:
-        """See ``Worker``: an operation takes as long as on the slowest; pages and bytes of all workers add up."""
+        """See ``Worker``. An operation takes as long as on the slowest worker; pages and bytes of all workers add
+        up."""
         return self._meters
 
     def queues(self) -> Mapping[str, int]:
-        """See ``Worker``: operations that have not ended everywhere."""
-        stages = [_STAGES[type(one.effect)] for one in self._open.values()]
-        return {name: stages.count(name) for name in self._meters}
+        """See ``Worker``. Counts the operations that have not ended on every worker."""
+        counts = dict.fromkeys(self._meters, 0)
+        for copies in self._copies.values():
+            counts[_STAGES[copies.work.kind]] += len(copies.work.ops)
+        return counts
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """See ``Worker``; of other processes as of their last sign of life."""
+        """See ``Worker``. What other processes count is as of the last time that they told it."""
         if self.own is not None:
             self.own.count()
         parts = list(self._counters.values())
@@ -822,7 +826,7 @@ Pages = TypeVar("Pages", Asked, Read, StoredPages)
 
 
 def _cut(pages: Pages, begin: int, end: int) -> Pages:
-    """So many of these pages."""
+    """Return the pages from ``begin`` up to ``end`` of ``pages``."""
     hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
     if isinstance(pages, Asked):
         return pages._replace(hashes=hashes)
@@ -830,7 +834,8 @@ def _cut(pages: Pages, begin: int, end: int) -> Pages:
 
 
 def _parts(batch: Sequence[BackupStorage]) -> Iterator[Sequence[BackupStorage]]:
-    """``batch``, each part of which fits one message: the whole, or else a piece of one operation."""
+    """Yield ``batch`` in parts that fit one message each: the whole batch or, if that does not fit, pieces of one
+    operation each."""
     if len(list(slices([len(pages.hashes) // HASH_BYTES for effect in batch for pages in effect.pages]))) <= 1:
         yield batch
         return

@@ -1,10 +1,11 @@
-"""Which pages the watched stores of all workers have, told in one worker's keys.
+"""Knows which pages the watched stores of all workers have, and reports them by the keys of one worker.
 
-A worker's stores know a page by a key that holds its shard; the head can compute every worker's key of a page, once it
-has the page's hash. So keys are kept as they are told, and looked at when a page is *named*: asked for, read or stored.
+A worker's stores know a page by a key that depends on the worker's shard. The head can compute every worker's key of a
+page once it has the page's hash. So keys are kept as the workers tell them, and compared when the head *names* a page,
+because it asks for it, reads it or has stored it.
 
-Law: a page is there when every writer has it: each worker that has bytes of FULL, or one of those that hold the same
-bytes, where the store is shared; it is gone when one of these has lost it.
+Law: a page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with
+bytes of FULL is a writer; in a shared store, workers that hold the same bytes are one writer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Report = Callable[[int, bool, Sequence[bytes]], None]
 
 
 class _Store:
-    """``has``: by writer the keys that were told. ``told``: the pages that were reported."""
+    """One watched store. ``writers``: the digest of each. ``has``: the keys that each writer has. ``told``: the keys of
+    the pages that were reported as being there."""
 
     def __init__(self, writers: dict[Hashable, bytes], *, shared: bool) -> None:
         self.shared = shared
@@ -28,8 +30,9 @@ class _Store:
 
 
 class Holdings:
-    """``digests``: by rank, what a page's hash becomes a key with; of ranks that have bytes of FULL. ``report``: is
-    told of pages by the key that the first of these ranks has for them."""
+    """``digests``: for each rank with bytes of FULL, the digest that turns a page's hash into that rank's key.
+    ``report(store, there, keys)``: called with the pages that a store has got (``there``) or lost; ``keys`` are those
+    of the first rank in ``digests``."""
 
     def __init__(self, report: Report) -> None:
         self.digests: dict[int, bytes] = {}
@@ -42,26 +45,27 @@ class Holdings:
 
     @property
     def watches(self) -> bool:
-        """Whether any store is watched."""
+        """True while any store is watched."""
         return bool(self._stores)
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
-        """From a page's hash to the key that it is reported by; None, if no worker has bytes of FULL."""
+        """A function from a page's hash to the key that the page is reported by; None if no worker has bytes of
+        FULL."""
         if not self.digests:
             return None
         digest = self.digests[min(self.digests)]
         return lambda page_hash: storage_key(page_hash, digest)
 
     def watch(self, store: int, *, shared: bool) -> None:
-        """Keys of this store will be told."""
+        """Begin to keep what workers tell of this store. ``shared``: see ``is_shared``."""
         writers: dict[Hashable, bytes] = {}
         for rank, digest in sorted(self.digests.items()):
             writers[digest if shared else rank] = digest
         self._stores[store] = _Store(writers, shared=shared)
 
     def unwatch(self, store: int) -> bool:
-        """They will be told no more. Whether they were."""
+        """Forget what was told of this store. Returns True if it was watched."""
         own = self._stores.pop(store, None)
         if not any(len(other.writers) > 1 for other in self._stores.values()):
             self._named.clear()
@@ -72,7 +76,7 @@ class Holdings:
         return own is not None
 
     def told(self, store: int, rank: int, there: bool, keys: Sequence[bytes]) -> None:
-        """What ``rank`` says of this store."""
+        """Note that ``rank`` has these keys in this store or, if ``there`` is False, has lost them."""
         own, digest = self._stores.get(store), self.digests.get(rank)
         if own is None or digest is None:
             return
@@ -84,8 +88,8 @@ class Holdings:
         self._look(store, own, dict.fromkeys(self._named[key] for key in keys if key in self._named))
 
     def name(self, hashes: Iterable[bytes]) -> None:
-        """These pages, each of one or more hashes joined, are known to the head. Where every store has one writer, what
-        it tells is told on, and no page has to be known."""
+        """Note the hashes of pages that the head has learned of; each item of ``hashes`` is one or more, joined. If
+        every store has one writer, this does nothing: what the writer tells is reported as it is."""
         if not any(len(own.writers) > 1 for own in self._stores.values()):
             return
         pages = [
@@ -117,7 +121,7 @@ class Holdings:
                 self._report(store, there, keys)
 
     def _forget(self, page: bytes, key: bytes) -> None:
-        """A page that no store has any more is named again when it is stored again."""
+        """Forget the name of a page that no store has any more. It is named again when it is stored again."""
         if not any(key in own.told for own in self._stores.values()):
             for digest in set(self.digests.values()):
                 self._named.pop(storage_key(page, digest), None)

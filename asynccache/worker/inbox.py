@@ -1,17 +1,17 @@
-"""What a transfer stage waits at: a queue without bound whose worker takes everything at once, or what it may."""
+"""The queue in front of a transfer stage. It has no bound, and its reader takes all items at once or the first few."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Items in order, for one or several workers. ``put`` never blocks and never fails."""
+    """Items in order, for one or several tasks that read them. ``put`` never blocks and never fails."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -23,8 +23,11 @@ class Inbox(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
     def put(self, item: T) -> None:
-        """Add ``item`` and wake a worker."""
+        """Add ``item`` and wake the readers."""
         self._items.append(item)
         self._filled.set()
 
@@ -35,12 +38,13 @@ class Inbox(Generic[T]):
             await self._filled.wait()
 
     def take(self) -> list[T]:
-        """All items."""
+        """Take and return all items."""
         taken, self._items = list(self._items), deque()
         return taken
 
     def take_while(self, wanted: Callable[[T], bool]) -> list[T]:
-        """The first items, as long as ``wanted``, which is asked of each of them once."""
+        """Take and return items from the front, as long as ``wanted`` returns True for the next one. It is called once
+        for each."""
         taken = []
         while self._items and wanted(self._items[0]):
             taken.append(self._items.popleft())

@@ -18,8 +18,8 @@ FULL = int(ComponentKind.FULL)
 class Layout:
     """The pools, by component index.
 
-    ``of``: the pools with bytes. ``components``: the indices that there are, FULL's first. ``sidecars``: whether the
-    model has pools that derive from FULL.
+    ``of``: the pools with bytes of each component. ``components``: the indices of the model's components, FULL's first.
+    ``sidecars``: True if the model has pools that derive from FULL.
     """
 
     def __init__(self, specs: Sequence[PoolSpec]) -> None:
@@ -35,9 +35,10 @@ class Layout:
         return f"{type(self).__name__}({', '.join(name for name, _ in self.named())})"
 
     def named(self) -> list[tuple[str, int]]:
-        """Every pool that has stored objects, and its component."""
+        """Return the name and the component's index of every pool that has stored objects."""
         return [(spec.name, c) for c, pools in self.of.items() for spec in pools]
 
     def counts(self, pool: str) -> bool:
-        """Whether a page of ``pool`` stands for a page of FULL, of which it is the last part to be stored."""
+        """Return True if stored pages of ``pool`` are counted as pages of FULL. Of the pools that make up FULL it is
+        the last to be stored."""
         return bool(self.lead) and pool == self.lead[-1].name

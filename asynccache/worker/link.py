@@ -1,4 +1,5 @@
-"""A link: frames both ways between the head and one worker, over a TCP or Unix stream that ``sockets`` has opened.
+"""A link: frames both ways between the head and one worker, over a TCP or Unix stream that ``sockets`` has opened; and
+what one process says over its links (``Wire``).
 
 On the wire a frame is its length (4 bytes, little endian) and so many bytes. Two lengths have a meaning of their own:
 0 is the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says
@@ -12,32 +13,41 @@ Laws:
 * Nobody waits for a full socket. What a peer does not read is kept here: what may be under way is bounded by the
   core's bound on operations in flight, and a peer that reads nothing is lost after the time-out. Should both fail, the
   link ends when ``MOST_UNSENT`` bytes are kept.
-* A frame goes out at once, in one write; who has several things to say in a turn puts them into one frame.
+* A frame goes out at once, in one write. Messages of one turn of the loop travel in one frame, the same for every link,
+  in the order in which they were put; a plan's at once. Putting never waits and never fails; a frame that would be too
+  long is sent as several. Outcomes that follow each other and are alike are one message.
+* A message that cannot be sent takes no other one along, and is never lost in silence: ``failed`` hears of it.
 
-A failure's text says what the peer did ("was silent for 30 s"): who knows the peer's name puts it in front.
+The text of a failure says what the peer did ("was silent for 30 s"). Whoever knows the peer's name puts it in front.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Protocol, cast
 
 from asynccache.errors import RankFailure
+from asynccache.worker.messages import Ended, Message, encode
 
 MOST_FRAME = 16 << 20
 """Bytes that a frame has at most."""
 MOST_UNSENT = 256 << 20
 """Bytes that are kept for a peer that does not read."""
 MOST_EARLY = 64 << 10
-"""Bytes, and one piece of the stream more, that are kept for who has not begun to listen."""
+"""Bytes that are kept here before ``begin``; one piece of the stream may come on top."""
 GRACE = 2.0
-"""Seconds in which ``aclose`` gets rid of what is unsent, and hears that the peer has closed, too."""
+"""Seconds that ``aclose`` waits until what was unsent is sent and the peer has closed, too."""
 DOUBT = 0.05
 """Seconds between the suspicion that a peer is silent and the verdict: this loop may have been busy for longer than the
 time-out, and what the peer said meanwhile waits in the socket."""
+
+SLICE = 1024
+"""Messages that a frame has at most, so that a long plan is performed while its end is still being encoded."""
+BYTES_PER_PAGE = 256
+"""More bytes than a page takes in any message, which are those of its hash and a slot or two."""
 
 LENGTH = 4
 _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
@@ -50,7 +60,8 @@ class Link(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes or goes any more, as far as is known here. Also true before ``lost`` is called."""
+        """True once nothing comes or goes any more, as far as is known here. It may be True before ``lost`` is
+        called."""
         ...
 
     @property
@@ -60,8 +71,8 @@ class Link(Protocol):
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
         """From now on ``heard`` is called with every frame, in order, and ``lost`` at most once, after the last frame.
-        To be called once. What ``heard`` raises ends the link: ``lost`` gets it if it is a ``RankFailure``, or one that
-        has it as its cause."""
+        To be called once. An error that ``heard`` raises ends the link. ``lost`` gets that error if it is a
+        ``RankFailure``, else a ``RankFailure`` with that error as its cause."""
         ...
 
     def send(self, frame: bytes) -> None:
@@ -73,24 +84,25 @@ class Link(Protocol):
         ...
 
     def patience(self, seconds: float | None) -> None:
-        """From now on only silence of so many seconds is a failure: what holds a peer's interpreter for long, as
-        pinning memory does, keeps it from its signs of life. None: the link's own time-out again."""
+        """Let silence be a failure after ``seconds``, from now on; with None, after the link's own time-out again. A
+        peer whose interpreter is held for long, as by pinning memory, cannot send its signs of life."""
         ...
 
     async def aclose(self) -> None:
         """Send what is unsent, say goodbye, and return when the peer has closed, too; ``GRACE`` seconds at most.
-        ``lost`` is not called any more. Cancelling it aborts. Twice is once."""
+        ``lost`` is not called any more. Cancelling it aborts. A second call is harmless."""
         ...
 
     def abort(self) -> None:
-        """End now; what is unsent is lost. ``lost`` is not called any more. Twice is once."""
+        """End now; what is unsent is lost. ``lost`` is not called any more. A second call does nothing."""
         ...
 
 
 class StreamLink(asyncio.Protocol):
-    """``Link`` over a stream. Before ``established``, it takes apart the handshake (``take``) and hears nothing.
+    """``Link`` over a stream. Until ``established`` is called, ``take`` reads the handshake and no frame is heard.
 
-    ``made``: called when the stream is there. ``room``: bytes that a peer may have sent beyond what was taken.
+    ``made``: called with this link when the stream is open. ``room``: how many bytes of a handshake a peer may have
+    sent before they are taken.
     """
 
     def __init__(self, made: Callable[[StreamLink], None] | None = None, room: int = 0) -> None:
@@ -129,7 +141,7 @@ class StreamLink(asyncio.Protocol):
     # the handshake
 
     async def take(self, count: int) -> bytes:
-        """The next ``count`` bytes of the handshake. Cancelling it takes nothing.
+        """Return the next ``count`` bytes of the handshake. Cancelling it takes nothing.
 
         Raises:
             RankFailure: the peer has closed, or sent more than belongs here.
@@ -144,7 +156,7 @@ class StreamLink(asyncio.Protocol):
         return found
 
     async def take_frame(self, most: int) -> bytes:
-        """The next bytes of the handshake as one frame. Cancelling it may take its length.
+        """Return the next frame of the handshake, without its length. Cancelling it may take the length.
 
         Raises:
             RankFailure: the peer has closed, or the frame has more than ``most`` bytes.
@@ -155,14 +167,14 @@ class StreamLink(asyncio.Protocol):
         return await self.take(count)
 
     def write(self, content: bytes) -> None:
-        """Send this at once, as it is: a piece of the handshake."""
+        """Send ``content`` at once, with no length in front: a piece of the handshake, or a length with a meaning."""
         if self._transport is not None and not self._ended:
             self._transport.write(content)
 
     def established(self, timeout: float) -> None:
-        """The handshake is over: what was sent before goes out. ``timeout``: seconds of silence that are a failure, the
-        same at both ends. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are kept here, so that a peer
-        that is gone is noticed; the rest stays in the socket."""
+        """The handshake is over: frames that were given to ``send`` before go out now. ``timeout``: seconds of silence
+        that are a failure, the same at both ends. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are
+        kept here, so that a peer that is gone is noticed; the rest stays in the socket."""
         self._timeout = self._patience = timeout
         if self._ended or self._transport is None:
             return
@@ -175,7 +187,7 @@ class StreamLink(asyncio.Protocol):
         self._watch()
 
     def refuse(self) -> None:
-        """The handshake has failed: close when what was written is sent."""
+        """The handshake has failed: close the connection once what was written is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -299,7 +311,8 @@ class StreamLink(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _deliver(self, data: bytes | bytearray) -> None:
-        """All frames that are whole; what remains waits for more, and is not copied again for each piece of it."""
+        """Hand on all frames that are whole. What remains is kept until more comes; the pieces of a long frame are
+        joined in place, and not copied again for each."""
         heard = self._heard
         assert heard is not None
         start, end = 0, len(data)
@@ -353,7 +366,7 @@ class StreamLink(asyncio.Protocol):
         self._loop.call_soon(self._tell)
 
     def _tell(self) -> None:
-        """The end of what is heard. Whoever listened is forgotten, so that nobody keeps the other alive."""
+        """Tell the listener that the link has failed, and forget it, so that neither keeps the other alive."""
         lost, self._lost, self._heard = self._lost, None, _deaf
         if lost is not None and self._failure is not None:
             lost(self._failure)
@@ -374,4 +387,88 @@ def _raised(error: Exception) -> RankFailure:
 
 
 def _deaf(_: bytes) -> None:
-    """For who has ended."""
+    """What hears frames after the end of the link."""
+
+
+# messages
+
+
+class Wire:
+    """Sends what one process says over its links. ``links``: may become fewer at any time; the end of a link is left to
+    whoever listens to it. ``failed``: called for a message that cannot be sent, which is the end of the group."""
+
+    def __init__(self, links: Iterable[Link], failed: Callable[[RankFailure], None]) -> None:
+        self.links = list(links)
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._unsent: list[Message] = []
+        self._held = False
+
+    def __repr__(self) -> str:
+        return f"Wire({len(self.links)} links, {len(self._unsent)} unsent)"
+
+    def put(self, message: Message) -> None:
+        """Send ``message`` with the others of this turn of the loop."""
+        unsent = self._unsent
+        if not unsent:
+            if not self._held:
+                self._loop.call_soon(self.flush)
+        elif (
+            type(message) is Ended and type(last := unsent[-1]) is Ended
+            and last.status is message.status and len(last.works) < SLICE
+        ):  # fmt: skip
+            last.works += message.works
+            return
+        unsent.append(message)
+
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send ``messages`` now, behind what was put."""
+        self._unsent += messages
+        self.flush()
+
+    def hold(self) -> None:
+        """Keep what is put from now on for the next ``flush``, which must follow in this turn of the loop."""
+        self._held = True
+
+    def flush(self) -> None:
+        """Send now what was put."""
+        unsent, self._unsent, self._held = self._unsent, [], False
+        for at in range(0, len(unsent), SLICE):
+            self._send(unsent[at : at + SLICE])
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        if not self.links:
+            return
+        try:
+            frame = encode(messages)
+            why = f"it has {len(frame)} bytes, and a frame {MOST_FRAME} at most"
+        except (ValueError, OverflowError, TypeError) as error:  # text without UTF-8, a number of more than 64 bits
+            frame, why = b"", str(error)
+        if 0 < len(frame) <= MOST_FRAME:
+            for link in self.links:
+                link.send(frame)
+        elif len(messages) > 1:
+            middle = len(messages) // 2
+            self._send(messages[:middle])
+            self._send(messages[middle:])
+        else:
+            self._failed(RankFailure(f"cannot send its {type(messages[0]).__name__}: {why}"))
+
+
+def slices(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut lists of pages into parts that fit a frame. ``counts``: how many pages each list has. Yields each part as
+    tuples: the index of a list, its first page in this part, and the page after its last one."""
+    most = room = max(1, MOST_FRAME // BYTES_PER_PAGE)
+    part: list[tuple[int, int, int]] = []
+    for at, count in enumerate(counts):
+        begin = 0
+        while begin < count:
+            end = min(count, begin + room)
+            part.append((at, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield part
+                part, room = [], most
+    if part:
+        yield part

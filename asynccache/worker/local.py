@@ -1,7 +1,7 @@
 """The worker of the head's own process: every call is a plain call, and nothing is sent.
 
 Laws:
-* Opening is all or nothing: who fails or is cancelled leaves no device, no pool and no store behind.
+* Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
 * Closing lets go in the reverse order: stores, then copies that are under way, then the device, if it is our own.
 """
 
@@ -13,16 +13,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from asynccache.config import CacheConfig, PoolSpec
-from asynccache.core.plan import BackupHost, Clone, LoadBack
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.device_names import parse_device
 from asynccache.memory.mover import Mover
-from asynccache.memory.naming import parse_device
 from asynccache.settle import completed
 from asynccache.storage.records import store_layout
 from asynccache.storage.tiers import TieredStore
 from asynccache.worker.batches import LocalBatch, LocalBatches
-from asynccache.worker.contract import Reports, StoreEntry, Work
+from asynccache.worker.contract import Kind, Reports, StoreEntry, Work
 from asynccache.worker.given import MOMENT, Given
 from asynccache.worker.poolmap import PoolMap
 from asynccache.worker.stages.backup_host import BackupHostStage
@@ -44,7 +43,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Give
     """Allocate ``pools`` and open the stores. Cancelling it leaves nothing open.
 
     Raises:
-        ConfigError: pools do not fit in memory, or an unknown device or backend.
+        ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
         Unavailable: a store cannot be opened now.
     """
     opening = _Opening(config, pools, given)
@@ -56,7 +55,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Give
 
 
 class _Opening:
-    """What is open by now."""
+    """The parts of a worker that are open by now, for whoever has to close them."""
 
     def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> None:
         self._config = config
@@ -92,7 +91,7 @@ class _Opening:
 
 
 def open_device(name: str) -> Device:
-    """The device that a configuration names."""
+    """Open the device that a configuration names."""
     if parse_device(name).kind == "cpu":
         return CpuDevice()
     from asynccache.memory.cuda.device import open_device
@@ -103,7 +102,8 @@ def open_device(name: str) -> Device:
 async def close_all(
     tiers: TieredStore, mover: Mover | None, device: Device | None, patience: float, *, own: bool
 ) -> None:
-    """Close what there is. ``own``: the device is ours, which waits for its copies as long as it takes."""
+    """Close the stores, the pools and, if it is our ``own``, the device. Our own device waits for its copies as long as
+    they take; on another one they are waited for ``patience`` seconds."""
     try:
         await tiers.aclose()
     finally:
@@ -118,10 +118,10 @@ async def close_all(
 
 
 class LocalWorker:
-    """See ``Worker``, and the module. ``mover``: the pools and streams. ``put``: by an effect's type, what hands it to
-    its stage, with events of the device that it waits for; once the worker has started."""
+    """See ``Worker``, and the module. ``mover``: the pools and streams. ``put``: for each kind of work, the function
+    that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
 
-    put: Mapping[type, Callable[[Any, Sequence[Event]], None]]
+    put: Mapping[Kind, Callable[[Work, Sequence[Event]], None]]
 
     def __init__(
         self, device: Device, mover: Mover, pools: PoolMap, stores: Stores, *, takes_stores: bool, own_device: bool
@@ -157,13 +157,13 @@ class LocalWorker:
         return f"LocalWorker({self.mover!r}, {self._stores!r})"
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """Take work from now on. Returns what its tasks are to run, by name, until they are cancelled."""
+        """See ``Worker``."""
         post, size_of, clock = reports.ended, self._map.size_of, time.perf_counter  # uvloop's clock counts milliseconds
         self._keys = reports.keys
         self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
         self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
         self.put = {
-            BackupHost: self.backup_host.put, LoadBack: self.load_back.put, Clone: self.load_back.put,
+            Kind.BACKUP: self.backup_host.put, Kind.LOAD: self.load_back.put, Kind.CLONE: self.load_back.put,
         }  # fmt: skip
         return [
             ("backup-host", self.backup_host.run()),
@@ -172,11 +172,11 @@ class LocalWorker:
         ]
 
     def close_by(self, seconds: float) -> None:
-        """See ``Worker``: a worker in this process cannot be given up."""
+        """See ``Worker``. Does nothing: a worker in this process cannot be given up."""
 
     async def aclose(self, patience: float) -> None:
-        """Close stores, pools and the device. ``patience``: seconds that copies on a device that outlives this worker
-        are waited for. Cancelling it may leave some of it open.
+        """Close stores, pools and the device. ``patience``: how many seconds to wait for copies on a device that
+        outlives this worker. Cancelling it may leave some of it open.
 
         Raises:
             BackendError: a store could not close cleanly; all the rest is closed.
@@ -208,8 +208,8 @@ class LocalWorker:
 
     def perform(self, plan: Sequence[Work]) -> None:
         """See ``Worker``."""
-        for effect, after in plan:
-            self.put[type(effect)](effect, self._batches.events(after) if after else ())
+        for work in plan:
+            self.put[work.kind](work, self._batches.events(work.after) if work.after else ())
 
     async def layer(self, op: int, i: int) -> None:
         """See ``Worker``."""
@@ -222,12 +222,13 @@ class LocalWorker:
         self.hold(stream, self.arriving(ops), i)
 
     def arriving(self, ops: Sequence[int]) -> list[Copying]:
-        """Those of these loads that have not ended, all of them submitted to the device."""
+        """Submit the loads ``ops`` to the device, and return the copies of those that have not ended."""
         found = map(self.load_back.copying, ops)
         return [copying for copying in found if copying is not None]
 
     def hold(self, stream: object, arriving: Sequence[Copying], i: int) -> None:
-        """Hold later work of the engine's ``stream`` until layer ``i`` of all of these is there. From any thread.
+        """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of all of ``arriving`` is there.
+        From any thread.
 
         Raises:
             ConfigError: ``stream`` is no stream.

@@ -8,39 +8,37 @@ Laws:
 * A reason, which may be anybody's text, can always be sent: it is cut off at ``MOST_REASON``, and what has no UTF-8 in
   it is replaced.
 
-``call``: a number of the head's; the answer to a message that has one carries the same number, and comes exactly once.
+A message with a field ``call``, a number that the head chooses, gets exactly one answer, which carries the same number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgspec
 
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, Copy, LoadBack, Move, Status, StoredPages
+from asynccache.core.plan import BackupStorage, Status, StoredPages
 from asynccache.errors import RankFailure
 from asynccache.storage.options import StoreOptions
-from asynccache.worker.contract import Asked, Read
+from asynccache.worker.contract import Asked, Read, Work
 
 Places = tuple[int, int, int]
 
 
 MOST_REASON = 4096
-"""Bytes of a reason."""
+"""Bytes that a reason may have."""
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """A value that goes over a link."""
 
-
 # the handshake
 
 
 class Hello(Message):
-    """A worker's first word: the version of asynccache that it runs, and its rank."""
+    """A worker's first message: the version of asynccache that it runs, and its rank."""
 
     version: str
     rank: int
@@ -53,13 +51,13 @@ class Welcome(Message):
 
 
 class Call(Message):
-    """From the head, and answered once."""
+    """A message from the head that is answered once."""
 
     call: int
 
 
 class Answer(Message):
-    """To the call of this number."""
+    """A worker's answer to the call of this number."""
 
     call: int
 
@@ -68,7 +66,7 @@ class Answer(Message):
 
 
 class Settings(Message):
-    """A ``CacheConfig`` in plain values. ``components``: the class of each, and its fields."""
+    """A ``CacheConfig`` in plain values. ``components``: the class name of each, and its fields."""
 
     components: tuple[tuple[str, dict[str, Any]], ...]
     sidecars: tuple[dict[str, Any], ...]
@@ -85,45 +83,14 @@ class Ready(Message, tag=2):
     """All workers are open: the cache takes requests."""
 
 
-class Kind(IntEnum):
-    """What an effect copies: from the device to the host, back, or on the device."""
-
-    BACKUP = 0
-    LOAD = 1
-    CLONE = 2
-
-
-BACKUP, _CLONE = Kind.BACKUP, Kind.CLONE  # to look one up in an enum takes 0.2 µs, in Python 3.11
-
-
 class Perform(Message, tag=3):
-    """An effect of the core, when the batches ``after`` are over on the device. ``source``: the load that a private
-    copy is made of, or 0."""
+    """Copy what one work says. Its end is told by ``Ended``."""
 
-    kind: Kind
-    op: int
-    moves: tuple[Move, ...]
-    source: int = 0
-    after: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, effect: Copy, after: tuple[int, ...] = ()) -> Perform:
-        """``effect``, to be sent."""
-        return cls(_KINDS[type(effect)], effect.op, effect.moves, effect.after if type(effect) is Clone else 0, after)
-
-    @property
-    def effect(self) -> Copy:
-        """What was sent."""
-        if self.kind is _CLONE:
-            return Clone(self.op, self.moves, self.source)
-        return (BackupHost if self.kind is BACKUP else LoadBack)(self.op, self.moves)
-
-
-_KINDS = {BackupHost: Kind.BACKUP, LoadBack: Kind.LOAD, Clone: Kind.CLONE}
+    work: Work
 
 
 class Forget(Message, tag=6):
-    """The head has closed this load or private copy, which failed: nothing that is said from now on needs it."""
+    """The head has closed this load or private copy, which failed. No later message needs it."""
 
     op: int
 
@@ -137,8 +104,8 @@ class SendBatch(Message, tag=7):
 
 
 class Backup(NamedTuple):
-    """A ``BackupStorage`` as it is sent. Its own annotations are no use to a decoder: a compiled core keeps of
-    ``tuple[StoredPages, ...]`` that it is a tuple."""
+    """A ``BackupStorage`` as it is sent. A decoder cannot use the annotations of ``BackupStorage`` itself: of
+    ``tuple[StoredPages, ...]`` a compiled core keeps only that it is a tuple."""
 
     op: int
     pages: tuple[StoredPages, ...]
@@ -151,23 +118,23 @@ class Store(Call, tag=8):
 
     @classmethod
     def of(cls, call: int, batch: Sequence[BackupStorage]) -> Store:
-        """``batch``, to be sent."""
+        """Return the message for ``batch``."""
         return cls(call, tuple([Backup(*effect) for effect in batch]))
 
     @property
     def effects(self) -> list[BackupStorage]:
-        """What was sent."""
+        """The batch as the core's effects."""
         return [BackupStorage(*backup) for backup in self.batch]
 
 
 class GiveUp(Message, tag=9):
-    """Write no more of the batch that begins with this operation than what is under way."""
+    """Write nothing more of the batch that begins with this operation, after what is under way."""
 
     op: int
 
 
 class Ask(Call, tag=10):
-    """Which of these pages do the stores have? Answered by ``Answers``."""
+    """Ask which of these pages the stores have. Answered by ``Answers``."""
 
     asked: tuple[Asked, ...]
 
@@ -180,21 +147,21 @@ class Fetch(Call, tag=11):
 
 
 class Delete(Call, tag=12):
-    """Forget stored pages; ``hashes`` joined. Answered by ``Done``."""
+    """Delete stored pages. ``hashes``: 32 bytes for each page, joined. Answered by ``Done``."""
 
     hashes: bytes
 
 
 class Clear(Call, tag=13):
-    """Forget everything that is stored. Answered by ``Done``."""
+    """Delete everything that is stored. Answered by ``Done``."""
 
 
 class Flush(Call, tag=14):
-    """Make durable what is stored. Answered by ``Done``."""
+    """Make what is stored durable. Answered by ``Done``."""
 
 
 class Probe(Message, tag=15):
-    """Try stores that are left alone again, if it is time, with the key of this page."""
+    """Probe stores that refuse calls, where that is due, with the key of this page."""
 
     page_hash: bytes
 
@@ -209,51 +176,52 @@ class OpenStore(Call, tag=16):
 
 
 class UseStore(Message, tag=17):
-    """Ask it from now on."""
+    """Use this open store from now on, at ``position``; None: as the farthest."""
 
     number: int
     position: int | None
 
 
 class DropStore(Call, tag=18):
-    """Close one that was opened, if it was, and is not used. Answered by ``Done``."""
+    """Close this store, which is not used, if it was opened. Answered by ``Done``."""
 
     number: int
 
 
 class LeaveStore(Message, tag=19):
-    """Ask it nothing more."""
+    """Ask this store nothing from now on."""
 
     number: int
 
 
 class CloseStore(Call, tag=20):
-    """Close one that was left. Answered by ``Done``."""
+    """Close this store, which was left. Answered by ``Done``."""
 
     number: int
 
 
 class Watch(Message, tag=21):
-    """Tell by ``Keys`` what it holds, from now on or (``on`` false) no more."""
+    """Tell by ``Keys`` which keys this store has: from now on or, if ``on`` is False, no more."""
 
     number: int
     on: bool
 
 
 class Cancel(Message, tag=22):
-    """Nobody wants the answer of this call. It is answered when its buffers are let go."""
+    """Nobody wants the answer of this call any more. It still comes, when the call's buffers are let go."""
 
     call: int
 
 
 class Close(Call, tag=23):
-    """Close stores, pools and device; ``patience``: see ``LocalWorker.aclose``. Answered by ``Done``, the last word."""
+    """Close stores, pools and device. ``patience``: see ``LocalWorker.aclose``. Answered by ``Done``, the last message
+    of a worker."""
 
     patience: float
 
 
 class Lost(Message, tag=24):
-    """The group is over: what ``rank`` has come to."""
+    """The group is over. ``rank``: the one that failed; -1 is a head without a rank. ``reason``: what it did."""
 
     rank: int
     reason: str
@@ -266,20 +234,21 @@ Orders = (
     Open | Ready | Perform | Forget | SendBatch | Store | GiveUp | Ask | Fetch | Delete | Clear | Flush | Probe
     | OpenStore | UseStore | DropStore | LeaveStore | CloseStore | Watch | Cancel | Close | Lost
 )  # fmt: skip
-"""What a head says."""
+"""Any message from a head, after the handshake."""
 
 # from a worker
 
 
 class Ended(Message, tag=1):
-    """Operations have let go of their buffers, in this order, and all have come to the same."""
+    """Works have ended, in this order and all with ``status``, and their buffers are let go. ``works``: the first
+    operation of each."""
 
     status: Status
-    ops: list[int]
+    works: list[int]
 
 
 class Over(Message, tag=2):
-    """A batch is over, or will not run. ``error``: the engine could not run it."""
+    """A batch is over. ``error``: why the engine could not run it; empty if it did."""
 
     number: int
     error: str = ""
@@ -293,7 +262,7 @@ class Done(Answer, tag=3):
 
 
 class Failed(Answer, tag=4):
-    """A call failed. ``kind``: the error's class."""
+    """A call failed. ``kind``: the name of the error's class."""
 
     kind: str
     reason: str
@@ -303,9 +272,10 @@ class Failed(Answer, tag=4):
 
 
 class Opened(Answer, tag=5):
-    """``layers``: the last that this worker has, and one. ``weights``: bytes a page, of the pools that have any.
-    ``stores``: nearest first, and whether others write there, too. ``digest``: of the pool whose stored pages stand for
-    FULL; empty, if it has none here."""
+    """A worker is open. ``layers``: how many layers the model has, up to the last one that this worker has.
+    ``weights``: bytes of a page, for each pool with bytes on this worker. ``stores``: the options of each, nearest
+    first, and True if it is shared (``is_shared``). ``digest``: what turns a page's hash into its key in the pool whose
+    stored pages stand for FULL; empty if this worker has no bytes of FULL."""
 
     layers: int
     weights: dict[str, int]
@@ -314,13 +284,13 @@ class Opened(Answer, tag=5):
 
 
 class Answers(Answer, tag=6):
-    """A ``Result`` a page, for each pool that was asked about or read."""
+    """A ``Result`` for each page, as bytes for each pool that was asked about or read."""
 
     answers: tuple[bytes, ...]
 
 
 class Written(Answer, tag=7):
-    """See ``Stored``."""
+    """A batch was written: the fields of ``Stored``."""
 
     failed: tuple[int, ...]
     pages: int
@@ -329,14 +299,14 @@ class Written(Answer, tag=7):
 
 
 class StoreOpened(Answer, tag=8):
-    """A store is open. ``shared``: whether others write there, too."""
+    """A store is open. ``shared``: see ``is_shared``."""
 
     options: StoreOptions
     shared: bool
 
 
 class Keys(Message, tag=9):
-    """A store that is watched has these keys, or has them no more."""
+    """A watched store has these keys from now on or, if ``there`` is False, has them no more."""
 
     store: int
     there: bool
@@ -344,13 +314,13 @@ class Keys(Message, tag=9):
 
 
 class Health(Message, tag=10):
-    """Whether all stores refuse calls."""
+    """``shut``: True if all stores refuse calls."""
 
     shut: bool
 
 
 class Counters(Message, tag=11):
-    """What the stores count: in sum, and by name."""
+    """The stores' counters: their sums, and those of each store by name."""
 
     storage: dict[str, int | float]
     stores: dict[str, dict[str, int | float]]
@@ -366,7 +336,7 @@ class Died(Message, tag=12):
 
 
 News = Ended | Over | Keys | Health | Counters | Died | Done | Failed | Opened | Answers | Written | StoreOpened
-"""What a worker says."""
+"""Any message from a worker, after the handshake."""
 
 
 def _sendable(reason: str) -> str:
@@ -376,7 +346,8 @@ def _sendable(reason: str) -> str:
 
 
 def _decoder(kind: Any) -> Callable[[bytes], Any]:
-    """What reads a frame, or a word of the handshake. It raises ``RankFailure``: what is given is none."""
+    """Return a function that decodes a frame, or a message of the handshake. It raises ``RankFailure`` for anything
+    else."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def decoded(frame: bytes) -> Any:
@@ -389,7 +360,7 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
 
 
 encode = msgspec.msgpack.Encoder().encode
-"""A frame of messages, or a word of the handshake."""
+"""Encodes a list of messages as a frame, or one message of the handshake."""
 decode_orders: Callable[[bytes], list[Orders]] = _decoder(list[Orders])
 decode_news: Callable[[bytes], list[News]] = _decoder(list[News])
 decode_hello: Callable[[bytes], Hello] = _decoder(Hello)
@@ -402,14 +373,14 @@ _COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full
 
 
 def settings_of(config: CacheConfig) -> Settings:
-    """``config``, to be sent."""
+    """Return ``config`` as plain values."""
     plain = msgspec.to_builtins(config)  # not encoded yet: a worker of this process may have what no frame can hold
     kinds = [type(part).__name__ for part in config.components]
     return Settings(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
 
 
 def config_of(settings: Settings) -> CacheConfig:
-    """The configuration that was sent. Raises ``RankFailure``: it is none."""
+    """Return the configuration that was sent. Raises ``RankFailure``: the values make no configuration."""
     try:
         components = tuple(_COMPONENTS[kind](**part) for kind, part in settings.components)
         sidecars = tuple(Sidecar(**part) for part in settings.sidecars)

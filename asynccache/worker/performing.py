@@ -1,14 +1,14 @@
-"""What a worker of several does: it takes the head's messages and has its pools and stores do what they say.
+"""One worker of a group: it takes the head's messages, and has its pools and stores do what they say.
 
-The head's own worker is one of these, too; nothing is encoded for it, and that is all the difference.
+The head's own worker is one of these, too. The only difference is that nothing is encoded for it.
 
 Laws:
-* Messages are taken in the order in which they were sent. An effect whose batches have no event here yet waits for
-  that, with the private copies that need it, and the effects behind it go on.
+* Messages are taken in the order in which they were sent. A work whose batches have no event here yet waits for that,
+  and so do the private copies that need it; the works behind it go on.
 * A load (or private copy) that has failed here is remembered until the head has closed it: a private copy that needs it
   fails, too, and an engine is told whose batch names it.
-* Each effect and each call is answered once, when its buffers are let go, also if it is cancelled.
-* Whatever goes wrong where nothing was asked (a device that refuses a copy, a stage that ends) is the end of the group.
+* Each work and each call is answered once, when its buffers are let go, also if it is cancelled.
+* An error that answers no call (a device that refuses a copy, a stage that ends) is the end of the group.
   The engine here is told first, so that it takes nothing that is lost for something that has come.
 """
 
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import Outcome, Status
+from asynccache.core.plan import Status
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import messages as m
 from asynccache.worker.change import Change
-from asynccache.worker.contract import Reports
+from asynccache.worker.contract import Kind, Reports, Work
 from asynccache.worker.sent import EngineBatch, SentBatches
 from asynccache.worker.topology import Topology
 
@@ -41,23 +41,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Shard = Callable[[CacheConfig], CacheConfig]
-"""From the head's configuration to that of one rank: other bytes, layers and ``covers``, and all else the same."""
+"""A function from the head's configuration to that of one rank: bytes, layers, ``covers`` and dtypes may differ, and
+all else is the same."""
 
 Tell = Callable[[m.Message], None]
 
 KEYS = 1024
-"""Storage keys in a message."""
+"""How many storage keys a message has at most."""
 
 LOOP_ALIVE = 1.0
-"""Seconds after which a thread that waits for the loop looks whether there is one still."""
+"""Seconds after which a thread that waits for the loop looks whether the loop still runs."""
 
 LOOP_ENDED = "the loop of its worker has ended"
 CLOSED = "the worker is closed"
 
 
 class Performer:
-    """``rank`` of ``topology``. ``tell``: hears what it has to say to the head. ``local``: its pools and stores, once
-    they are open. ``batches``: what the engine is told. ``notes``: by kind, who hears of a message before it is taken.
+    """The worker of ``rank``. ``tell``: called with each message for the head. ``notes``: by class of message, what is
+    called with a message of the head before it is taken. ``local``: the pools and stores while they are open.
+    ``batches``: the engine's batches.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Performer:
         self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
         self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
-        self._held: dict[int, m.Perform] = {}
+        self._held: dict[int, Work] = {}
         self._begun = Change()
         self._loads: set[int] = set()
         self._failed: set[int] = set()
@@ -102,7 +104,7 @@ class Performer:
             **dict.fromkeys(self._do, self._begin),
             m.Ready: lambda _: None,
             m.Lost: lambda _: None,
-            m.Perform: self._effect,
+            m.Perform: lambda o: self._effects(o.work),
             m.Forget: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
             m.GiveUp: self._give_up,
@@ -117,7 +119,7 @@ class Performer:
         return f"Performer(rank {self.rank}, {self.local!r}, {len(self._calls)} calls, {len(self._held)} held)"
 
     def take(self, *messages: m.Message) -> None:
-        """Do what the head says. Never waits and never raises; what goes wrong is told to the head."""
+        """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
         notes, take = self._notes, self._take
         for message in messages:
             kind = type(message)
@@ -137,11 +139,13 @@ class Performer:
 
     @property
     def layers(self) -> int:
-        """The model's layers up to the last one that this rank has. Raises ``RankFailure``: it is closed."""
+        """How many layers the model has, up to the last one that this rank has. Raises ``RankFailure``: the worker is
+        closed."""
         return self._own.layers
 
     def _die(self, error: BaseException) -> None:
-        """It cannot go on. The engine hears of it before it can take what was lost for what has come."""
+        """Tell the engine and the head that this worker cannot go on: the engine first, before it can take what was
+        lost for what has arrived."""
         if not self._stopped:
             self._stopped = True
             self.finish(RankFailure(said(error), self.rank))
@@ -170,7 +174,7 @@ class Performer:
         return m.Opened(order.call, local.layers, weights, stores, local.digest)
 
     def _place(self, config: CacheConfig) -> CacheConfig:
-        """With the URLs of this rank's own stores."""
+        """Return ``config`` with this rank's number in the URLs of its stores."""
         if not config.stores:
             return config
         return replace(config, storage=tuple(placed(url, self.rank) for url in config.stores))
@@ -180,8 +184,8 @@ class Performer:
             self._die(error)
 
     async def aclose(self, patience: float) -> None:
-        """Have what is under way let go, then close all. ``patience``: as for ``LocalWorker.aclose``. Twice is once.
-        Cancelling it stops the waiting.
+        """End what is under way, then close all. ``patience``: as for ``LocalWorker.aclose``. A second call waits for
+        the first one. Cancelling it stops the waiting.
 
         Raises:
             BackendError: a store could not close cleanly; all the rest is closed.
@@ -208,56 +212,56 @@ class Performer:
             await local.aclose(patience)
 
     def finish(self, failure: RankFailure | None) -> None:
-        """Nothing more comes from the head. ``failure``: what the engine is told, whatever it asks; None: that the
-        worker is closed."""
+        """Nothing more comes from the head. ``failure``: what every later call of the engine raises; None: the cache
+        was closed."""
         self.batches.finish(failure)
         self._begun.tell()
 
     # effects
 
-    def _effect(self, order: m.Perform) -> None:
-        if order.kind is not m.BACKUP:
-            self._loads.add(order.op)
-        if (order.after or order.source) and self._must_wait(order):
-            self._held[order.op] = order
+    def _effects(self, work: Work) -> None:
+        if work.kind is not Kind.BACKUP:
+            self._loads.update(work.ops)
+        if (work.after or work.source) and self._must_wait(work):
+            self._held.update(dict.fromkeys(work.ops, work))
         else:
-            self._perform(order)
+            self._perform(work)
 
-    def _must_wait(self, order: m.Perform) -> bool:
-        return order.source in self._held or self.batches.lacks_event(order.after)
+    def _must_wait(self, work: Work) -> bool:
+        return work.source in self._held or self.batches.lacks_event(work.after)
 
-    def _perform(self, order: m.Perform) -> None:
-        if order.source in self._failed:
-            self._ended(Outcome(order.op, Status.FAILED))
+    def _perform(self, work: Work) -> None:
+        if work.source in self._failed:
+            self._ended(Status.FAILED, work.ops)
         else:
-            effect = order.effect
-            self._own.put[type(effect)](effect, self.batches.events(order.after))
+            self._own.put[work.kind](work, self.batches.events(work.after))
 
     def _try_held(self) -> None:
-        """A batch has its event."""
+        """A batch has got its event, or is over: perform the works that wait for no other batch."""
         held, self._held = self._held, {}
-        for op, order in held.items():
-            if self._must_wait(order):
-                self._held[op] = order
+        for work in {id(work): work for work in held.values()}.values():
+            if self._must_wait(work):
+                self._held.update(dict.fromkeys(work.ops, work))
             else:
-                self._take_up(order)
+                self._take_up(work)
         self._begun.tell()
 
-    def _take_up(self, order: m.Perform) -> None:
-        """Perform what was held. What goes wrong is the end of the group, and not the affair of who ended a batch."""
+    def _take_up(self, work: Work) -> None:
+        """Perform a work that was held. An error is the end of the group; it is not raised, since the caller has only
+        ended a batch."""
         try:
-            self._perform(order)
+            self._perform(work)
         except Exception as error:
             self._die(error)
 
-    def _ended(self, outcome: Outcome) -> None:
-        op, status = outcome
-        if op in self._loads:
-            self._loads.discard(op)
-            if status is Status.FAILED:
-                self._failed.add(op)
-                self.batches.lose(op)
-        self._tell(m.Ended(status, [op]))
+    def _ended(self, status: Status, ops: Sequence[int]) -> None:
+        """The operations ``ops`` of one work have ended with ``status``."""
+        loads = self._loads.intersection(ops)
+        self._loads -= loads
+        if status is Status.FAILED and loads:
+            self._failed |= loads
+            self.batches.lose(loads)
+        self._tell(m.Ended(status, [ops[0]]))
 
     # the engine's side
 
@@ -279,8 +283,8 @@ class Performer:
             raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker.layer``. Raises ``RankFailure``: it is closed, or the group has failed, and nobody knows what
-        has arrived."""
+        """See ``Worker.layer``. Raises ``RankFailure``: the worker is closed, or the group has failed, and nobody knows
+        what has arrived."""
         self.batches.check()
         while op in self._held:
             await self._begun.wait()
@@ -296,8 +300,9 @@ class Performer:
         self._own.hold(stream, self._arriving(ops), i)
 
     def wait_batch(self, stream: object, batch: EngineBatch, i: int) -> None:
-        """``wait_layers`` for all that ``batch`` needs. From any thread: what is on the device the loop alone knows,
-        so another thread waits for a turn of the loop, once for a batch. Raises as ``wait_layers``."""
+        """``wait_layers`` for all loads that ``batch`` needs. From any thread: only the loop's thread knows which loads
+        are on the device, so another thread waits for a turn of the loop, once for each batch. Raises as
+        ``wait_layers``."""
         if batch.arriving is None:
             ask = partial(self._arriving, batch.loads)
             batch.arriving = ask() if _is_here(self._loop) else _in_turn(self._loop, ask)
@@ -306,9 +311,9 @@ class Performer:
     def _arriving(self, ops: Sequence[int]) -> list[Copying]:
         self.batches.check()
         for op in ops:
-            order = self._held.get(op)
-            if order is not None:
-                raise ConfigError(f"wait_layers: load {op} waits for the batches {order.after}: end them first")
+            work = self._held.get(op)
+            if work is not None:
+                raise ConfigError(f"wait_layers: load {op} waits for the batches {work.after}: end them first")
         return self._own.arriving(ops)
 
     # calls
@@ -338,7 +343,7 @@ class Performer:
             task.cancel()
 
     def _give_up(self, order: m.GiveUp) -> None:
-        """Others may still write a batch that this worker has written."""
+        """Give up a batch, unless this worker has written it already, while others still write it."""
         if order.op in self._storing:
             self._own.give_up(order.op)
 
@@ -357,7 +362,7 @@ class Performer:
         await self._own.delete([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
 
     async def _flush(self, _: m.Flush) -> None:
-        """What the stores count then is told with it."""
+        """Flush the stores, and then tell what they count."""
         try:
             await self._own.flush()
         finally:
@@ -388,7 +393,8 @@ class Performer:
             self._tell(m.Keys(store, there, tuple(keys[at : at + KEYS])))
 
     def _note_health(self) -> None:
-        """A breaker has changed its mind, or a store has come or gone."""
+        """Tell the head whether all stores refuse calls, if that has changed. Called when a breaker changes, or a store
+        comes or goes."""
         local = self.local
         if local is not None and local.shut != self._shut:
             self._shut = local.shut
@@ -408,12 +414,12 @@ class Performer:
 
 
 def placed(url: str, rank: int) -> str:
-    """A store's URL as it is on ``rank``: its number stands where the URL says ``{rank}``."""
+    """Return a store's URL as it is on ``rank``, whose number replaces ``{rank}``."""
     return url.replace("{rank}", str(rank))
 
 
 def check_shard(whole: CacheConfig, own: CacheConfig) -> None:
-    """Whether ``own`` can be a rank's part of ``whole``.
+    """Check that ``own`` can be a rank's part of ``whole``.
 
     Raises:
         ConfigError: something differs besides bytes, layers, ``covers`` and dtype.
@@ -436,13 +442,13 @@ def check_shard(whole: CacheConfig, own: CacheConfig) -> None:
 
 
 def said(error: BaseException) -> str:
-    """What is told of an error to other processes."""
+    """Return the text by which other processes are told of ``error``."""
     return str(error) if isinstance(error, (RankFailure, ConfigError)) else f"{type(error).__name__}: {error}"
 
 
 def _in_turn(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises on the loop's thread, behind all that this thread has handed to the loop before.
-    Raises ``RankFailure``: the loop ends first."""
+    """Make ``call`` on the loop's thread, behind all that this thread has handed to the loop before, and return or
+    raise what it does. Raises ``RankFailure``: the loop ends first."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The pools of one worker: what their pages weigh, where they lie on the host, and under which keys they are stored."""
+"""The pools of one worker: the bytes of their pages, where these lie on the host, and their storage keys."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class HostPages(Protocol):
 
 
 class PoolMap(Layout):
-    """``written``: what is stored, in two steps: the auxiliary components with what derives from them and what follows
-    FULL, in the order of the configuration; then FULL."""
+    """The layout, bytes and keys of a worker's pools. ``written``: the pools that are stored, by component, in two
+    steps: first the auxiliary components with the pools that derive from them, and the pools that follow FULL; then the
+    pools that are FULL."""
 
     def __init__(self, specs: Sequence[PoolSpec], page_size: int, host: Mapping[str, HostPages]) -> None:
         super().__init__(specs)
@@ -38,7 +39,7 @@ class PoolMap(Layout):
         self._host = host
 
     def size_of(self, moves: Sequence[Move]) -> tuple[int, int, int]:
-        """Pages, those of FULL among them, and bytes that ``moves`` carry."""
+        """Return how much ``moves`` copy: all pages, those of FULL among them, and bytes."""
         pages = full_pages = size = 0
         for move in moves:
             count = len(move.src) // SLOT_BYTES
@@ -48,36 +49,38 @@ class PoolMap(Layout):
         return pages, full_pages, size
 
     def key(self, pool: str, page_hash: bytes) -> PageKey:
-        """Where a page of ``pool`` is stored."""
+        """Return the key under which a page of ``pool`` is stored."""
         return PageKey(pool, storage_key(page_hash, self._digests[pool]))
 
     def has(self, pool: str) -> bool:
-        """Whether this worker has bytes of ``pool``."""
+        """Return True if this worker has bytes of ``pool``."""
         return pool in self._digests
 
     @property
     def digest(self) -> bytes:
-        """What a page's hash becomes a key with in the last pool of FULL; empty, if FULL has no stored object."""
+        """The digest that turns a page's hash into its key in the last pool of FULL; empty if FULL has no stored
+        object."""
         return self._digests[self.lead[-1].name] if self.lead else b""
 
     def keys(self, pool: str, hashes: bytes) -> list[PageKey]:
-        """The same for several pages, ``hashes`` joined."""
+        """Return the keys of several pages of ``pool``, whose ``hashes`` are joined."""
         digest = self._digests[pool]
         return [PageKey(pool, storage_key(hashes[at : at + HASH_BYTES], digest))
                 for at in range(0, len(hashes), HASH_BYTES)]
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
-        """Where the last part of a page's FULL data is stored, from its hash; None if FULL has no stored object."""
+        """A function from a page's hash to the storage key of the last part of its FULL data; None if FULL has no
+        stored object."""
         if not self.lead:
             return None
         name = self.lead[-1].name
         return lambda page_hash: self.key(name, page_hash).key
 
     def payloads(self, pool: str, slots: bytes) -> list[memoryview]:
-        """The host bytes of each page."""
+        """Return the host bytes of each page of ``pool`` in ``slots`` (int32)."""
         return list(map(self._host[pool].page, np.frombuffer(slots, np.int32).tolist()))
 
     def entries(self, pool: str, hashes: bytes, slots: bytes) -> Iterator[Entry]:
-        """The storage key and host bytes of each page: ``hashes[i]`` at ``slots[i]``."""
+        """Return the storage key and host bytes of each page: page i has the i-th hash and lies in the i-th slot."""
         return zip(self.keys(pool, hashes), self.payloads(pool, slots), strict=True)

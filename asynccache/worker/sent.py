@@ -1,5 +1,5 @@
-"""The engine's batches as a worker of several knows them: numbers that the head has sent, each of which the engine's
-process ends, by an event of the device or without one.
+"""The engine's batches on one rank of a group. The head sends their numbers, and the engine in the rank's process ends
+each of them, with an event of the device or without one.
 
 Laws:
 * A batch is *sent* until the engine has ended it; then it has an *event* until that has fired; then it is *over*, and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
@@ -25,8 +26,8 @@ End = Callable[["EngineBatch", object, str], None]
 
 class EngineBatch:
     """A piece of the engine's work. ``payload``: what ``AsyncCache.send_batch`` was given. ``loads``: the loads that it
-    needs, for ``wait_layers``. ``arriving``: those of the loads that were on the device when the engine first asked.
-    ``lost``: whether one of the loads has failed here."""
+    needs, for ``wait_layers``. ``arriving``: the copies of those loads that had not ended when the engine first asked
+    for a layer; None before that. ``lost``: True once one of the loads has failed here."""
 
     __slots__ = ("_end", "arriving", "loads", "lost", "number", "payload")
 
@@ -42,8 +43,8 @@ class EngineBatch:
         return f"EngineBatch({self.number}, {len(self.payload)} bytes, {len(self.loads)} loads)"
 
     def end(self, event: object | None = None) -> None:
-        """The engine's use of pages for this batch is over when ``event`` has fired, an event as ``Lease.release``
-        takes it; None: now. Once; from any thread.
+        """End the batch: the engine uses no page for it after ``event`` has fired, or from now on if ``event`` is None.
+        ``event``: as for ``Lease.release``. To be called once, from any thread.
 
         Raises:
             ConfigError: the device cannot wait for ``event``, or the batch was ended before.
@@ -52,16 +53,20 @@ class EngineBatch:
         self._end(self, event, "")
 
     def fail(self, reason: str) -> None:
-        """The engine cannot run it, and uses no page for it any more: the head hears ``reason`` (see
-        ``AsyncCache.batch_ended``), and nothing else fails. Once; from any thread. Raises as ``end``."""
+        """End a batch that the engine cannot run, and for which it uses no page any more. The head is told ``reason``
+        (see ``AsyncCache.batch_ended``); nothing else fails. To be called once, instead of ``end``, from any thread.
+        Raises as ``end``."""
         self._end(self, None, reason or "no reason was given")
 
 
 class SentBatches:
-    """Mutable state: the batches that are sent, unread, and not over. ``over``: told of each that is; ``ended``: called
-    when one has got its event, so that copies may be submitted which waited for that; ``failed``: told of an event that
-    raises, so that nobody can know when its batch is over. A thread that ends a batch takes it out of ``_unended`` at
-    once; the rest is done in a turn of the loop."""
+    """Mutable state: the batches that are sent, unread, and not over.
+
+    ``over(number, error)`` is called for each batch that is over. ``ended()`` is called when the engine has ended a
+    batch, so that copies which waited for its event can be submitted. ``failed(error)`` is called for an event that
+    raises, because then nobody can know when its batch is over. A thread that ends a batch takes it out of ``_unended``
+    at once; the rest is done in a turn of the loop.
+    """
 
     def __init__(
         self, over: Callable[[int, str], None], ended: Callable[[], None], failed: Callable[[BaseException], None]
@@ -86,13 +91,14 @@ class SentBatches:
     # what the head says
 
     def add(self, batch: EngineBatch) -> None:
-        """The head has sent it."""
+        """Note a batch that the head has sent."""
         self.last = batch.number
         self._sent[batch.number] = self._unended[batch.number] = self._unread[batch.number] = batch
         self._came.tell()
 
     def finish(self, failure: RankFailure | None) -> None:
-        """Nothing more comes. ``failure``: what the engine is told then; None: that all is over."""
+        """Nothing more comes from the head. ``failure``: what the engine's calls raise from now on; None: the cache was
+        closed."""
         if not self._finished:
             self._finished, self._failure = True, failure
             self._came.tell()
@@ -100,11 +106,11 @@ class SentBatches:
     # what the engine does
 
     async def next(self) -> EngineBatch:
-        """The next one that nobody has read. Cancelling it loses none.
+        """Return the next batch that nobody has read. Cancelling it loses none.
 
         Raises:
-            StopAsyncIteration: the cache is closed; what was not read then nobody wants.
-            RankFailure: the head is gone, or the group has failed; likewise.
+            StopAsyncIteration: the cache is closed. Nobody wants the batches that were not read.
+            RankFailure: the head is gone, or the group has failed. The same holds then.
         """
         while not self._finished and not self._unread:
             await self._came.wait()
@@ -113,8 +119,13 @@ class SentBatches:
         return self._unread.pop(next(iter(self._unread)))
 
     async def heard(self, number: int) -> EngineBatch | None:
-        """The batch of this number, when the head's word of it is here; None if it was read before. Raises as
-        ``next``, but for ``ConfigError`` where the cache is closed."""
+        """Wait until the head has sent batch ``number``, and return it; None if it was ended before. The batch counts
+        as read.
+
+        Raises:
+            ConfigError: the cache is closed, and the batch was never sent.
+            RankFailure: the head is gone, or the group has failed.
+        """
         while self.last < number:
             if self._finished:
                 raise self._why() or ConfigError(f"batch {number} was never sent: the cache is closed")
@@ -124,44 +135,46 @@ class SentBatches:
         return self._unended.get(number)
 
     async def ended(self) -> None:
-        """Return when nothing more comes. Cancelling it stops the waiting. Raises ``RankFailure``: as ``next``."""
+        """Return when nothing more comes from the head. Cancelling it stops the waiting. Raises ``RankFailure``: as
+        ``next``."""
         while not self._finished:
             await self._came.wait()
         self.check()
 
     def check(self) -> None:
-        """Raises ``RankFailure``: the head is gone, or the group has failed."""
+        """Raise ``RankFailure`` if the head is gone or the group has failed."""
         if (failure := self._why()) is not None:
             raise failure
 
     def _why(self) -> RankFailure | None:
-        """A new error for one waiter."""
+        """Return a new error for one waiter; None if nothing has failed."""
         return None if self._failure is None else RankFailure(self._failure.reason, self._failure.rank)
 
     def find(self, number: int) -> EngineBatch:
-        """The batch of this number, which is sent and was not ended. Raises ``ConfigError``: it was, or is not here."""
+        """Return the batch of this number. Raises ``ConfigError``: the batch was not sent, or was ended before."""
         batch = self._unended.get(number)
         if batch is None:
             raise self._unknown(number)
         return batch
 
     def take(self, number: int) -> None:
-        """It is about to be ended, and by nobody else. From any thread. Raises as ``find``."""
+        """Reserve for the caller the right to end batch ``number``. From any thread. Raises as ``find``."""
         if self._unended.pop(number, None) is None:
             raise self._unknown(number)
 
     def _unknown(self, number: int) -> ConfigError:
         return ConfigError(f"batch {number} " + ("was ended before" if 0 < number <= self.last else "was not sent"))
 
-    def lose(self, op: int) -> None:
-        """A load has failed here: engines that compute on it are told, also those that have ended their batch by an
-        event which has not fired yet."""
+    def lose(self, loads: AbstractSet[int]) -> None:
+        """Mark as ``lost`` every batch that needs one of ``loads``, which have failed here. A batch that was ended with
+        an event counts until that has fired."""
         for batch in (*self._sent.values(), *self._running.values()):
-            if op in batch.loads:
+            if not loads.isdisjoint(batch.loads):
                 batch.lost = True
 
     def end(self, number: int, event: Event | None, error: str) -> None:
-        """The engine has done with it, or will have when ``event`` has fired."""
+        """The engine has ended batch ``number``, which is over when ``event`` has fired, or now if that is None.
+        ``error``: why the engine could not run it; empty if it did."""
         self._unread.pop(number, None)
         try:
             over = event is None or event.done()
@@ -190,17 +203,17 @@ class SentBatches:
         self._over(number, "")
 
     def stop(self) -> None:
-        """Watch no event any more."""
+        """Stop watching events."""
         for task in self._watching:
             task.cancel()
 
     # what copies wait for
 
     def lacks_event(self, numbers: Sequence[int]) -> bool:
-        """Whether one of these is sent and was not ended."""
+        """Return True if one of these batches was sent and the engine has not ended it."""
         return bool(numbers) and not self._sent.keys().isdisjoint(numbers)
 
     def events(self, numbers: Sequence[int]) -> list[Event]:
-        """The events of those that are not over."""
+        """Return the events of those batches that the engine has ended and that are not over."""
         found = (self._events.get(number) for number in numbers)
         return [event for event in found if event is not None and not event.done()]

@@ -1,8 +1,8 @@
-"""A worker's process: it connects to the head, opens what the head says, and has the engine's batches.
+"""The worker in a rank's process: it connects to the head, opens what the head says, and gives the engine its batches.
 
 Laws:
-* The engine sees its device pools, the head's batches and layers to wait for; what is copied where it never sees.
-* Who loses the head lets its I/O finish, closes all that is open, and says so to the engine.
+* The engine sees its device pools, the head's batches and layers to wait for. It never sees what is copied where.
+* A worker that loses the head lets its I/O finish, closes all that is open, and tells the engine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from asynccache.version import VERSION
 from asynccache.worker import messages as m
 from asynccache.worker.given import Given
 from asynccache.worker.group import OPENING
+from asynccache.worker.link import Wire
 from asynccache.worker.performing import Performer
 from asynccache.worker.rank import RankWorker
 from asynccache.worker.topology import Topology
-from asynccache.worker.wire import Wire
 
 if TYPE_CHECKING:
     from asynccache.worker.link import Link
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 ARRIVAL = 300.0
 COUNTED = 5.0
-"""Seconds from a call of the stores to the telling of what they count; with one telling for all calls meanwhile."""
+"""Seconds from an answer to the head until it is told what the stores count, once for all answers meanwhile."""
 
 
 class Serving:
-    """A worker's end of its link."""
+    """A worker's end of its link: it hands what the head says to a ``Performer``, and sends what that says."""
 
     def __init__(self, link: Link, rank: int, topology: Topology, given: Given, shard: Shard | None = None) -> None:
         self.performer = Performer(rank, topology, given, shard, self._tell, {
@@ -58,7 +58,7 @@ class Serving:
         return f"Serving({self.performer!r})"
 
     async def open(self) -> None:
-        """Return when all workers have opened. Cancelling it leaves the caller to ``aclose``.
+        """Return when all workers have opened. After cancelling it, too, the caller has to call ``aclose``.
 
         Raises:
             RankFailure: a worker could not open, or the head is gone.
@@ -68,9 +68,9 @@ class Serving:
         await self._opened
 
     async def aclose(self) -> None:
-        """Leave the group: what is under way is let go, all that is open is closed. A store that hangs meanwhile is
-        waited for no longer than the link's time-out, or as long as the head has said that closing may take; it goes on
-        closing. Twice is once."""
+        """Leave the group: end what is under way, and close all that is open. A store that hangs is waited for until
+        the link's time-out, or the time that the head has said closing may take, whichever is longer; after that it
+        goes on closing by itself. May be called again."""
         if self._counting is not None:
             self._counting.cancel()
         self._gives_up_at = min(self._gives_up_at, self._loop.time() + max(self._link.timeout, self._closing_takes))
@@ -99,7 +99,7 @@ class Serving:
         self._last_call, self._closing_takes = order.call, order.patience
 
     def _wait_for_stores(self, order: m.OpenStore | m.UseStore | m.DropStore) -> None:
-        """Be patient until the head has done with opening a store: its own worker may pin the host's memory."""
+        """Be patient while the head opens a store: its own worker may pin the host's memory meanwhile."""
         (self._opening.add if isinstance(order, m.OpenStore) else self._opening.discard)(order.number)
         self._link.patience(OPENING if self._opening else None)
 
@@ -121,7 +121,7 @@ class Serving:
         self._end(RankFailure(f"the head {failure.reason}"))
 
     def _end(self, failure: RankFailure | None) -> None:
-        """Tell everybody here, and let go of all."""
+        """The link is over. Tell whoever waits here: ``failure``, or with None that the head has closed."""
         if not self._opened.done():
             self._opened.set_exception(failure or RankFailure("the cache was closed while it was opened"))
             self._opened.exception()
@@ -130,13 +130,14 @@ class Serving:
             self._over.set_result(None)
 
     async def over(self) -> None:
-        """Return when the head has closed, or is gone, or the group has failed."""
+        """Return when the head has closed the cache, or is gone, or the group has failed."""
         await self._over
 
 
 @asynccontextmanager
 async def serving(serve: Serving) -> AsyncIterator[RankWorker]:
-    """The worker of ``serve``, opened; closed when the head closes, and at the end at the latest."""
+    """Open ``serve`` and give its worker. It closes when the head closes, and at the end of the ``async with`` at the
+    latest."""
     try:
         await serve.open()
         closing = asyncio.get_running_loop().create_task(_close_when_over(serve), name="asynccache-worker")
@@ -162,11 +163,12 @@ async def connect(
     """Be ``rank`` of the group whose head listens at ``address``: connect, wait until the head's cache opens, and open
     the pools and stores that its configuration names, here; all ranks or none.
 
-    ``secret``: see ``listen``. ``shard``: from the head's configuration to this rank's, where bytes, layers, ``covers``
-    or dtypes differ; the same on each if not given. ``{rank}`` in a store's URL is this rank's number. ``device``:
-    instead of what the configuration names; the caller closes it. ``arrival``: seconds that the head is waited for.
+    ``secret``: see ``listen``. ``shard``: a function from the head's configuration to this rank's, which may differ in
+    bytes, layers, ``covers`` and dtypes; by default the head's is used. ``{rank}`` in a store's URL is this rank's
+    number. ``device``: used instead of the one that the configuration names; the caller closes it. ``arrival``: how
+    many seconds to wait for the head.
 
-    At the end of the ``async with`` this rank leaves; before the cache is closed, that is the end of the group.
+    At the end of the ``async with`` this rank leaves; if the cache is not closed by then, the group ends with it.
     Cancelling it leaves nothing open.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a link comes about: a worker connects, the head listens, and each proves to the other that it knows the secret.
+"""Opens links: a worker connects, the head listens, and each proves to the other that it knows the secret.
 
 The handshake, in which everything has a fixed length until both are authenticated:
 
@@ -8,8 +8,8 @@ The handshake, in which everything has a fixed length until both are authenticat
     worker   a frame: its hello
     head     a frame: ``TAKEN``, the time-out and a welcome; or ``REFUSED`` and the reason
 
-A proof is good for one connection, since half of its nonces are the verifier's, and for one side. What is sent later
-is neither encrypted nor signed: links belong into a network of one's own, or into a Unix socket.
+A proof is good for one connection, since one of its nonces is the verifier's, and for one side. What is sent later is
+neither encrypted nor signed: use links in a network of your own, or over a Unix socket.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ TIMEOUT = struct.Struct("<d")
 LEAST_SECRET = 16
 MOST_HELLO = 64 << 10
 HANDSHAKE = 10.0
-"""Seconds for a handshake, once there is a connection."""
+"""Seconds that a handshake may take, once there is a connection."""
 MOST_STRANGERS = 128
-"""Connections that are not authenticated yet; one more is closed at once."""
+"""How many connections may be not authenticated yet; one more is closed at once."""
 RETRY = 0.1
 """Seconds between two attempts to connect."""
 
 SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
 Answer = Callable[[bytes, Link], bytes]
-"""What a listener is asked about a worker's hello: returns the welcome, and has the link from then on; or raises
-``RankFailure``, whose sentence the worker gets. Frames that it sends come after the welcome."""
+"""What a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or raises
+``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
 
 
 class Address(NamedTuple):
@@ -67,10 +67,10 @@ class Address(NamedTuple):
 
 
 def parse_address(address: str) -> Address:
-    """``127.0.0.1:7011``, ``[::1]:7011``, ``name:7011`` or ``unix:/path``.
+    """Read ``127.0.0.1:7011``, ``[::1]:7011``, ``name:7011`` or ``unix:/path``.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: ``address`` is none of these.
     """
     text = checks.text("address", address)
     kind, _, path = text.partition(":")
@@ -88,11 +88,11 @@ def parse_address(address: str) -> Address:
 
 
 def find_secret(secret: bytes | None = None) -> bytes:
-    """What both ends of a link must know: ``secret``, or what ``ASYNCCACHE_SECRET`` holds, or the file that
-    ``ASYNCCACHE_SECRET_FILE`` names, without white space at its ends. Reads a small file.
+    """Return the secret that both ends of a link must know: ``secret``, or the value of ``ASYNCCACHE_SECRET``, or what
+    is in the file that ``ASYNCCACHE_SECRET_FILE`` names. White space at the ends of the latter two is cut off.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it has less than ``LEAST_SECRET`` bytes.
+        ConfigError: there is no secret, it cannot be read, or it has less than ``LEAST_SECRET`` bytes.
     """
     if secret is not None:
         if not isinstance(secret, bytes):
@@ -123,13 +123,14 @@ def _proof(secret: bytes, side: bytes, head: bytes, worker: bytes) -> bytes:
 async def open_link(
     address: str, secret: bytes | None, hello: bytes, *, timeout: float
 ) -> tuple[Link, bytes]:
-    """Connect to the head at ``address``, which may not be there yet, and say ``hello``; the link, and the head's
-    welcome. ``timeout``: seconds until the head must have answered; the link's own time-out is the head's. Cancelling
-    it leaves nothing open.
+    """Connect to the head at ``address``, which may not be there yet, and send ``hello``. Returns the link and the
+    head's welcome. ``timeout``: seconds in which the head must have answered; the head chooses the link's own time-out.
+    Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: an argument is unusable, or there is no secret.
-        RankFailure: there was no head in time, it does not know the secret, or it refused; then with its reason.
+        RankFailure: there was no head in time, the head does not know the secret, or it refused; the text has its
+            reason.
     """
     where, key = parse_address(address), find_secret(secret)
     if len(hello) > MOST_HELLO:
@@ -153,7 +154,8 @@ async def open_link(
 
 
 async def _enter(where: Address, link: StreamLink, secret: bytes, hello: bytes) -> bytes:
-    """The welcome. Raises ``OSError``: there was no greeting; another attempt may do better."""
+    """Connect, and return the head's welcome. Raises ``OSError``: there was no greeting; another attempt may do
+    better."""
     loop = asyncio.get_running_loop()
     if where.path:
         await loop.create_unix_connection(lambda: link, where.path)
@@ -198,7 +200,8 @@ async def _prove(link: StreamLink, greeting: bytes, secret: bytes, hello: bytes)
 
 
 class Listener:
-    """Where workers connect; ``open_listener`` makes it. ``address``: where it is, with the port that it got."""
+    """Admits workers that connect; ``open_listener`` makes it. ``address``: where it listens, with the port that it
+    got."""
 
     def __init__(self, secret: bytes, answer: Answer, timeout: float) -> None:
         self.address = ""
@@ -212,7 +215,7 @@ class Listener:
         return f"Listener({self.address})"
 
     async def open(self, where: Address) -> None:
-        """To be called once. Raises ``OSError``: the address cannot be used."""
+        """Begin to listen at ``where``. To be called once. Raises ``OSError``: the address cannot be used."""
         loop = asyncio.get_running_loop()
         if where.path:
             await _unused(where.path)
@@ -224,7 +227,7 @@ class Listener:
         self.address = str(where._replace(port=server.sockets[0].getsockname()[1]))
 
     async def aclose(self) -> None:
-        """Listen no more, and close all connections that are no links yet. Links stay. Twice is once."""
+        """Listen no more, and close all connections that are no links yet. Links stay. A second call does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -250,7 +253,7 @@ class Listener:
         task.add_done_callback(lambda _: self._strangers.pop(link))
 
     async def _admit(self, link: StreamLink) -> None:
-        """Whatever a stranger does concerns nobody else; it is not even told."""
+        """Carry out the handshake. One that fails closes its connection, disturbs nobody and is not reported."""
         try:
             async with asyncio.timeout(HANDSHAKE):
                 hello = await self._authenticated(link)
@@ -288,7 +291,7 @@ class Listener:
 
 
 async def _unused(path: str) -> None:
-    """Raises ``OSError`` if somebody listens at ``path``: opening a Unix socket would take it away from them."""
+    """Raise ``OSError`` if a process listens at ``path``: a new Unix socket there would take the path away from it."""
     try:
         _, writer = await asyncio.open_unix_connection(path)
     except (FileNotFoundError, ConnectionRefusedError):
@@ -298,8 +301,8 @@ async def _unused(path: str) -> None:
 
 
 def _private(path: str) -> socket.socket:
-    """A Unix socket at ``path`` that nobody but this user may connect to, at no moment. Raises ``OSError``: it cannot
-    be there."""
+    """Return a Unix socket at ``path`` to which only this user may connect, from the first moment on. Raises
+    ``OSError``: there cannot be a socket at ``path``."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with suppress(FileNotFoundError):
@@ -317,7 +320,7 @@ def _private(path: str) -> socket.socket:
 
 
 async def open_listener(address: str, secret: bytes | None, answer: Answer, *, timeout: float) -> Listener:
-    """Listen at ``address`` (port 0: any that is free) and ask ``answer`` about everybody who knows the secret.
+    """Listen at ``address`` (port 0: any that is free) and call ``answer`` for every worker that knows the secret.
     ``timeout``: seconds of silence that are a failure, at both ends of every link. Cancelling it leaves nothing open.
 
     Raises:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 RESERVOIR = 1024
 
 
 class Latency(NamedTuple):
-    """Milliseconds, over the last ``RESERVOIR`` samples (``max`` and ``samples``: over all)."""
+    """Latencies in milliseconds. The percentiles are of the last ``RESERVOIR`` samples; ``max`` and ``samples`` (a
+    count) are of all."""
 
     samples: int
     p50: float
@@ -20,8 +22,8 @@ class Latency(NamedTuple):
 
 
 class StageStats(NamedTuple):
-    """What a transfer stage did so far. ``pages``: in all pools; ``full_pages``: in FULL's own, so they count tokens.
-    ``errors``: operations that failed (prefetch: pages)."""
+    """What a transfer stage did so far. ``pages``: of all pools; ``full_pages``: of FULL, so that each stands for
+    ``page_size`` tokens. ``errors``: operations that failed (prefetch: pages)."""
 
     ops: int
     pages: int
@@ -35,8 +37,8 @@ BOUNDS_MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0
 
 
 class Histogram(NamedTuple):
-    """How often something took how long. ``counts[i]``: up to ``bounds_ms[i]`` and longer than the one before; the last
-    one of them: longer than all."""
+    """How many operations took how long. ``counts[i]``: those that took at most ``bounds_ms[i]`` and longer than the
+    bound before; the last count: those that took longer than every bound. ``total_ms``: the sum of all latencies."""
 
     bounds_ms: tuple[float, ...]
     counts: tuple[int, ...]
@@ -52,7 +54,7 @@ class Meter:
         self.full_pages = 0
         self.bytes = 0
         self.errors = 0
-        self._samples = array("d")
+        self._samples: deque[float] = deque(maxlen=RESERVOIR)
         self._count = 0
         self._max = self._total = 0.0
         self._buckets = [0] * (len(BOUNDS_MS) + 1)
@@ -61,31 +63,29 @@ class Meter:
         return f"Meter({self.ops} ops, {self.pages} pages, {self.bytes} bytes, {self.errors} errors)"
 
     def count(self, ops: int, pages: int, full_pages: int, size: int) -> None:
-        """``ops`` operations moved ``pages`` pages of ``size`` bytes in all, ``full_pages`` of them FULL's own."""
+        """Count ``ops`` operations that moved ``pages`` pages, ``size`` bytes in all; ``full_pages`` of them are
+        FULL's."""
         self.ops += ops
         self.pages += pages
         self.full_pages += full_pages
         self.bytes += size
 
-    def took(self, seconds: float) -> None:
-        """One operation took this long, from its place in the queue to its outcome."""
+    def took(self, seconds: float, ops: int = 1) -> None:
+        """Note that ``ops`` operations took ``seconds`` each, from being queued to their outcome."""
         milliseconds = seconds * 1e3
-        if len(self._samples) < RESERVOIR:
-            self._samples.append(milliseconds)
-        else:
-            self._samples[self._count % RESERVOIR] = milliseconds
-        self._count += 1
-        self._total += milliseconds
-        self._buckets[bisect_left(BOUNDS_MS, milliseconds)] += 1
+        self._samples.extend(repeat(milliseconds, ops))
+        self._count += ops
+        self._total += milliseconds * ops
+        self._buckets[bisect_left(BOUNDS_MS, milliseconds)] += ops
         if milliseconds > self._max:
             self._max = milliseconds
 
     def histogram(self) -> Histogram:
-        """All latencies so far."""
+        """Return the histogram of all latencies so far."""
         return Histogram(BOUNDS_MS, tuple(self._buckets), self._total)
 
     def read(self) -> StageStats:
-        """The counters as they are now."""
+        """Return the counters as they are now."""
         ordered = sorted(self._samples)
         latency = Latency(self._count, _at(ordered, 0.5), _at(ordered, 0.99), self._max)
         return StageStats(self.ops, self.pages, self.full_pages, self.bytes, self.errors, latency)

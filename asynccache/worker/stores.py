@@ -1,6 +1,6 @@
-"""The stores of one worker, by the numbers that the head calls them: opened, used, watched, left, closed.
+"""The stores of one worker, by the numbers that the head gives them. A store is opened, used, watched, left and closed.
 
-Law: a store is told of the host's memory, and of the ring where promoted pages lie, before anybody asks it.
+Law: a store is told of the host's memory, and of the ring where promoted pages lie, before its first read or write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class HostMemory(Protocol):
 
 
 class Stores:
-    """Mutable state: the stores that are open, by number; those that are watched, and how that ends."""
+    """Mutable state, by number: the stores that are open, and for each store that is watched the call that ends
+    that."""
 
     def __init__(self, tiers: TieredStore, layout: StoreLayout, host: Mapping[str, HostMemory]) -> None:
         self.tiers = tiers
@@ -42,7 +43,7 @@ class Stores:
 
     @property
     def entries(self) -> tuple[StoreEntry, ...]:
-        """Those that are used, nearest first."""
+        """The stores that are used, nearest first."""
         return tuple(map(self._entry, self.tiers.attached))
 
     def find(self, name: str | None) -> StoreEntry:
@@ -54,8 +55,8 @@ class Stores:
         return StoreEntry(number, attached.options)
 
     async def open_first(self, storages: Sequence[Storage], options: Mapping[str, str]) -> None:
-        """Open and use those that there are from the start. Who fails or is cancelled leaves open what is used by
-        then."""
+        """Open and use the stores that the cache begins with. If it fails or is cancelled, the stores that are used by
+        then stay open."""
         await open_all(self.tiers, storages, self._layout, options)
         for attached in self.tiers.attached:
             self._introduce(attached)
@@ -64,7 +65,7 @@ class Stores:
     async def open(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
     ) -> StoreEntry:
-        """See ``Worker.open_store``. ``number``: what somebody else wants it to be called."""
+        """See ``Worker.open_store``. ``number``: the number that the head has chosen; None: the next one."""
         attached = await open_attached(storage, self._layout, options, lambda taken: self.tiers.check(taken, position))
         try:
             self._introduce(attached)
@@ -75,7 +76,7 @@ class Stores:
         return StoreEntry(self._number(attached, number), attached.options)
 
     def knows(self, number: int) -> bool:
-        """Whether a store of this number is open."""
+        """Return True if a store of this number is open."""
         return number in self._open
 
     def is_shared(self, number: int) -> bool:
@@ -83,7 +84,7 @@ class Stores:
         return self._open[number].shared
 
     def on_change(self, changed: Callable[[], object]) -> None:
-        """``changed`` is called when a store begins or ceases to refuse calls, of those that are open now or later."""
+        """Call ``changed`` from now on when a store, open now or later, begins or ceases to refuse calls."""
         self._changed = changed
         for attached in self._open.values():
             attached.store.breaker.changed = changed
@@ -105,7 +106,7 @@ class Stores:
         await self.tiers.aclose_detached(self._open.pop(number))
 
     def watch(self, number: int, tell: Told) -> None:
-        """``tell`` hears what the store holds, and all that it gains and loses."""
+        """Call ``tell`` with the store's keys, and from then on with the keys that it gains or loses."""
         store = self._open[number].store
         own = store.backend
         store.backend, end = watch(own, partial(tell, number))
@@ -123,7 +124,7 @@ class Stores:
             end()
 
     def _introduce(self, attached: Attached) -> None:
-        """Tell it where the host's pages lie."""
+        """Tell a store where the host's pages lie."""
         for name, pool in self._host.items():
             attached.store.register(name, pool.memory)
 

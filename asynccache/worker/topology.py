@@ -1,4 +1,4 @@
-"""Who is who: tensor-, context- and pipeline-parallel coordinates of ranks. Pure arithmetic.
+"""Ranks and their coordinates: tensor-, context- and pipeline-parallel. Pure arithmetic.
 
 Ranks are numbered as engines number them: tp fastest, then cp, then pp.
 """
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many ranks there are in each direction."""
+    """How many ranks there are in each direction: tensor-, context- and pipeline-parallel."""
 
     tp: int = 1
     cp: int = 1
@@ -34,15 +34,15 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """How many there are in all."""
+        """How many ranks there are in all."""
         return self.tp * self.cp * self.pp
 
     def place(self, rank: int) -> Place:
-        """The coordinates of ``rank``."""
+        """Return the coordinates of ``rank``. Raises ``ConfigError``: there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"rank={rank} is not one of the {self.ranks} ranks of {self}")
         return Place(rank % self.tp, rank // self.tp % self.cp, rank // (self.tp * self.cp))
 
     def rank(self, place: Place) -> int:
-        """The number of the rank at ``place``."""
+        """Return the number of the rank at ``place``."""
         return place.tp + self.tp * (place.cp + self.cp * place.pp)

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from asynccache import AsyncCacheError, ConfigError
 from openai_serving import arrival
-from openai_serving.protocol import ApiError, Ask, Json, Prompt, parse, parse_prompt
+from openai_serving.protocol import ApiError, Json, ParsedRequest, Prompt, parse, parse_prompt
 from openai_serving.service import Choices, Service
 
 MAX_BODY = 16 << 20
@@ -55,8 +55,9 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._card = {"id": service.plan.name, "object": "model", "created": int(time.time()), "owned_by": "asynccache",
-                      "max_model_len": service.plan.context}  # fmt: skip
+        served = service.served
+        self._card = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "asynccache",
+                      "max_model_len": served.context}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card]})
@@ -76,7 +77,7 @@ class Routes:
         """The tokens of a prompt or a conversation, in the form of vLLM's route of the same name."""
         prompt, _ = parse_prompt(await _body(request))
         tokens = await self._service.tokens(prompt)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.plan.context})
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.served.context})
 
     async def explain(self, request: Request) -> Response:
         """The explanation of a prompt, in the form in which ``asynccache.metrics.Exposed`` answers; errors as well."""
@@ -103,14 +104,14 @@ class Routes:
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         ask = parse(await _body(request), chat=chat)
         self._service.check_model(ask.model)
-        answer = Answer(ask, self._service.generate(ask, await self._service.tokens(ask.prompt)))
+        answer = OpenAIAnswer(ask, self._service.generate(ask, await self._service.tokens(ask.prompt)))
         return EventStream(answer) if ask.stream else await _whole(request, answer)
 
 
-class Answer:
+class OpenAIAnswer:
     """The answers to one request in OpenAI's form."""
 
-    def __init__(self, ask: Ask, choices: Choices) -> None:
+    def __init__(self, ask: ParsedRequest, choices: Choices) -> None:
         self.ask = ask
         self.choices = choices
         kind = "chat.completion" if ask.chat else "text_completion"
@@ -159,7 +160,7 @@ class Answer:
 class EventStream(StreamingResponse):
     """A response of server-sent events. It is cancelled when the client goes away."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: OpenAIAnswer) -> None:
         super().__init__(_events(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._choices = answer.choices
 
@@ -171,7 +172,7 @@ class EventStream(StreamingResponse):
             self._choices.abort()
 
 
-async def _events(answer: Answer) -> AsyncIterator[str]:
+async def _events(answer: OpenAIAnswer) -> AsyncIterator[str]:
     try:
         async for chunk in answer.chunks():
             yield f"data: {json.dumps(chunk)}\n\n"
@@ -180,7 +181,7 @@ async def _events(answer: Answer) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-async def _whole(request: Request, answer: Answer) -> Response:
+async def _whole(request: Request, answer: OpenAIAnswer) -> Response:
     """The response when the answer is complete. Cancelling aborts the generation."""
     watch = asyncio.create_task(_abort_when_gone(request, answer.choices))
     try:

@@ -1,9 +1,9 @@
-"""The ways to compute answers. The server uses them by two protocols: a ``Path`` has a model and a cache, and a ``Run``
-is one answer that is being computed.
+"""The ways to compute answers. The server uses them by two protocols: a ``Path`` has a model and a cache, and a
+``TokenStream`` is one answer that is being computed.
 
 To add a way, write a class with the members of ``Path``, made from ``Means``, and give it a name in ``PATHS``. A
-``Request`` of ``asynccache_shim`` can be used as a ``Run``. A class that computes in a thread of its own may use
-``ThreadRun``.
+``Request`` of ``asynccache_shim`` can be used as a ``TokenStream``. A class that computes in a thread of its own may
+use ``ThreadRun``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
 from asynccache_hf.limits import longest
-from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, Settings
+from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
 from asynccache_shim.thread import returned
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
@@ -49,7 +49,7 @@ class Wanted:
     salt: str | None = None
 
 
-class Run(Protocol):
+class TokenStream(Protocol):
     """One answer that is being computed; iterating yields its tokens, from the first one on. ``output``: the tokens so
     far. ``hits``: the tiers that the cached tokens of the prompt came from; None until that is known. ``finish``: how
     the answer ended; None until it has."""
@@ -82,7 +82,7 @@ class Path(Protocol):
 
     async def __aexit__(self, *raised: Any) -> None: ...
 
-    def start(self, wanted: Wanted) -> Run:
+    def start(self, wanted: Wanted) -> TokenStream:
         """Begin to compute ``wanted``.
 
         Raises:
@@ -111,7 +111,7 @@ class Means:
     page_size: int
     cache: Mapping[str, Any]
     on_event: OnEvent | None = None
-    scheduler: Settings = field(default_factory=Settings)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
 class SchedulerPath:
@@ -161,7 +161,8 @@ class SchedulerPath:
 
 
 class ThreadRun:
-    """A ``Run`` that is computed in a thread. The thread calls ``tell`` and ``end``; the server's loop iterates."""
+    """A ``TokenStream`` that is computed in a thread. The thread calls ``tell`` and ``end``; the server's loop
+    iterates."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.output: list[int] = []

@@ -1,4 +1,4 @@
-"""OpenAI's API as JSON: turns request bodies into ``Ask``, and errors into JSON. Values only.
+"""OpenAI's API as JSON: turns request bodies into ``ParsedRequest``, and errors into JSON. Values only.
 
 Law: a parameter that would change the answer is either supported or refused. An unknown parameter is an error that
 names it. The few parameters that only describe the caller are ignored.
@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ParsedRequest:
     """One request, checked. ``prompt``: a text, tokens, or the messages of a chat. ``max_tokens``: None: the endpoint's
     default, or less if there is no room for it. ``choices``: how many answers are wanted."""
 
@@ -63,7 +63,7 @@ class Ask:
     cache_salt: str | None
 
 
-def parse(raw: bytes, *, chat: bool) -> Ask:
+def parse(raw: bytes, *, chat: bool) -> ParsedRequest:
     """Read the body of a request to ``/v1/chat/completions`` (``chat``) or ``/v1/completions``.
 
     Raises:
@@ -71,7 +71,7 @@ def parse(raw: bytes, *, chat: bool) -> Ask:
     """
     body = Body(raw)
     stream = body.flag("stream")
-    ask = Ask(
+    ask = ParsedRequest(
         chat=chat,
         model=body.text("model", needed=True) or "",
         prompt=_messages(body.take("messages")) if chat else _prompt(body.take("prompt")),

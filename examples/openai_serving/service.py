@@ -20,14 +20,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
 from asynccache.metrics import CacheCollector, LoopLag
-from openai_serving.paths import Path, Run, Wanted
-from openai_serving.protocol import COMPLETION_TOKENS, ApiError, Ask, Prompt, tokens_of
+from openai_serving.paths import Path, TokenStream, Wanted
+from openai_serving.protocol import COMPLETION_TOKENS, ApiError, ParsedRequest, Prompt, tokens_of
 from openai_serving.text import StopStrings
 from openai_serving.words import Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Served:
     """What is served.
 
     name: what requests call the model. words: its tokenizer. path: what computes.
@@ -48,13 +48,13 @@ class Generation:
     """An answer that is being generated. Its text can be iterated over once. ``made``: how many tokens it has so far.
     ``reason``: why it ended, in OpenAI's words; set after the iteration."""
 
-    def __init__(self, service: Service, run: Run, ask: Ask, tokens: Sequence[int]) -> None:
+    def __init__(self, service: Service, run: TokenStream, ask: ParsedRequest, tokens: Sequence[int]) -> None:
         self._service = service
         self._run = run
         self._ask = ask
         self._stops = StopStrings(ask.stops)
-        self._ends = service.plan.words.ends
-        self._reader = service.plan.words.reader(() if ask.chat else tokens)
+        self._ends = service.served.words.ends
+        self._reader = service.served.words.reader(() if ask.chat else tokens)
         self.reason = ""
         self.made = 0
 
@@ -162,10 +162,11 @@ class Choices:
 
 
 class Service:
-    """The service of one ``Plan``: ``async with Service(plan) as service`` opens its path, and closes it at the end."""
+    """Serves what ``served`` says: ``async with Service(served) as service`` opens its path, and closes it at the
+    end."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, served: Served) -> None:
+        self.served = served
         self._stack = AsyncExitStack()
         self._live: set[Generation] = set()
         self._ended: Counter[str] = Counter()
@@ -177,7 +178,7 @@ class Service:
         """Open everything. Cancelling it leaves nothing open."""
         async with AsyncExitStack() as stack:
             stack.callback(self._thread.shutdown)
-            await stack.enter_async_context(self.plan.path)
+            await stack.enter_async_context(self.served.path)
             lag = LoopLag()
             lag.start()
             stack.callback(lag.stop)
@@ -185,7 +186,7 @@ class Service:
             async def register(cache: AsyncCache) -> None:
                 self._registry.register(CacheCollector(cache, lag=lag))
 
-            await self.plan.path.ask(register)
+            await self.served.path.ask(register)
             self._stack = stack.pop_all()
         return self
 
@@ -201,9 +202,9 @@ class Service:
         Raises:
             ApiError: the model has no tokens for the prompt.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, tokens_of, prompt, self.plan.words)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokens_of, prompt, self.served.words)
 
-    def generate(self, ask: Ask, tokens: list[int]) -> Choices:
+    def generate(self, ask: ParsedRequest, tokens: list[int]) -> Choices:
         """Start the answers to ``ask``, whose prompt has these ``tokens``. The caller must call ``abort`` of the result
         in the end.
 
@@ -213,10 +214,10 @@ class Service:
         """
         if self._closing:
             raise ApiError(503, "the server is closing", kind="server_error")
-        if ask.choices > self.plan.max_live:
-            raise ApiError(400, f"n={ask.choices}: this server has at most {self.plan.max_live} answers at a time",
+        if ask.choices > self.served.max_live:
+            raise ApiError(400, f"n={ask.choices}: this server has at most {self.served.max_live} answers at a time",
                            param="n", code="invalid_value")  # fmt: skip
-        if len(self._live) + ask.choices > self.plan.max_live:
+        if len(self._live) + ask.choices > self.served.max_live:
             raise ApiError(429, "too many requests; come again later", kind="requests", code="rate_limit_exceeded")
         most = self._room(ask, len(tokens))
         choices = Choices(self, len(tokens))
@@ -230,14 +231,15 @@ class Service:
             raise
         return choices
 
-    def _start(self, ask: Ask, tokens: list[int], most: int, index: int) -> Run:
+    def _start(self, ask: ParsedRequest, tokens: list[int], most: int, index: int) -> TokenStream:
         """Start answer number ``index``. If the request has a seed, each answer gets a different one."""
         sampling = ask.sampling
         if sampling.seed is not None:
             sampling = sampling._replace(seed=sampling.seed + index)
         try:
-            return self.plan.path.start(Wanted(tokens=tokens, most=most, ends=self.plan.words.ends, sampling=sampling,
-                                               priority=ask.priority, salt=ask.cache_salt))  # fmt: skip
+            ends = self.served.words.ends
+            return self.served.path.start(Wanted(tokens=tokens, most=most, ends=ends, sampling=sampling,
+                                                 priority=ask.priority, salt=ask.cache_salt))  # fmt: skip
         except CacheFull as error:
             raise _too_long(str(error), ask) from error
         except CacheClosed as error:
@@ -247,17 +249,17 @@ class Service:
             param = name if given and name.isidentifier() else None
             raise ApiError(400, str(error), param=param, code="unsupported_value") from error
 
-    def _room(self, ask: Ask, prompt: int) -> int:
+    def _room(self, ask: ParsedRequest, prompt: int) -> int:
         """How many tokens may be generated after a prompt of ``prompt`` tokens.
 
         Raises:
             ApiError: there is no room in the context for what is asked.
         """
-        left = self.plan.context - prompt
-        usual = self.plan.chat_tokens if ask.chat else COMPLETION_TOKENS
+        left = self.served.context - prompt
+        usual = self.served.chat_tokens if ask.chat else COMPLETION_TOKENS
         wanted = min(usual, left) if ask.max_tokens is None else ask.max_tokens
         if left < 1 or wanted > left:
-            raise _too_long(f"this server's context is {self.plan.context} tokens: the prompt has {prompt}, "
+            raise _too_long(f"this server's context is {self.served.context} tokens: the prompt has {prompt}, "
                             f"and max_tokens={ask.max_tokens or 1} come on top", ask)  # fmt: skip
         return wanted
 
@@ -267,8 +269,8 @@ class Service:
         Raises:
             ApiError: ``name`` is not its name.
         """
-        if name != self.plan.name:
-            raise ApiError(404, f"the model {name!r} does not exist; this server has {self.plan.name!r}",
+        if name != self.served.name:
+            raise ApiError(404, f"the model {name!r} does not exist; this server has {self.served.name!r}",
                            param="model", code="model_not_found")  # fmt: skip
 
     def left(self, generation: Generation) -> None:
@@ -286,7 +288,7 @@ class Service:
     @property
     def failure(self) -> str | None:
         """Why the service takes no requests; None if it takes them."""
-        return self.plan.path.failure
+        return self.served.path.failure
 
     async def metrics(self) -> bytes:
         """The cache's metrics in Prometheus' text format.
@@ -298,7 +300,7 @@ class Service:
         async def scrape(cache: AsyncCache) -> bytes:
             return generate_latest(self._registry)
 
-        return await self.plan.path.ask(scrape)
+        return await self.served.path.ask(scrape)
 
     async def explain(self, tokens: list[int], extra_key: str | None) -> Mapping[str, Any]:
         """Where a prompt's pages are in the cache, and what ends its match.
@@ -307,7 +309,7 @@ class Service:
             CacheClosed: the cache is closed.
             ConfigError: the tokens cannot be used.
         """
-        return (await self.plan.path.ask(lambda cache: cache.explain(tokens, extra_key))).plain()
+        return (await self.served.path.ask(lambda cache: cache.explain(tokens, extra_key))).plain()
 
     async def statistics(self) -> Mapping[str, Any]:
         """The numbers of requests and all counters of the cache, as plain values.
@@ -320,15 +322,15 @@ class Service:
             return plain(cache.statistics())
 
         return {
-            "model": self.plan.name,
-            "context": self.plan.context,
+            "model": self.served.name,
+            "context": self.served.context,
             "requests": {"live": len(self._live), "ended": dict(self._ended)},
             "tasks": len(asyncio.all_tasks()),
-            "cache": await self.plan.path.ask(count),
+            "cache": await self.served.path.ask(count),
         }
 
 
-def _too_long(message: str, ask: Ask) -> ApiError:
+def _too_long(message: str, ask: ParsedRequest) -> ApiError:
     return ApiError(400, message, param="messages" if ask.chat else "prompt", code="context_length_exceeded")
 
 

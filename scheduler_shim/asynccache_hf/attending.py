@@ -20,7 +20,7 @@ import torch.nn.functional as functional
 from transformers import AttentionInterface
 
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Scratch, Slots
+from asynccache_hf.memory import Scratch, TrackMemory
 from asynccache_hf.parts import Attention
 
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
@@ -54,14 +54,14 @@ class Group(NamedTuple):
     mask: torch.Tensor | None
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """A step, for the layers of one component. ``write``: the places of all new tokens."""
 
     write: torch.Tensor
     groups: tuple[Group, ...]
 
 
-def planned(rows: Sequence[Row], component: str, window: int | None) -> Plan:
+def planned(rows: Sequence[Row], component: str, window: int | None) -> StepPlan:
     """How the step is computed by the layers of a component whose window has so many tokens."""
     starts, at = [], 0
     for row in rows:
@@ -73,12 +73,13 @@ def planned(rows: Sequence[Row], component: str, window: int | None) -> Plan:
     ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: _seen(rows[i], window))
     groups += [_together([rows[i] for i in each], [starts[i] for i in each], component, window, write.device)
                for each in _alike(ones, [_seen(row, window) for row in rows])]  # fmt: skip
-    return Plan(write, tuple(groups))
+    return StepPlan(write, tuple(groups))
 
 
 def attend(
-    plan: Plan, slots: Slots, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-    softcap: float | None = None, sinks: torch.Tensor | None = None, scratch: Scratch | None = None,
+    plan: StepPlan, slots: TrackMemory, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    scaling: float | None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """Keep ``key`` and ``value`` (``[1, heads, tokens, width]``) in the pages; what ``query`` makes of all that it
     attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have
@@ -97,14 +98,14 @@ def attend(
 class Attended:
     """What a model's attention is computed on, layer by layer: keys and values by token, in pages."""
 
-    def __init__(self, layout: Layout, slots: Sequence[Slots]) -> None:
+    def __init__(self, layout: Layout, slots: Sequence[TrackMemory]) -> None:
         """``slots``: of each layer's keys and values."""
         parts = kept_by_token(layout)
         self.windows = {part.tracks[0].source: part.window for part in parts}
         self._components = [part.tracks[0].source for part in parts]
         self._slots = slots
         self._scratch = Scratch()
-        self._plans: Mapping[str, Plan] = {}
+        self._plans: Mapping[str, StepPlan] = {}
 
     def plan(self, rows: Sequence[Row]) -> None:
         """The next call computes these, in this order."""
@@ -222,7 +223,7 @@ def _together(rows: Sequence[Row], at: Sequence[int], component: str, window: in
 
 
 def _read(
-    group: Group, slots: Slots, key: torch.Tensor, value: torch.Tensor, scratch: Scratch | None
+    group: Group, slots: TrackMemory, key: torch.Tensor, value: torch.Tensor, scratch: Scratch | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[rows, heads, seen, width]``."""
     if group.read is None:

@@ -14,7 +14,7 @@ from asynccache_shim.request import Finish
 from asynccache import Hits
 
 
-class Asked(NamedTuple):
+class BatchPrompt(NamedTuple):
     """What is wanted: the prompt, at most so many new tokens, and the tokens that end the answer."""
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class BatchRequest:
     ``error``: what it failed of, or None; ``hits``: the prompt's cached tokens by tier, or None while it waits for
     room. Iterating gives the tokens as they are made."""
 
-    def __init__(self, request_id: str, asked: Asked, abort: Callable[[BatchRequest], None]) -> None:
+    def __init__(self, request_id: str, asked: BatchPrompt, abort: Callable[[BatchRequest], None]) -> None:
         self.id = request_id
         self.asked = asked
         self.output: list[int] = []

@@ -25,13 +25,13 @@ from asynccache_shim.request import Finish, as_tokens
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.ahead import Prompt, Prompts
 from asynccache_hf.attending import places_of, take_part
-from asynccache_hf.batch_request import Asked, BatchRequest
+from asynccache_hf.batch_request import BatchPrompt, BatchRequest
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
 
 try:
-    from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract
+    from asynccache_hf.continuous import Manager, PageCache, RequestOutcome, RequestPages, check_model, contract
     from asynccache_hf.trial_together import slots_of, tried_together, wanted_of
 except (ImportError, AttributeError) as error:
     if (error.name or "").partition(".")[0] == "asynccache_hf":
@@ -203,7 +203,7 @@ class ContinuousBatching:
 
     def _asked(
         self, what: str, tokens: Any, most: Any, ends: Any, extra_key: Any, streaming: bool, options: Mapping[str, Any],
-    ) -> Asked:  # fmt: skip
+    ) -> BatchPrompt:  # fmt: skip
         try:
             prompt = as_tokens(tokens).tolist()
         except ConfigError as error:
@@ -225,9 +225,9 @@ class ContinuousBatching:
             checks.integer("eos_token_id", each) for each in (given if isinstance(given, (list, tuple)) else [given])
         )  # fmt: skip
         self._manager.check_options(options)
-        return Asked(prompt, most, stops, checks.namespace("extra_key", extra_key), streaming, dict(options))
+        return BatchPrompt(prompt, most, stops, checks.namespace("extra_key", extra_key), streaming, dict(options))
 
-    def _begin(self, asked: Sequence[Asked]) -> list[BatchRequest]:
+    def _begin(self, asked: Sequence[BatchPrompt]) -> list[BatchRequest]:
         requests = [BatchRequest(f"request-{next(self._ids)}", each, self._abort) for each in asked]
         with self._door:  # what comes in before the end is ended with the rest
             if self._closing:
@@ -241,7 +241,7 @@ class ContinuousBatching:
 
     # in the thread that generates
 
-    def _told(self, told: Told) -> None:
+    def _told(self, told: RequestOutcome) -> None:
         served = self._open.get(told.request_id)
         if served is not None:
             served.request.tell(told.tokens)
@@ -313,7 +313,7 @@ class ContinuousBatching:
         request.hits = lease.hits
         swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
         places = places_of(self._layout, lease.pages, swa, self._model.device)
-        held = Held(lease.cached, places, len(asked.tokens), served.got_on, served.over)
+        held = RequestPages(lease.cached, places, len(asked.tokens), served.got_on, served.over)
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
         served.handed = True
@@ -367,7 +367,7 @@ class _Served:
         self.task: asyncio.Task[None] | None = None
         self.begun = self.handed = self.aborted = self.closed = False
         self.computed, self.ended = 0, False
-        self.answer: Told | None = None
+        self.answer: RequestOutcome | None = None
         self._loop = loop
         self._news = asyncio.Event()
 

@@ -17,8 +17,8 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from asynccache import ConfigError
-from asynccache_hf.memory import Slots, Track
-from asynccache_hf.parts import Calls, Part, Span, joined, overhear
+from asynccache_hf.memory import Track, TrackMemory
+from asynccache_hf.parts import Calls, CallSpan, LayerPart, joined, overhear
 
 _KEEPS = {"compress_rate", "compressed_kv", "buffer_kv", "buffer_gate", "entry_count"}
 _MAY_KEEP = {"overlap_kv", "overlap_gate"}
@@ -35,7 +35,7 @@ def is_compressed(layer: Any) -> bool:
     return _KEEPS <= more <= _KEEPS | _MAY_KEEP and all(hasattr(layer, method) for method in methods)
 
 
-class State(NamedTuple):
+class CompressorState(NamedTuple):
     """What one compressor needs to go on: each ``[1, tokens, width]``, or None where there is nothing."""
 
     overlap_kv: torch.Tensor | None
@@ -44,7 +44,7 @@ class State(NamedTuple):
     buffer_gate: torch.Tensor | None
 
 
-Tail = Mapping[str, State]
+Tail = Mapping[str, CompressorState]
 
 
 class Heard(NamedTuple):
@@ -56,7 +56,7 @@ class Heard(NamedTuple):
     overlaps: Calls
 
 
-class Compressed(Part):
+class Compressed(LayerPart):
     """All compressors of one layer."""
 
     has_tail = True
@@ -87,14 +87,14 @@ class Compressed(Part):
                 state[field] = kept[name].new_empty((self._buffered, kept[name].shape[-1]))
         return (entries, Track.of(f"{pool}_state", "swa", page_size, state)) if state else (entries,)
 
-    def _own(self, slots: Sequence[Slots]) -> dict[str, tuple[Slots, Slots | None]]:
-        """Slots by compressor: of its entries, and of its state."""
+    def _own(self, slots: Sequence[TrackMemory]) -> dict[str, tuple[TrackMemory, TrackMemory | None]]:
+        """The memory of the tracks by compressor: of its entries, and of its state."""
         left = iter(slots)
         return {name: (next(left), next(left) if len(t) > 1 else None) for name, t in self._compressors.items()}
 
     # putting back
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: Tail | None) -> None:
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: Tail | None) -> None:
         for name, (entries, states) in self._own(slots).items():
             count = span.start // self._rate
             if count:
@@ -102,19 +102,19 @@ class Compressed(Part):
                 layer.update_compressor_states(name, found.unsqueeze(0))
             self._go_on(layer, name, tail[name] if tail is not None else self._stored(states, span))
 
-    def _stored(self, slots: Slots | None, span: Span) -> State:
+    def _stored(self, slots: TrackMemory | None, span: CallSpan) -> CompressorState:
         """The state at the end of the page before ``span.start``."""
         if slots is None:
-            return State(None, None, None, None)
+            return CompressorState(None, None, None, None)
         page = span.start // span.page_size - 1
         found = slots.read(span.tables["swa"], page, page + 1)
         has_overlap = self._overlaps and span.start >= self._rate
         buffered = span.start % self._rate
         overlap = [found[field] if has_overlap else None for field in ("overlap_kv", "overlap_gate")]
         buffer = [found[field][:, :buffered] if buffered else None for field in ("buffer_kv", "buffer_gate")]
-        return State(*overlap, *buffer)
+        return CompressorState(*overlap, *buffer)
 
-    def _go_on(self, layer: Any, name: str, state: State) -> None:
+    def _go_on(self, layer: Any, name: str, state: CompressorState) -> None:
         if state.overlap_kv is not None and state.overlap_gate is not None:
             width = state.overlap_kv.shape[-1]
             layer.update_overlap_state(name, state.overlap_kv[:, None], state.overlap_gate[:, None], width)
@@ -128,7 +128,7 @@ class Compressed(Part):
         overlap_kv = layer.overlap_kv if self._overlaps else nothing
         overlap_gate = layer.overlap_gate if self._overlaps else nothing
         return {
-            name: State(overlap_kv[name], overlap_gate[name], layer.buffer_kv[name], layer.buffer_gate[name])
+            name: CompressorState(overlap_kv[name], overlap_gate[name], layer.buffer_kv[name], layer.buffer_gate[name])
             for name in self._compressors
         }
 
@@ -136,7 +136,7 @@ class Compressed(Part):
         raw, entries = (overhear(layer, method) for method in _METHODS)
         return Heard(self.tail(layer), raw, entries, overhear(layer, _OVERLAP) if self._overlaps else [])
 
-    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Heard) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Heard) -> None:
         for name, (entries, states) in self._own(slots).items():
             made = [compressed[0] for who, compressed in heard.entries if who == name]
             entries.write(span.tables["full"], span.start // self._rate, {"kv": torch.cat(made)})
@@ -145,12 +145,12 @@ class Compressed(Part):
                 values = self._overlaps_at(name, span, heard) | self._buffers_at(name, span, heard)
                 states.write(span.tables["swa"], first, values)
 
-    def _ends(self, span: Span) -> range:
+    def _ends(self, span: CallSpan) -> range:
         """Where pages end in the span."""
         size = span.page_size
         return range((span.start // size + 1) * size, span.stop + 1, size)
 
-    def _overlaps_at(self, name: str, span: Span, heard: Heard) -> dict[str, torch.Tensor]:
+    def _overlaps_at(self, name: str, span: CallSpan, heard: Heard) -> dict[str, torch.Tensor]:
         """The overlap at each page's end: that of the last entry that was complete there."""
         if not self._overlaps:
             return {}
@@ -165,7 +165,7 @@ class Compressed(Part):
         back = [end // self._rate - last - 1 for end in self._ends(span)]
         return {"overlap_kv": kv[back], "overlap_gate": gate[back]}
 
-    def _buffers_at(self, name: str, span: Span, heard: Heard) -> dict[str, torch.Tensor]:
+    def _buffers_at(self, name: str, span: CallSpan, heard: Heard) -> dict[str, torch.Tensor]:
         """The tokens at each page's end that did not fill an entry."""
         if not self._buffered:
             return {}
@@ -176,7 +176,7 @@ class Compressed(Part):
             kv, gate = torch.cat([before.buffer_kv, kv], 1), torch.cat([before.buffer_gate, gate], 1)
         return {"buffer_kv": self._cut(kv[0], span), "buffer_gate": self._cut(gate[0], span)}
 
-    def _cut(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
+    def _cut(self, raw: torch.Tensor, span: CallSpan) -> torch.Tensor:
         """``raw`` begins where the first incomplete entry before ``span.start`` does."""
         base = span.start // self._rate * self._rate
         cut = raw.new_zeros((len(self._ends(span)), self._buffered, raw.shape[-1]))

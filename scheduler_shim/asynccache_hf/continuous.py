@@ -8,7 +8,7 @@ the names.
 
 The attention of a step is computed by ``asynccache_hf.attending``.
 
-Law: whatever becomes of a request, its ``Held.over`` is called once, when no step will touch its pages again.
+Law: whatever becomes of a request, its ``RequestPages.over`` is called once, when no step will touch its pages again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from asynccache import ConfigError
 from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, Attended, Row, kept_by_token
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Slots
+from asynccache_hf.memory import TrackMemory
 from asynccache_hf.parts import Attention
 
 READ = 4
@@ -149,7 +149,7 @@ def _kept(part: Any) -> str:
 
 
 @dataclass(slots=True)
-class Held:
+class RequestPages:
     """A request's pages: ``cached`` tokens need no computing. ``places``: by component, where each token is kept.
     ``prompt``: its length, until all of it is computed. ``computed`` is called after each step that computes some of
     them, with how many are; ``over`` when the request is; by the thread that generates."""
@@ -191,7 +191,7 @@ class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
     read_cache_limit = None
     bytes_per_sector = 1
 
-    def __init__(self, layout: Layout, slots: Sequence[Slots], tokens: int, step_tokens: int) -> None:
+    def __init__(self, layout: Layout, slots: Sequence[TrackMemory], tokens: int, step_tokens: int) -> None:
         """``slots``: of each layer's keys and values. ``tokens``: how many fit on the device. ``step_tokens``: the most
         that one step computes."""
         Attended.__init__(self, layout, slots)
@@ -201,7 +201,7 @@ class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
         self.max_batch_tokens = step_tokens
         self.max_tokens_read = READ * tokens
         self.num_blocks = tokens // layout.page_size
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, RequestPages] = {}
         self._rows: list[Row] = []
 
     # a request
@@ -307,7 +307,7 @@ class Processor(api.ContinuousBatchProcessor):  # type: ignore[misc]
         return got
 
 
-class Told(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What became of a request: all its tokens so far. ``error``: what it failed of."""
 
     request_id: str
@@ -319,13 +319,13 @@ class Told(NamedTuple):
 class _Router(api.OutputRouter):  # type: ignore[misc]
     """Hands every output to ``tell``; one that is the last ends what is held."""
 
-    def __init__(self, cache: PageCache, tell: Callable[[Told], None]) -> None:
+    def __init__(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> None:
         super().__init__()
         self._cache = cache
         self._tell = tell
 
     def deliver(self, output: Any) -> None:
-        self._told(Told(output.request_id, output.generated_tokens, output.is_finished()))
+        self._told(RequestOutcome(output.request_id, output.generated_tokens, output.is_finished()))
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -333,9 +333,9 @@ class _Router(api.OutputRouter):  # type: ignore[misc]
 
     def fail_and_deliver(self, state: Any, error: Exception) -> None:
         state.status = RequestStatus.FAILED
-        self._told(Told(state.request_id, list(state.generated_tokens), True, error))
+        self._told(RequestOutcome(state.request_id, list(state.generated_tokens), True, error))
 
-    def _told(self, told: Told) -> None:
+    def _told(self, told: RequestOutcome) -> None:
         self._tell(told)
         if told.finished:
             self._cache.over(told.request_id)
@@ -369,7 +369,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
             raise
         self.page_cache: PageCache | None = None
 
-    def processor(self, cache: PageCache, tell: Callable[[Told], None]) -> Processor:
+    def processor(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> Processor:
         """Steps over the pages of ``cache``."""
         config = copy.copy(self.model.config.get_text_config())
         config._attn_implementation = "asynccache"  # so that transformers allocates and fills no masks
@@ -382,15 +382,15 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
             scheduler=_Scheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
         )  # fmt: skip
 
-    def begin(self, cache: PageCache, tell: Callable[[Told], None], name: str) -> None:
+    def begin(self, cache: PageCache, tell: Callable[[RequestOutcome], None], name: str) -> None:
         """Start the thread, which ends with the program if nobody ends it before."""
         self.page_cache, self._tell = cache, tell
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(target=self._run_generation_loop, name=name, daemon=True)
         self._generation_thread.start()
 
-    def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool, held: Held,
-               options: Mapping[str, Any]) -> None:  # fmt: skip
+    def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool,
+               held: RequestPages, options: Mapping[str, Any]) -> None:  # fmt: skip
         """A request for the next step. ``wake`` has to follow, when all are there that are to be computed together.
 
         Raises:

@@ -32,7 +32,7 @@ from asynccache_hf.call import cache_name, run
 from asynccache_hf.compressed import Compressed, is_compressed
 from asynccache_hf.layout import Layout
 from asynccache_hf.limits import longest
-from asynccache_hf.parts import Attention, IndexerKeys, Part, Recurrent
+from asynccache_hf.parts import Attention, IndexerKeys, LayerPart, Recurrent
 from asynccache_hf.trial import tokens_for, tried
 
 SCHEMA = 1
@@ -40,7 +40,7 @@ SCHEMA = 1
 
 PROBE_TOKENS = 8
 
-Parts = Callable[[Any, int], tuple[Part, ...]]
+LayerParts = Callable[[Any, int], tuple[LayerPart, ...]]
 
 
 def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Layout:
@@ -129,13 +129,13 @@ def _sentence(error: Exception) -> str:
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}".rstrip(": ")
 
 
-def _parts_of(cache: Any, index: int, page_size: int) -> tuple[Part, ...]:
+def _parts_of(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
     if lightning.has_matrices(cache) and (matrix := lightning.matrix_of(cache, index)) is not None:
         return (lightning.Matrix(matrix, page_size, index),)
     return _parts(index, cache.layers[index], page_size)
 
 
-def _parts(index: int, layer: Any, page_size: int) -> tuple[Part, ...]:
+def _parts(index: int, layer: Any, page_size: int) -> tuple[LayerPart, ...]:
     kind = type(layer)
     if is_compressed(layer):
         return (*_sliding(layer, page_size), Compressed(layer, page_size))
@@ -155,15 +155,15 @@ def _window(layer: Any) -> int:
     return int(getattr(layer, "sliding_window", None) or 0)
 
 
-def _full(layer: Any, page_size: int) -> tuple[Part, ...]:
+def _full(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
     return (Attention(layer, None),)
 
 
-def _sliding(layer: Any, page_size: int) -> tuple[Part, ...]:
+def _sliding(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
     return (Attention(layer, _window(layer)),)
 
 
-def _indexed(layer: Any, page_size: int) -> tuple[Part, ...]:
+def _indexed(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
     if layer.indexer_position_ids is not None:
         raise ConfigError("DynamicIndexedLayer: indexers with positions of their own are not understood")
     if not layer.is_indexer_initialized:
@@ -171,11 +171,11 @@ def _indexed(layer: Any, page_size: int) -> tuple[Part, ...]:
     return (*_full(layer, page_size), IndexerKeys(layer))
 
 
-def _recurrent(layer: Any, page_size: int) -> tuple[Part, ...]:
+def _recurrent(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
     return (Recurrent(layer, page_size),)
 
 
-_KINDS: dict[type, Parts] = {
+_KINDS: dict[type, LayerParts] = {
     DummyLayer: lambda layer, page_size: (),
     DynamicLayer: _full,
     DynamicSlidingWindowLayer: _sliding,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from asynccache_shim.model import Batch, Checkpoint, Work
+from asynccache_shim.model import Batch, Checkpoint, Chunk
 from asynccache_shim.thread import ModelThread, returned
 
 from asynccache import AsyncCache, Hits, Lease, LoadFailed, checks
@@ -87,9 +87,9 @@ class Generator:
         finally:
             self._thread.start(self._model.forward, Batch((), (run.id,)))
 
-    async def compute(self, work: Work) -> torch.Tensor:
+    async def compute(self, chunk: Chunk) -> torch.Tensor:
         """A forward call in the thread. Cancelling it waits for its end."""
-        future = self._thread.start(self._model.compute, work)
+        future = self._thread.start(self._model.compute, chunk)
         cancelled = await returned(future)
         if cancelled is not None:
             raise cancelled
@@ -153,7 +153,7 @@ class _Run:
         swa = lease.page_table("swa") if self._generator.windowed else _NONE
         checkpoint = self._checkpoint(stop)
         logits = await self._generator.compute(
-            Work(self.id, self._tokens, self._at, stop, lease.pages, swa, lease.states, checkpoint, sample=True)
+            Chunk(self.id, self._tokens, self._at, stop, lease.pages, swa, lease.states, checkpoint, sample=True)
         )
         self._at, self._saved = stop, checkpoint or self._saved
         return logits

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache
 
 from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
-from asynccache_hf.parts import Part
+from asynccache_hf.parts import LayerPart
 
 COMPONENTS = ("full", "swa", "mamba")
 
@@ -45,7 +45,7 @@ class PoolPlan:
 class LayerPlan:
     """One layer of the model: its parts, and for each track of each part the layer of its pool."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
     places: tuple[tuple[int, ...], ...]
 
 
@@ -85,7 +85,7 @@ class Layout:
             )
 
     @classmethod
-    def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[Part, ...]]) -> Layout:
+    def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[LayerPart, ...]]) -> Layout:
         """From the parts of each layer of the model."""
         tracks = [(i, track) for i, layer in enumerate(parts) for part in layer for track in part.tracks]
         pools = []
@@ -172,7 +172,7 @@ class Layout:
                      host_states=host_states, dtype=pool.dtype)  # fmt: skip
 
 
-def _placed(parts: Sequence[tuple[Part, ...]]) -> tuple[LayerPlan, ...]:
+def _placed(parts: Sequence[tuple[LayerPart, ...]]) -> tuple[LayerPlan, ...]:
     """Each track gets the next layer of its pool."""
     taken: dict[str, int] = {}
 
@@ -183,7 +183,7 @@ def _placed(parts: Sequence[tuple[Part, ...]]) -> tuple[LayerPlan, ...]:
     return tuple(LayerPlan(p, tuple(tuple(place(t.pool) for t in part.tracks) for part in p)) for p in parts)
 
 
-def _drafted(part: Part) -> Part:
+def _drafted(part: LayerPart) -> LayerPart:
     """The same, in the draft's pools."""
     other = copy.copy(part)
     other.tracks = tuple(replace(track, pool=f"draft_{track.pool}") for track in part.tracks)

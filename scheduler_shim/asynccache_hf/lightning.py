@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from asynccache_hf.memory import Slots, Track
-from asynccache_hf.parts import Part, Span
+from asynccache_hf.memory import Track, TrackMemory
+from asynccache_hf.parts import CallSpan, LayerPart
 
 
 def has_matrices(cache: Any) -> bool:
@@ -25,7 +25,7 @@ def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
     return kept if isinstance(kept, torch.Tensor) else None
 
 
-class Matrix(Part):
+class Matrix(LayerPart):
     """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
 
     def __init__(self, matrix: torch.Tensor, page_size: int, index: int) -> None:
@@ -41,11 +41,11 @@ class Matrix(Part):
             kept[index] = None
         return cache
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
         layer.set_linear_cache(self._index, slots[0].read(span.tables["mamba"], 0, 1)["matrix"])
 
     def watch(self, layer: Any) -> None:
         """There is nothing to overhear: the matrix is read afterwards."""
 
-    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: None) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         slots[0].write(span.tables["mamba"], 0, {"matrix": layer.linear_cache[self._index]})

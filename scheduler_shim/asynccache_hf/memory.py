@@ -94,7 +94,7 @@ class Scratch:
         return held[:count]
 
 
-class Slots:
+class TrackMemory:
     """A track in its pool's device memory."""
 
     def __init__(self, track: Track, memory: torch.Tensor, page_size: int) -> None:
@@ -123,7 +123,7 @@ class Slots:
         return self._memory.stride(0) == self._per_page * self._track.unit_bytes
 
     def __repr__(self) -> str:
-        return f"<Slots of {self._track.pool!r}>"
+        return f"<TrackMemory of {self._track.pool!r}>"
 
     def _fields(self, pages: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of whole pages: ``[pages, units, numbers]`` by field."""

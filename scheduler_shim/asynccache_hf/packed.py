@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from asynccache_shim.model import Work
+from asynccache_shim.model import Chunk
 
 from asynccache_hf.attending import LAYER_TYPES, Attended, Row, places_of, take_part
 from asynccache_hf.call import parameters
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Slots
+from asynccache_hf.memory import TrackMemory
 from asynccache_hf.parts import Attention
 
 IMPLEMENTATION = "sdpa"
@@ -48,7 +48,7 @@ def can_be_packed(model: Any, layout: Layout) -> bool:
 class Packed:
     """Rows of requests on one model's pages."""
 
-    def __init__(self, model: Any, layout: Layout, slots: Sequence[Slots]) -> None:
+    def __init__(self, model: Any, layout: Layout, slots: Sequence[TrackMemory]) -> None:
         """``slots``: of each layer's keys and values."""
         take_part()
         self._model = model
@@ -56,20 +56,20 @@ class Packed:
         self._pages = Attended(layout, slots)
         self._keeps = "logits_to_keep" in parameters(model)
 
-    def compute(self, works: Sequence[Work], keep: int) -> list[torch.Tensor]:
-        """One call; for each work the logits of its last ``keep`` tokens (0: of all).
+    def compute(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
+        """One call; for each chunk the logits of its last ``keep`` tokens (0: of all).
 
         Raises:
-            ConfigError: a work reaches further than the layout's limit.
-            IndexError: a work has no page for a token that it reads or writes.
+            ConfigError: a chunk reaches further than the layout's limit.
+            IndexError: a chunk has no page for a token that it reads or writes.
         """
-        for work in works:
-            self._layout.check_length(work.stop)
+        for chunk in chunks:
+            self._layout.check_length(chunk.stop)
         device = self._model.device
-        tokens = np.concatenate([work.tokens[work.start : work.stop] for work in works]).astype(np.int64)
-        places = np.concatenate([np.arange(work.start, work.stop) for work in works])
-        self._pages.plan([self._row(work, device) for work in works])
-        wanted = _wanted(works, keep)
+        tokens = np.concatenate([chunk.tokens[chunk.start : chunk.stop] for chunk in chunks]).astype(np.int64)
+        places = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        self._pages.plan([self._row(chunk, device) for chunk in chunks])
+        wanted = _wanted(chunks, keep)
         options: dict[str, Any] = {"logits_to_keep": torch.from_numpy(wanted).to(device)} if self._keeps else {}
         out = self._model(
             input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
@@ -77,25 +77,26 @@ class Packed:
             attention_mask=self._pages.mask, cache=self._pages, use_cache=False, **options,
         )  # fmt: skip
         logits = out.logits[0] if self._keeps else out.logits[0, wanted]
-        return list(torch.split(logits, [_kept(work, keep) for work in works]))
+        return list(torch.split(logits, [_kept(chunk, keep) for chunk in chunks]))
 
-    def _row(self, work: Work, device: torch.device) -> Row:
+    def _row(self, chunk: Chunk, device: torch.device) -> Row:
         size = self._layout.page_size
         for component, window in self._pages.windows.items():
-            pages = work.pages if component == "full" else work.swa_pages
-            first = 0 if window is None else max(0, work.start - window + 1)
-            read = pages[first // size : -(-work.stop // size)]
-            if len(read) < -(-work.stop // size) - first // size or (read < 0).any():
-                raise IndexError(f"pool {component!r}: request {work.request_id} has no page for a token that it reads")
-        return Row(places_of(self._layout, work.pages, work.swa_pages, device), work.start, work.stop)
+            pages = chunk.pages if component == "full" else chunk.swa_pages
+            first = 0 if window is None else max(0, chunk.start - window + 1)
+            read = pages[first // size : -(-chunk.stop // size)]
+            if len(read) < -(-chunk.stop // size) - first // size or (read < 0).any():
+                who = f"pool {component!r}: request {chunk.request_id}"
+                raise IndexError(f"{who} has no page for a token that it reads")
+        return Row(places_of(self._layout, chunk.pages, chunk.swa_pages, device), chunk.start, chunk.stop)
 
 
-def _kept(work: Work, keep: int) -> int:
-    count = work.stop - work.start
+def _kept(chunk: Chunk, keep: int) -> int:
+    count = chunk.stop - chunk.start
     return min(keep, count) if keep else count
 
 
-def _wanted(works: Sequence[Work], keep: int) -> Numbers:
+def _wanted(chunks: Sequence[Chunk], keep: int) -> Numbers:
     """Where the tokens stand in the row whose logits are asked for."""
-    ends = np.cumsum([work.stop - work.start for work in works])
-    return np.concatenate([np.arange(end - _kept(work, keep), end) for work, end in zip(works, ends, strict=True)])
+    ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
+    return np.concatenate([np.arange(end - _kept(chunk, keep), end) for chunk, end in zip(chunks, ends, strict=True)])

@@ -4,9 +4,9 @@ Law: the pages are the only truth. Every call builds the model's cache from page
 call to the next a request carries over what cannot be in a page that is not whole yet, and nothing else; so whoever has
 whole pages can go on from there.
 
-There are two ways to make a call. ``Opened`` is for any model: transformers' own cache for one request, filled from
-pages, and what the model adds to it is written back. ``packed`` is for models whose layers all keep keys and values by
-token: several requests in one call, which reads and writes the pages where they are. ``describe`` tries both.
+There are two ways to make a call. ``FilledCache`` is for any model: transformers' own cache for one request, filled
+from pages, and what the model adds to it is written back. ``packed`` is for models whose layers all keep keys and
+values by token: several requests in one call, which reads and writes the pages where they are. ``describe`` tries both.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from asynccache_shim.model import NO_TOKEN, Batch, Work
+from asynccache_shim.model import NO_TOKEN, Batch, Chunk
 
 from asynccache import ConfigError
 from asynccache_hf.call import run
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Slots
+from asynccache_hf.memory import TrackMemory
 from asynccache_hf.packed import Packed
-from asynccache_hf.parts import Part, Span
+from asynccache_hf.parts import CallSpan, LayerPart
 from asynccache_hf.sampling import draw
 
 
@@ -38,15 +38,15 @@ class Bound(NamedTuple):
     """A part of one layer of the model, and where its tracks are."""
 
     layer: int
-    part: Part
-    slots: tuple[Slots, ...]
+    part: LayerPart
+    slots: tuple[TrackMemory, ...]
 
 
 Tails = Sequence[Any]
 """What each part keeps of a request that stopped within a page."""
 
 
-class Opened:
+class FilledCache:
     """transformers' cache of one request (``cache``), filled with what precedes ``start``. Whatever a model adds to it,
     in one call or in many, ``save`` writes to the pages. By part: the layer of the cache in ``layers``, and what was
     overheard of it in ``heard``."""
@@ -65,8 +65,8 @@ class Opened:
                 each.part.load(layer, each.slots, span, tail)
         self.heard = [each.part.watch(layer) for each, layer in zip(bound, self.layers, strict=True)]
 
-    def _span(self, stop: int) -> Span:
-        return Span(self._tables, self.start, stop, self._page_size)
+    def _span(self, stop: int) -> CallSpan:
+        return CallSpan(self._tables, self.start, stop, self._page_size)
 
     def save(self, stop: int, heard: Sequence[Any] | None = None) -> None:
         """Write what was added, up to ``stop`` tokens, where the cache now ends. ``heard``: by part, instead of what
@@ -107,30 +107,30 @@ class PagedModel:
         it (``layout.packed``), else one after the other."""
         for request_id in batch.ended:
             self._tails.pop(request_id, None)
-        logits = self._each(batch.works)
+        logits = self._each(batch.chunks)
         self.synchronize()
         return [
-            draw(last, work.sampling, work.stop) if work.sample else NO_TOKEN
-            for work, last in zip(batch.works, logits, strict=True)
+            draw(last, chunk.sampling, chunk.stop) if chunk.sample else NO_TOKEN
+            for chunk, last in zip(batch.chunks, logits, strict=True)
         ]
 
     @torch.inference_mode()
-    def compute(self, work: Work, keep: int = 1) -> torch.Tensor:
-        """Run the model over ``work`` and write its part of the cache; the logits of the last ``keep`` tokens (0: of
+    def compute(self, chunk: Chunk, keep: int = 1) -> torch.Tensor:
+        """Run the model over ``chunk`` and write its part of the cache; the logits of the last ``keep`` tokens (0: of
         all). Blocks the thread.
 
         Raises:
-            ConfigError: the work reaches further than the model's positions mean the same (``layout.limit``).
+            ConfigError: the chunk reaches further than the model's positions mean the same (``layout.limit``).
         """
-        logits = self._packed.compute([work], keep)[0] if self._packed else self._alone(work, keep)
+        logits = self._packed.compute([chunk], keep)[0] if self._packed else self._alone(chunk, keep)
         self.synchronize()
         return logits
 
-    def open(self, tables: Mapping[str, Any], start: int) -> Opened:
+    def open(self, tables: Mapping[str, Any], start: int) -> FilledCache:
         """transformers' cache of what the pages have before ``start``, which is a page's end. ``tables``: the page
         tables, by component."""
         nothing = [None] * len(self._bound)
-        return Opened(copy.deepcopy(self._empty), self._bound, tables, start, nothing, self.layout.page_size)
+        return FilledCache(copy.deepcopy(self._empty), self._bound, tables, start, nothing, self.layout.page_size)
 
     def synchronize(self) -> None:
         """Return when all that this thread has asked of the model and of the pages is done. Copies of pages run on
@@ -138,31 +138,31 @@ class PagedModel:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def _each(self, works: Sequence[Work]) -> list[torch.Tensor]:
+    def _each(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """The logits of the last token of each."""
-        if self._packed is None or not works:
-            return [self._alone(work, 1)[-1] for work in works]
-        return [logits[-1] for logits in self._packed.compute(works, 1)]
+        if self._packed is None or not chunks:
+            return [self._alone(chunk, 1)[-1] for chunk in chunks]
+        return [logits[-1] for logits in self._packed.compute(chunks, 1)]
 
-    def _alone(self, work: Work, keep: int) -> torch.Tensor:
+    def _alone(self, chunk: Chunk, keep: int) -> torch.Tensor:
         """One request, through transformers' own cache."""
-        self.layout.check_length(work.stop)
-        tables = {"full": work.pages, "swa": work.swa_pages, "mamba": work.states[:1]}
-        opened = Opened(copy.deepcopy(self._empty), self._bound, tables, work.start, self._tails_of(work),
+        self.layout.check_length(chunk.stop)
+        tables = {"full": chunk.pages, "swa": chunk.swa_pages, "mamba": chunk.states[:1]}
+        opened = FilledCache(copy.deepcopy(self._empty), self._bound, tables, chunk.start, self._tails_of(chunk),
                         self.layout.page_size)  # fmt: skip
-        logits = self._run(opened.cache, work, keep)
-        opened.save(work.stop)
-        self._keep_tails(opened, work)
-        if work.checkpoint is not None:
-            self._copy_state(int(work.states[0]), work.checkpoint.slot)
+        logits = self._run(opened.cache, chunk, keep)
+        opened.save(chunk.stop)
+        self._keep_tails(opened, chunk)
+        if chunk.checkpoint is not None:
+            self._copy_state(int(chunk.states[0]), chunk.checkpoint.slot)
         return logits
 
-    def _run(self, cache: Any, work: Work, keep: int) -> torch.Tensor:
-        """All tokens of ``work`` in one call; after a state one by one, where the model takes no more at a time."""
-        ids = torch.as_tensor(work.tokens[work.start : work.stop].astype(np.int64), device=self._model.device)
-        if not (self.layout.one_by_one and work.start):
-            return run(self._model, ids, cache, keep, work.start)
-        logits = [run(self._model, ids[i : i + 1], cache, 1, work.start + i) for i in range(len(ids))]
+    def _run(self, cache: Any, chunk: Chunk, keep: int) -> torch.Tensor:
+        """All tokens of ``chunk`` in one call; after a state one by one, where the model takes no more at a time."""
+        ids = torch.as_tensor(chunk.tokens[chunk.start : chunk.stop].astype(np.int64), device=self._model.device)
+        if not (self.layout.one_by_one and chunk.start):
+            return run(self._model, ids, cache, keep, chunk.start)
+        logits = [run(self._model, ids[i : i + 1], cache, 1, chunk.start + i) for i in range(len(ids))]
         return torch.cat(logits[-keep:])
 
     def _copy_state(self, source: int, target: int) -> None:
@@ -172,25 +172,25 @@ class PagedModel:
                 if track.source == "mamba":
                     slots.copy(source, target)
 
-    def _tails_of(self, work: Work) -> Tails:
+    def _tails_of(self, chunk: Chunk) -> Tails:
         """What was kept where the request stopped; nothing if a page ended there.
 
         Raises:
             RuntimeError: it did not stop where it is to go on.
         """
         nothing = [None] * len(self._bound)
-        if work.start % self.layout.page_size == 0 or not self._has_tails:
+        if chunk.start % self.layout.page_size == 0 or not self._has_tails:
             return nothing
-        stop, tails = self._tails.get(work.request_id, (0, nothing))
-        if stop != work.start:
-            raise RuntimeError(f"request {work.request_id} stopped at {stop} and cannot go on at {work.start}")
+        stop, tails = self._tails.get(chunk.request_id, (0, nothing))
+        if stop != chunk.start:
+            raise RuntimeError(f"request {chunk.request_id} stopped at {stop} and cannot go on at {chunk.start}")
         return tails
 
-    def _keep_tails(self, opened: Opened, work: Work) -> None:
-        if work.stop % self.layout.page_size == 0 or not self._has_tails:
-            self._tails.pop(work.request_id, None)
+    def _keep_tails(self, opened: FilledCache, chunk: Chunk) -> None:
+        if chunk.stop % self.layout.page_size == 0 or not self._has_tails:
+            self._tails.pop(chunk.request_id, None)
         else:
-            self._tails[work.request_id] = work.stop, opened.tails()
+            self._tails[chunk.request_id] = chunk.stop, opened.tails()
 
 
 def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
@@ -200,6 +200,6 @@ def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
     for index, plan in enumerate(layout.layers):
         for part, places in zip(plan.parts, plan.places, strict=True):
             where = zip(part.tracks, places, strict=True)
-            slots = tuple(Slots(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
+            slots = tuple(TrackMemory(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
             bound.append(Bound(index, part, slots))
     return bound

@@ -15,13 +15,13 @@ from asynccache_shim.model import Pages
 from transformers.cache_utils import DynamicLayer
 
 from asynccache import ConfigError
-from asynccache_hf.memory import Slots, Track
+from asynccache_hf.memory import Track, TrackMemory
 
 Calls = list[tuple[Any, ...]]
 """The arguments of each call that was overheard."""
 
 
-class Span(NamedTuple):
+class CallSpan(NamedTuple):
     """Where a forward call reads and writes: the page tables by component, and the tokens that it computes."""
 
     tables: Mapping[str, Pages]
@@ -30,9 +30,9 @@ class Span(NamedTuple):
     page_size: int
 
 
-class Part(ABC):
-    """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``Slots``, in that order.
-    ``has_tail``: whether going on within a page takes what is not in it."""
+class LayerPart(ABC):
+    """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``TrackMemory``, in that
+    order. ``has_tail``: whether going on within a page takes what is not in it."""
 
     tracks: tuple[Track, ...]
     has_tail = False
@@ -44,7 +44,7 @@ class Part(ABC):
         return cache.layers[index]
 
     @abstractmethod
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: Any) -> None:
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: Any) -> None:
         """Put what precedes ``span.start`` (not 0) into a fresh cache layer; ``tail`` is None at a page's start."""
 
     def tail(self, layer: Any) -> Any:
@@ -56,7 +56,7 @@ class Part(ABC):
         """Begin to overhear; ``save`` gets what this returns."""
 
     @abstractmethod
-    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Any) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Any) -> None:
         """Write what the forward call made into the pages."""
 
 
@@ -84,7 +84,7 @@ def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
     return torch.cat([call[at] for call in calls], dim) if len(calls) > 1 else torch.as_tensor(calls[0][at])
 
 
-class Attention(Part):
+class Attention(LayerPart):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
     def __init__(self, layer: Any, window: int | None) -> None:
@@ -95,7 +95,7 @@ class Attention(Part):
         pool = "full" if window is None else "swa"
         self.tracks = (Track.of(pool, pool, 1, samples),)
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
         first = 0 if self.window is None else max(0, span.start - self.window + 1)
         found = slots[0].read(span.tables[self.tracks[0].source], first, span.start)
         keys, values = (found[name].transpose(0, 1).unsqueeze(0) for name in ("keys", self._values))
@@ -107,30 +107,30 @@ class Attention(Part):
     def watch(self, layer: Any) -> Calls:
         return overhear(layer, "update")
 
-    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Calls) -> None:
         keys, values = (joined(heard, at, -2, "keys and values") for at in range(2))
         made = {"keys": keys[0].transpose(0, 1), self._values: values[0].transpose(0, 1)}
         slots[0].write(span.tables[self.tracks[0].source], span.start, made)
 
 
-class IndexerKeys(Part):
+class IndexerKeys(LayerPart):
     """The keys of a sparse-attention indexer: one more pool beside FULL's."""
 
     def __init__(self, layer: Any) -> None:
         self.tracks = (Track.of("indexer", "full", 1, {"keys": layer.indexer_keys[0, 0]}),)
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
         layer.update_indexer(slots[0].read(span.tables["full"], 0, span.start)["keys"].unsqueeze(0))
 
     def watch(self, layer: Any) -> Calls:
         return overhear(layer, "update_indexer")
 
-    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Calls) -> None:
         keys = joined(heard, 0, 1, "indexer")
         slots[0].write(span.tables["full"], span.start, {"keys": keys[0]})
 
 
-class Recurrent(Part):
+class Recurrent(LayerPart):
     """Convolution and recurrent states: they stand for the whole prefix, so they are seen at the end of a call only."""
 
     def __init__(self, layer: Any, page_size: int) -> None:
@@ -143,7 +143,7 @@ class Recurrent(Part):
             f"recurrent{i}": layer.recurrent_states[i][0] for i in self._recurrent
         }
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
         found = slots[0].read(span.tables["mamba"], 0, 1)
         for i in self._conv:
             layer.update_conv_state(found[f"conv{i}"], state_idx=i)
@@ -153,6 +153,6 @@ class Recurrent(Part):
     def watch(self, layer: Any) -> None:
         """There is nothing to overhear: the state is read afterwards."""
 
-    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: None) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         states = {name: state.unsqueeze(0) for name, state in self._states(layer).items()}
         slots[0].write(span.tables["mamba"], 0, states)

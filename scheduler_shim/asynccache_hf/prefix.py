@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from asynccache_shim.model import Checkpoint, Work
+from asynccache_shim.model import Checkpoint, Chunk
 from transformers.generation.configuration_utils import GenerationMode
 
 from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
@@ -29,7 +29,7 @@ from asynccache_hf.generation import LOAD_ATTEMPTS, due
 from asynccache_hf.layout import Layout
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
-from asynccache_hf.rows import Rows, begins, calls_for, can_be_together, cancelled, fetching, leased, released
+from asynccache_hf.rows import BatchCache, begins, calls_for, can_be_together, cancelled, fetching, leased, released
 
 R = TypeVar("R")
 
@@ -241,7 +241,7 @@ class PrefixCache:
             texts, ids = texts[: len(leases)], ids[: len(leases)]
             for text, lease in zip(texts, leases, strict=True):
                 self._count(len(text), lease.hits)
-            opened = Rows([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
+            opened = BatchCache([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
                                        **{**options, cache_name(self._model): opened.cache})  # fmt: skip
             with torch.inference_mode():
@@ -344,7 +344,7 @@ class PrefixCache:
     def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
         tables = self._tables(lease)
         self._paged.compute(
-            Work(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
+            Chunk(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
         )
 
 def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:

@@ -15,7 +15,7 @@ import torch
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed, PrefetchHandle
 from asynccache_hf.ahead import findable, numbers
 from asynccache_hf.layout import Layout
-from asynccache_hf.paged import Opened
+from asynccache_hf.paged import FilledCache
 from asynccache_hf.parts import Attention
 
 
@@ -105,10 +105,10 @@ async def released(leases: Sequence[Lease]) -> None:
         await lease.__aexit__(None, None, None)
 
 
-class Rows:
+class BatchCache:
     """transformers' cache of several requests (``cache``) that begin at one place."""
 
-    def __init__(self, opened: Sequence[Opened]) -> None:
+    def __init__(self, opened: Sequence[FilledCache]) -> None:
         """``opened``: of each; the first one's cache becomes that of all."""
         self._opened = opened
         self.cache = opened[0].cache

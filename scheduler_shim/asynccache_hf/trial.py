@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from asynccache_shim.model import Checkpoint, Pages, Work
+from asynccache_shim.model import Checkpoint, Chunk, Pages
 
 from asynccache import ConfigError
 from asynccache_hf.call import run_alone
@@ -37,7 +37,7 @@ state or a key that is wrong well above. In half precision it is the mean over t
 experts are nearly even may be sent to other ones."""
 
 
-class Plan(NamedTuple):
+class TrialEnds(NamedTuple):
     """``early`` and ``late``: the ends of whole pages that requests go on from. ``stop``: all tokens of the trial."""
 
     early: int
@@ -91,7 +91,7 @@ def _doubtful(model: Any, way: Layout) -> bool:
     return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
 
 
-def _chosen(model: Any, missed: list[tuple[Missed, Layout]], plan: Plan, ids: torch.Tensor) -> Layout:
+def _chosen(model: Any, missed: list[tuple[Missed, Layout]], plan: TrialEnds, ids: torch.Tensor) -> Layout:
     """The first way that is about as right as the best one."""
     best = min(worst.error for worst, _ in missed)
     for worst, way in missed:
@@ -109,7 +109,7 @@ def tolerance(model: Any) -> float:
     return TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
 
 
-def planned(model: Any, layout: Layout, reach: int) -> Plan:
+def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
     """Where the trial's requests go on, and how far it goes: over ``reach`` and a page's end after it, if the model
     takes so many tokens.
 
@@ -124,7 +124,7 @@ def planned(model: Any, layout: Layout, reach: int) -> Plan:
         pages = min(pages, (most - size - MORE) // size)
     if pages < 2:
         raise ConfigError(f"page_size={size}: the model takes {most} tokens at most, the trial three pages and more")
-    return Plan(size, pages * size, (pages + 1) * size + MORE)
+    return TrialEnds(size, pages * size, (pages + 1) * size + MORE)
 
 
 def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
@@ -150,7 +150,7 @@ class _Stage:
     """A model on pages of its own, and the trial's three requests: one that computes everything and leaves pages, one
     that goes on from the later place, one that goes on from the earlier."""
 
-    def __init__(self, model: Any, layout: Layout, plan: Plan, ids: torch.Tensor) -> None:
+    def __init__(self, model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor) -> None:
         size = layout.page_size
         shared, all_pages = plan.late // size, -(-plan.stop // size)
         own = all_pages - shared
@@ -161,23 +161,23 @@ class _Stage:
         self.first = np.arange(all_pages, dtype=np.int32)
         self.later = np.concatenate([self.first[:shared], np.arange(all_pages, count, dtype=np.int32)])
 
-    def work(self, who: int, pages: Pages, start: int, stop: int, state: int, keep: int | None = None) -> Work:
+    def chunk(self, who: int, pages: Pages, start: int, stop: int, state: int, keep: int | None = None) -> Chunk:
         states = np.array([state], np.int32)
         checkpoint = Checkpoint(stop, keep) if keep is not None else None
-        return Work(who, self.tokens, start, stop, pages, pages, states, checkpoint, sample=False)
+        return Chunk(who, self.tokens, start, stop, pages, pages, states, checkpoint, sample=False)
 
 
-def _worst(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor, wanted: torch.Tensor) -> Missed:
+def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> Missed:
     """Where what is computed on pages differs most. The states of the three requests are in slots 0, 1 and 2."""
     stage = _Stage(model, layout, plan, ids)
-    paged, work = stage.paged, stage.work
+    paged, chunk = stage.paged, stage.chunk
     early, late, stop = plan
-    paged.compute(work(1, stage.first, 0, early, 0, keep=2))
-    paged.compute(work(1, stage.first, early, late, 0, keep=1))
-    found = [(late, paged.compute(work(1, stage.first, late, stop - 1, 0), 0))]
-    found.append((stop - 1, paged.compute(work(1, stage.first, stop - 1, stop, 0), 0)))
-    found.append((late, paged.compute(work(2, stage.later, late, stop, 1), 0)))
-    found.append((late, paged.compute(work(3, stage.first, early, stop, 2), stop - late)))
+    paged.compute(chunk(1, stage.first, 0, early, 0, keep=2))
+    paged.compute(chunk(1, stage.first, early, late, 0, keep=1))
+    found = [(late, paged.compute(chunk(1, stage.first, late, stop - 1, 0), 0))]
+    found.append((stop - 1, paged.compute(chunk(1, stage.first, stop - 1, stop, 0), 0)))
+    found.append((late, paged.compute(chunk(2, stage.later, late, stop, 1), 0)))
+    found.append((late, paged.compute(chunk(3, stage.first, early, stop, 2), stop - late)))
     return max((compared(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
 
 
@@ -196,7 +196,7 @@ def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
 # which layer
 
 
-def _blame(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor) -> str:
+def _blame(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor) -> str:
     """A sentence on the first layer whose output differs."""
     found: list[torch.Tensor] = []
     layers = _layers(model, len(layout.layers))
@@ -208,9 +208,9 @@ def _blame(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor) -> str:
             run_alone(model, ids)
             wanted, found[:] = list(found), []
             stage = _Stage(model, layout, plan, ids)
-            stage.paged.compute(stage.work(1, stage.first, 0, plan.late, 0, keep=1))
+            stage.paged.compute(stage.chunk(1, stage.first, 0, plan.late, 0, keep=1))
             found.clear()
-            stage.paged.compute(stage.work(2, stage.later, plan.late, plan.stop, 1))
+            stage.paged.compute(stage.chunk(2, stage.later, plan.late, plan.stop, 1))
     finally:
         for hook in hooks:
             hook.remove()

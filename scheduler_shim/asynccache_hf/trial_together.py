@@ -12,22 +12,22 @@ import torch
 from asynccache import ConfigError
 from asynccache_hf.attending import places_of
 from asynccache_hf.call import run_alone
-from asynccache_hf.continuous import ELSEWHERE, Held, Manager, PageCache, Processor, heard, waiting
+from asynccache_hf.continuous import ELSEWHERE, Manager, PageCache, Processor, RequestPages, heard, waiting
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Slots
+from asynccache_hf.memory import TrackMemory
 from asynccache_hf.paged import Pool
-from asynccache_hf.trial import Memory, Plan, compared, planned, tokens_for, tolerance
+from asynccache_hf.trial import Memory, TrialEnds, compared, planned, tokens_for, tolerance
 
 
 class Wanted(NamedTuple):
     """The trial's tokens, and the logits of one call over them, from that of the last token of ``plan.late`` on."""
 
-    plan: Plan
+    plan: TrialEnds
     ids: torch.Tensor
     logits: torch.Tensor
 
 
-class Asked(NamedTuple):
+class TrialRequest(NamedTuple):
     """A request of the trial: its first ``length`` tokens, of which ``cached`` are in the pages, which are those from
     ``own`` on, and the first request's before."""
 
@@ -58,18 +58,19 @@ def tried_together(manager: Manager, model: Any, layout: Layout, wanted: Wanted)
     processor = manager.processor(cache, lambda told: failed.append(told.error) if told.error else None)
     second = all_pages - shared
     worst = 0.0
-    for asked in (
-        [Asked(late, 0, 0)],  # in two steps
-        [Asked(stop, late, 0), Asked(late + 1, late, all_pages), Asked(late + 2, late, all_pages + second)],
-        [Asked(stop, stop - 1, 0), Asked(late + 2, late + 1, all_pages), Asked(late, 0, 2 * all_pages)],
+    for numbers in (
+        [(late, 0, 0)],  # in two steps
+        [(stop, late, 0), (late + 1, late, all_pages), (late + 2, late, all_pages + second)],
+        [(stop, stop - 1, 0), (late + 2, late + 1, all_pages), (late, 0, 2 * all_pages)],
     ):
+        asked = [TrialRequest(*each) for each in numbers]
         for number, each in enumerate(asked):
             pages = np.concatenate([np.arange(shared), np.arange(each.own + shared, each.own + all_pages)])
             if each.own >= all_pages:
                 pages[shared:] = np.arange(each.own, each.own + second)
             if not each.cached:
                 pages = np.arange(each.own, each.own + all_pages)
-            cache.held[str(number)] = Held(each.cached, places_of(layout, pages, pages, model.device), 0,
+            cache.held[str(number)] = RequestPages(each.cached, places_of(layout, pages, pages, model.device), 0,
                                            _nothing, _nothing)  # fmt: skip
             processor.scheduler.add_waiting_request(waiting(str(number), wanted.ids[: each.length].tolist()))
         worst = max(worst, _stepped(processor, model, asked, wanted, failed))
@@ -81,7 +82,7 @@ def tried_together(manager: Manager, model: Any, layout: Layout, wanted: Wanted)
 
 
 def _stepped(
-    processor: Processor, model: Any, asked: Sequence[Asked], wanted: Wanted, failed: Sequence[BaseException]
+    processor: Processor, model: Any, asked: Sequence[TrialRequest], wanted: Wanted, failed: Sequence[BaseException]
 ) -> float:
     """How far the logits of these requests are off, at most.
 
@@ -104,13 +105,13 @@ def _stepped(
     return worst
 
 
-def slots_of(layout: Layout, pools: dict[str, Pool] | Any) -> list[Slots]:
+def slots_of(layout: Layout, pools: dict[str, Pool] | Any) -> list[TrackMemory]:
     """Where each layer of the model keeps its keys and values."""
     found = []
     for layer in layout.layers:
         (part,), ((place,),) = layer.parts, layer.places
         track = part.tracks[0]
-        found.append(Slots(track, pools[track.pool].layer(place), layout.page_size))
+        found.append(TrackMemory(track, pools[track.pool].layer(place), layout.page_size))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Asked(NamedTuple):
+class PoolPresence(NamedTuple):
     """A pool besides KV. ``there``: whether each page of the prefix is stored. ``window``: how many pages at the end of
     a prefix must be stored; None: all of them."""
 
@@ -36,7 +36,7 @@ def leading(there: Sequence[bool]) -> int:
     return next((at for at, is_there in enumerate(there) if not is_there), len(there))
 
 
-def fold(kv_name: str, kv: Sequence[bool], others: Sequence[Asked]) -> Hits:
+def fold(kv_name: str, kv: Sequence[bool], others: Sequence[PoolPresence]) -> Hits:
     """What can be restored, where ``kv`` says which KV pages are stored, and ``others`` which of the other pools."""
     most = leading(kv)
     by_pool = {kv_name: most} if most else {}
@@ -50,7 +50,7 @@ def fold(kv_name: str, kv: Sequence[bool], others: Sequence[Asked]) -> Hits:
     return Hits(restorable[-1] if restorable else 0, by_pool, restorable)
 
 
-def _lengths(pool: Asked, most: int) -> list[int]:
+def _lengths(pool: PoolPresence, most: int) -> list[int]:
     """The lengths of prefixes, up to ``most``, that ``pool`` can restore, ascending."""
     if pool.window is None:
         return list(range(1, leading(pool.there[:most]) + 1))

@@ -26,7 +26,7 @@ FORMATS = frozenset(
 """The ``--load-format``s that read the model's own files."""
 
 
-class Server(NamedTuple):
+class ServerOptions(NamedTuple):
     """The server's options that its pages depend on. ``sglang``: its version. ``lora``: whether it may have adapters.
     ``device``: the device's kind and capability, which decide the format of fp8. All other fields have the names of
     SGLang's ``ServerArgs``; None: not known."""
@@ -48,7 +48,7 @@ class Server(NamedTuple):
 
 COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
                  "json_model_override_args")  # fmt: skip
-"""The fields of ``Server`` that change the values which the same weights compute."""
+"""The fields of ``ServerOptions`` that change the values which the same weights compute."""
 
 
 class Shard(NamedTuple):
@@ -66,7 +66,7 @@ class Shard(NamedTuple):
     replicated: bool
 
 
-class Kind(NamedTuple):
+class PageMake(NamedTuple):
     """What a page of a pool is made of. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its
     parts, in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
 
@@ -77,7 +77,7 @@ class Kind(NamedTuple):
     sharded: bool
 
 
-def weights(options: Options, server: Server) -> str:
+def weights(options: Options, server: ServerOptions) -> str:
     """A text that stands for the weights: the user's namespace, or a digest of the weights' files. Blocks while it
     reads the files.
 
@@ -106,7 +106,7 @@ def weights(options: Options, server: Server) -> str:
     )
 
 
-def namespace(weights: str, model_name: str | None, server: Server, shard: Shard) -> str:
+def namespace(weights: str, model_name: str | None, server: ServerOptions, shard: Shard) -> str:
     """The namespace of all pages of this process, as readable text."""
     return json.dumps({
         "engine": f"sglang {server.sglang}", "weights": weights, "model": model_name,
@@ -116,7 +116,7 @@ def namespace(weights: str, model_name: str | None, server: Server, shard: Shard
     }, sort_keys=True)  # fmt: skip
 
 
-def suffix(kind: Kind, shard: Shard) -> bytes:
+def suffix(kind: PageMake, shard: Shard) -> bytes:
     """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
     return _digest([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])

@@ -4,13 +4,13 @@ A host pool says by ``get_page_buffer_meta`` in which parts a page lies. It is a
 last page. If each part lies at an equal distance from the same part of the next page, the places of all pages are
 known. There are four kinds of pools:
 
-    Direct   Each page is one part that follows the page before it. Nothing is copied: the stores read and write the
-             pool's own memory.
-    Parts    A page has several parts, such as K and V of each layer. It is copied to and from a row, so that it is one
-             record in the stores.
-    Whole    The pool does not say where its pages lie. It is asked for copies of them by ``get_data_page``.
-    Mark     The pool has no bytes, as DeepSeek-V4's anchor. A mark is stored for each page, so that the stores know
-             which pages there are.
+    Direct      Each page is one part that follows the page before it. Nothing is copied: the stores read and write the
+                pool's own memory.
+    PartViews   A page has several parts, such as K and V of each layer. It is copied to and from a row, so that it is
+                one record in the stores.
+    Whole       The pool does not say where its pages lie. It is asked for copies of them by ``get_data_page``.
+    MarkPages   The pool has no bytes, as DeepSeek-V4's anchor. A mark is stored for each page, so that the stores know
+                which pages there are.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Direct:
         self.parts = (page_bytes,)
 
 
-class Parts:
+class PartViews:
     """Pages that have several parts; ``views[i][n]`` is part ``i`` of page ``n``."""
 
     how = "parts"
@@ -115,7 +115,7 @@ class Whole:
         self._pool.set_from_flat_data_page(index, page)
 
 
-class Mark:
+class MarkPages:
     """Pages without bytes, of which a mark is stored."""
 
     how = "mark"
@@ -158,7 +158,7 @@ def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> Direct | Cop
         ConfigError: there is no way to do that.
     """
     if getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 1):
-        return Mark(host_pool)
+        return MarkPages(host_pool)
     source = (_by_parts(host_pool) if zero_copy else None) or _whole(name, host_pool)
     if not sum(source.parts):
         raise ConfigError(f"host pool {name!r} ({type(host_pool).__name__}) has pages without bytes")
@@ -189,7 +189,7 @@ def flat_bytes(tensor: Any) -> Bytes:
     return flat
 
 
-def _by_parts(host_pool: Any) -> Direct | Parts | None:
+def _by_parts(host_pool: Any) -> Direct | PartViews | None:
     page_size, pages = page_size_of(host_pool), _page_count(host_pool)
     try:
         metas = [_meta(host_pool, page * page_size, page_size) for page in (0, min(1, pages - 1), pages - 1)]
@@ -209,7 +209,7 @@ def _by_parts(host_pool: Any) -> Direct | Parts | None:
         views.append(view)
     if len(views) == 1 and views[0].flags.c_contiguous:
         return Direct(views[0].reshape(-1), sizes[0], page_size)
-    return Parts(views, page_size)
+    return PartViews(views, page_size)
 
 
 def _page_count(host_pool: Any) -> int:

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Pages, Result
 from asynccache_sglang import identity
-from asynccache_sglang.hits import Asked, fold, leading
+from asynccache_sglang.hits import PoolPresence, fold, leading
 from asynccache_sglang.moving import GRACE, Move, Pool, Way, move
 from asynccache_sglang.options import placed, resolve
 from asynccache_sglang.pools import Copied, Direct, Tensors, Whole, source_of
@@ -121,7 +121,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Which prefixes of ``keys`` can be restored; see ``hits``."""
         transfers = pool_transfers or []
         there = self._there(keys, [KV, *(str(one.name) for one in transfers)])
-        asked = [Asked(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
+        asked = [PoolPresence(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
         hits = fold(KV, there[KV], asked)
         return PoolTransferResult(hits.pages, hits.by_pool, hits.restorable)
 
@@ -247,7 +247,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         page_bytes = sum(source.parts)
         rows = 0 if isinstance(source, Direct) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
         layout = f"{getattr(host_pool, 'layout', None)} {source.how}"
-        kind = identity.Kind(layout, _dtypes(host_pool), source.page_size, source.parts, sharded)
+        kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded)
         return Pool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:
@@ -397,7 +397,7 @@ def _shard(config: HiCacheStorageConfig) -> identity.Shard:
     )  # fmt: skip
 
 
-def _server() -> identity.Server:
+def _server() -> identity.ServerOptions:
     """The options that SGLang was started with; only its version and the device, if its arguments cannot be read."""
     from sglang.srt.runtime_context import get_server_args
 
@@ -406,11 +406,11 @@ def _server() -> identity.Server:
     except Exception:
         args = None
     if args is None:
-        return identity.Server(sglang.__version__, device=_device())
+        return identity.ServerOptions(sglang.__version__, device=_device())
     lora = bool(getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None))
-    found = [getattr(args, name, None) for name in identity.Server._fields[3:]]
+    found = [getattr(args, name, None) for name in identity.ServerOptions._fields[3:]]
     texts = [None if value is None else str(getattr(value, "value", value)) for value in found]
-    return identity.Server(sglang.__version__, lora, _device(), *texts)
+    return identity.ServerOptions(sglang.__version__, lora, _device(), *texts)
 
 
 def _device() -> str:

@@ -5,8 +5,8 @@ These are its public names. ``asynccache_hf`` has models of transformers that it
 
 from __future__ import annotations
 
-from asynccache_shim.board import Settings
-from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Model, Sampling, Work
+from asynccache_shim.board import SchedulerConfig
+from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Chunk, Model, Sampling
 from asynccache_shim.request import Finish, Limits, Matched, Request, State
 from asynccache_shim.scheduler import Scheduler
 from asynccache_shim.shards import follow
@@ -22,8 +22,8 @@ __all__ = [
     "Request",
     "Sampling",
     "Scheduler",
-    "Settings",
+    "SchedulerConfig",
     "State",
-    "Work",
+    "Chunk",
     "follow",
 ]

@@ -19,7 +19,7 @@ from asynccache_shim.shards import Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SchedulerConfig:
     """The settings of a scheduler.
 
     step_tokens: how many tokens one step computes at most, of all requests together.
@@ -55,7 +55,7 @@ class Board:
         ConfigError: a step could not hold a token for each running request and a page besides.
     """
 
-    def __init__(self, cache: AsyncCache, settings: Settings) -> None:
+    def __init__(self, cache: AsyncCache, settings: SchedulerConfig) -> None:
         self.cache = cache
         self.settings = settings
         self.shape: Shape = shape_of(cache.config)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from asynccache import Lease, PrefetchHandle
-from asynccache_shim.model import Checkpoint, Pages, Work
+from asynccache_shim.model import Checkpoint, Chunk, Pages
 from asynccache_shim.request import Request, State, Tokens, add_token
 
 
@@ -113,11 +113,11 @@ class Job:
         self.length += 1
         add_token(self.request, token)
 
-    def work(self, stop: int, checkpoint: Checkpoint | None, has_swa: bool) -> Work:
+    def chunk(self, stop: int, checkpoint: Checkpoint | None, has_swa: bool) -> Chunk:
         """The job's part of a step that computes it up to ``stop``."""
         assert self.lease is not None
         none = np.empty(0, np.int32)
-        return Work(
+        return Chunk(
             request_id=self.id,
             tokens=self.tokens,
             start=self.computed,

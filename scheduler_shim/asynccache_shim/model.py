@@ -16,7 +16,7 @@ import numpy.typing as npt
 Pages = npt.NDArray[np.int32]
 
 NO_TOKEN = -1
-"""What ``forward`` returns for a ``Work`` whose ``sample`` is False."""
+"""What ``forward`` returns for a ``Chunk`` whose ``sample`` is False."""
 
 
 class Sampling(NamedTuple):
@@ -30,18 +30,18 @@ class Sampling(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Also write the recurrent state after ``position`` tokens, which is always the work's ``stop``, to MAMBA slot
+    """Also write the recurrent state after ``position`` tokens, which is always the chunk's ``stop``, to MAMBA slot
     ``slot``."""
 
     position: int
     slot: int
 
 
-class Work(NamedTuple):
+class Chunk(NamedTuple):
     """One request's part of a step: compute the positions ``[start, stop)`` of ``tokens``.
 
     tokens: prompt and output so far, int32, at least ``stop`` of them; not to be changed.
-    start: where the request's previous work stopped. For its first work, and for the first one after a retraction, the
+    start: where the request's previous chunk stopped. For its first chunk, and for the first after a retraction, the
         end of what comes from the cache: 0 or a multiple of the page size.
     pages: FULL's page table. Position p is in page ``pages[p // page_size]``; the table covers at least ``[0, stop)``.
     swa_pages: SWA's page table in the same form, with -1 where there is no page. It covers the window before ``start``
@@ -70,10 +70,10 @@ class Work(NamedTuple):
 
 class Batch(NamedTuple):
     """One step. ``ended``: the ids of requests that finished, were aborted or were retracted since the last call. A
-    model that keeps anything of a request between calls must forget these before it looks at ``works``, because a
-    retracted request may be among ``works`` again, under the same id."""
+    model that keeps anything of a request between calls must forget these before it looks at ``chunks``, because a
+    retracted request may be among ``chunks`` again, under the same id."""
 
-    works: tuple[Work, ...]
+    chunks: tuple[Chunk, ...]
     ended: tuple[int, ...] = ()
 
 
@@ -81,8 +81,8 @@ class Model(Protocol):
     """What computes the steps. It is called from one thread at a time, and never from the event loop's thread."""
 
     def forward(self, batch: Batch) -> Sequence[int]:
-        """Compute the batch. Returns the next token of every work, in the order of ``works``; ``NO_TOKEN`` for a work
-        that does not sample.
+        """Compute the batch. Returns the next token of every chunk, in the order of ``chunks``; ``NO_TOKEN`` for
+        one that does not sample.
 
         It must return only when all KV is written. On a device with a queue the writes may still be queued, if later
         copies of that device are ordered behind them. An error that it raises ends the requests of the batch, and

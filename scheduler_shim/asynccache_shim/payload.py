@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from asynccache import ConfigError
-from asynccache_shim.model import Batch, Checkpoint, Pages, Sampling, Work
+from asynccache_shim.model import Batch, Checkpoint, Chunk, Pages, Sampling
 
 _SEED_BYTES = 9  # a seed lies between -(2**64) and 2**64, which is more than msgpack's integers hold
 _NONE = np.empty(0, np.int32)
@@ -30,8 +30,8 @@ class Table(msgspec.Struct, array_like=True, frozen=True):
     tail: bytes
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Work`` as it is sent. ``tokens``: those before ``stop`` that no earlier part of this request had. None in
+class ChunkPart(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Chunk`` as it is sent. ``tokens``: those before ``stop`` that no earlier part of this request had. None in
     ``pages``, ``swa_pages`` or ``sampling``: the same as in the request's previous part."""
 
     request: int
@@ -50,7 +50,7 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     """A ``Batch`` as it is sent."""
 
     ended: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ChunkPart, ...]
 
 
 class _Told:
@@ -80,17 +80,17 @@ class PayloadWriter:
         """The bytes of ``batch``, for readers that have read everything that was written before."""
         for number in batch.ended:
             self._told.pop(number, None)
-        return self._encoder.encode(Payload(batch.ended, tuple(map(self._part, batch.works))))
+        return self._encoder.encode(Payload(batch.ended, tuple(map(self._part, batch.chunks))))
 
-    def _part(self, work: Work) -> Part:
-        told = self._told.setdefault(work.request_id, _Told())
-        part = Part(
-            work.request_id, work.start, work.stop, _as_bytes(work.tokens[told.length : work.stop]),
-            _difference(told.pages, work.pages), _difference(told.swa_pages, work.swa_pages), _as_bytes(work.states),
-            work.checkpoint, work.sample, None if work.sampling == told.sampling else _packed(work.sampling),
+    def _part(self, chunk: Chunk) -> ChunkPart:
+        told = self._told.setdefault(chunk.request_id, _Told())
+        part = ChunkPart(
+            chunk.request_id, chunk.start, chunk.stop, _as_bytes(chunk.tokens[told.length : chunk.stop]),
+            _difference(told.pages, chunk.pages), _difference(told.swa_pages, chunk.swa_pages), _as_bytes(chunk.states),
+            chunk.checkpoint, chunk.sample, None if chunk.sampling == told.sampling else _packed(chunk.sampling),
         )  # fmt: skip
-        told.length = max(told.length, work.stop)
-        told.pages, told.swa_pages, told.sampling = work.pages, work.swa_pages, work.sampling
+        told.length = max(told.length, chunk.stop)
+        told.pages, told.swa_pages, told.sampling = chunk.pages, chunk.swa_pages, chunk.sampling
         return part
 
 
@@ -105,7 +105,7 @@ class PayloadReader:
         return f"PayloadReader({len(self._told)} requests)"
 
     def read(self, content: bytes) -> Batch:
-        """The batch that was written, where each work has only its tokens before ``stop``.
+        """The batch that was written, where each chunk has only its tokens before ``stop``.
 
         Raises:
             ConfigError: ``content`` is no batch, or a batch that was written before it has not been read.
@@ -114,11 +114,11 @@ class PayloadReader:
             payload = self._decoder.decode(content)
             for number in payload.ended:
                 self._told.pop(number, None)
-            return Batch(tuple(map(self._work, payload.parts)), payload.ended)
+            return Batch(tuple(map(self._chunk, payload.parts)), payload.ended)
         except (msgspec.MsgspecError, ValueError, IndexError) as error:
             raise ConfigError(f"a payload of {len(content)} bytes is no batch that follows: {error}") from error
 
-    def _work(self, part: Part) -> Work:
+    def _chunk(self, part: ChunkPart) -> Chunk:
         told = self._told.setdefault(part.request, _Told())
         _append(told, _as_numbers(part.tokens))
         if part.stop > told.length:
@@ -127,7 +127,7 @@ class PayloadReader:
         told.swa_pages = _applied(told.swa_pages, part.swa_pages)
         if part.sampling is not None:
             told.sampling = _unpacked(part.sampling)
-        return Work(
+        return Chunk(
             part.request, told.tokens[: part.stop], part.start, part.stop, told.pages, told.swa_pages,
             _as_numbers(part.states), None if part.checkpoint is None else Checkpoint(*part.checkpoint), part.sample,
             told.sampling,

@@ -13,7 +13,7 @@ from asynccache import CacheFull
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board
 from asynccache_shim.job import Job
-from asynccache_shim.model import NO_TOKEN, Checkpoint, Work
+from asynccache_shim.model import NO_TOKEN, Checkpoint, Chunk
 from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
 from asynccache_shim.request import Finish
 
@@ -82,15 +82,15 @@ async def retract(board: Board, job: Job) -> None:
         arrive(board, job)
 
 
-async def works_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Work]]:
-    """The jobs of the step's batch, each with its work."""
-    works = []
+async def chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Chunk]]:
+    """The jobs of the step's batch, each with its chunk."""
+    chunks = []
     for number, stop in stops.items():
         job = board.held.get(number)
         if job is not None and job.runs and not job.over:
             checkpoint = await _checkpoint(board, job, stop)
-            works.append((job, job.work(stop, checkpoint, board.shape.has_swa)))
-    return works
+            chunks.append((job, job.chunk(stop, checkpoint, board.shape.has_swa)))
+    return chunks
 
 
 async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
@@ -108,30 +108,30 @@ async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
     return Checkpoint(stop, int(job.lease.states[1]))
 
 
-async def finish_step(board: Board, works: list[tuple[Job, Work]], tokens: list[int]) -> None:
+async def finish_step(board: Board, chunks: list[tuple[Job, Chunk]], tokens: list[int]) -> None:
     """Publish what a step has computed, and hand out its tokens. Cancelling leaves the other results unused; the
     requests of the step can only be released then."""
-    for (job, work), token in zip(works, tokens, strict=True):
-        job.computed = work.stop
+    for (job, chunk), token in zip(chunks, tokens, strict=True):
+        job.computed = chunk.stop
         if job.over:
             await board.publish(job)
             board.release(job)
         else:
-            await _publish_part(board, job, work)
+            await _publish_part(board, job, chunk)
             if token != NO_TOKEN:
                 await _generated(board, job, token)
 
 
-async def _publish_part(board: Board, job: Job, work: Work) -> None:
+async def _publish_part(board: Board, job: Job, chunk: Chunk) -> None:
     """Commit a chunk of prefill or a checkpoint, and give back the SWA pages that the window has left."""
     lease = job.lease
     assert lease is not None
-    if work.stop <= job.entry or work.checkpoint is not None:
-        job.pages = await lease.commit(work.tokens[: work.stop], board.batch, work.checkpoint)
+    if chunk.stop <= job.entry or chunk.checkpoint is not None:
+        job.pages = await lease.commit(chunk.tokens[: chunk.stop], board.batch, chunk.checkpoint)
         lease.adopt(board.batch)
-        if work.checkpoint is not None:
-            job.checkpointed = work.stop
-    lease.advance(work.stop, board.batch)
+        if chunk.checkpoint is not None:
+            job.checkpointed = chunk.stop
+    lease.advance(chunk.stop, board.batch)
 
 
 async def _generated(board: Board, job: Job, token: int) -> None:

@@ -19,11 +19,11 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, RankFailure, checks
 from asynccache_shim.admission import check_fits
 from asynccache_shim.admitting import admit
 from asynccache_shim.arrivals import arrive
-from asynccache_shim.board import Board, Settings
+from asynccache_shim.board import Board, SchedulerConfig
 from asynccache_shim.job import Job
-from asynccache_shim.model import NO_TOKEN, Batch, Model, Work
+from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Model
 from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist
-from asynccache_shim.running import finish_step, grow_all, plan_admitted, works_of
+from asynccache_shim.running import chunks_of, finish_step, grow_all, plan_admitted
 from asynccache_shim.shards import Shards
 from asynccache_shim.thread import ModelThread, returned
 
@@ -41,10 +41,10 @@ class Scheduler:
         ConfigError: an argument cannot be used, or ``settings`` do not fit the cache's page size.
     """
 
-    def __init__(self, cache: AsyncCache, model: Model, settings: Settings | None = None) -> None:
+    def __init__(self, cache: AsyncCache, model: Model, settings: SchedulerConfig | None = None) -> None:
         checks.instance("cache", cache, AsyncCache)
         checks.provider("model", model, Model)  # type: ignore[type-abstract]
-        settings = Settings() if settings is None else checks.instance("settings", settings, Settings)
+        settings = SchedulerConfig() if settings is None else checks.instance("settings", settings, SchedulerConfig)
         self._board = Board(cache, settings)
         self._model = model
         self._thread = ModelThread()
@@ -181,10 +181,10 @@ class Scheduler:
         await admit(board, budget)
         await asyncio.sleep(0)  # after this, jobs that need no load_back are RUNNING
         plan_admitted(board, stops, budget)
-        works = await works_of(board, stops)
-        if works:
-            await self._compute(works)
-        return bool(works)
+        chunks = await chunks_of(board, stops)
+        if chunks:
+            await self._compute(chunks)
+        return bool(chunks)
 
     def _reap(self) -> None:
         """Remove the jobs whose requests have ended."""
@@ -192,9 +192,9 @@ class Scheduler:
             if job.over:
                 self._board.drop(job, Finish.ABORTED)
 
-    async def _compute(self, works: list[tuple[Job, Work]]) -> None:
+    async def _compute(self, chunks: list[tuple[Job, Chunk]]) -> None:
         board = self._board
-        batch = Batch(tuple(work for _, work in works), tuple(board.ended))
+        batch = Batch(tuple(chunk for _, chunk in chunks), tuple(board.ended))
         cancelled: asyncio.CancelledError | None = None
         try:
             future = self._forward(batch)
@@ -204,11 +204,11 @@ class Scheduler:
         except RankFailure:
             raise
         except Exception as error:
-            for job, _ in works:
+            for job, _ in chunks:
                 board.drop(job, Finish.FAILED, error)
         else:
             self.steps += 1
-            await finish_step(board, works, tokens)
+            await finish_step(board, chunks, tokens)
         if cancelled is not None:
             raise cancelled
 
@@ -227,12 +227,12 @@ def _checked(batch: Batch, answer: Sequence[int]) -> list[int]:
     """The tokens that the model returned.
 
     Raises:
-        ConfigError: they are not one token for each work that samples and ``NO_TOKEN`` for each other.
+        ConfigError: they are not one token for each chunk that samples and ``NO_TOKEN`` for each other.
     """
     tokens = [int(token) for token in answer]
-    if len(tokens) != len(batch.works):
-        raise ConfigError(f"model: {len(tokens)} tokens came back for {len(batch.works)} works")
-    for work, token in zip(batch.works, tokens, strict=True):
-        if not (0 <= token <= MAX_TOKEN if work.sample else token == NO_TOKEN):
-            raise ConfigError(f"model: token {token} came back for request {work.request_id}, sample={work.sample}")
+    if len(tokens) != len(batch.chunks):
+        raise ConfigError(f"model: {len(tokens)} tokens came back for {len(batch.chunks)} chunks")
+    for chunk, token in zip(batch.chunks, tokens, strict=True):
+        if not (0 <= token <= MAX_TOKEN if chunk.sample else token == NO_TOKEN):
+            raise ConfigError(f"model: token {token} came back for request {chunk.request_id}, sample={chunk.sample}")
     return tokens

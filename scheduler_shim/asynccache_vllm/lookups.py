@@ -26,7 +26,7 @@ MISS_KEPT = 1.0
 """Seconds."""
 
 
-class Answer(Enum):
+class KeyAnswer(Enum):
     """What a request is told about a key. ``LATER``: the stores have not answered yet; ask again in the next step."""
 
     HIT = "hit"
@@ -51,7 +51,7 @@ class _Known(NamedTuple):
     took: float
 
 
-class Lookups:
+class KeyTable:
     """The table of one tier. To be used by one thread at a time. All times are those of one clock, in seconds."""
 
     def __init__(self, timeout: float) -> None:
@@ -64,7 +64,7 @@ class Lookups:
         self._tidied = 0.0
 
     def __repr__(self) -> str:
-        return f"Lookups(known={len(self._known)}, wanted={len(self._wanted)}, asked={len(self._asked)})"
+        return f"KeyTable(known={len(self._known)}, wanted={len(self._wanted)}, asked={len(self._asked)})"
 
     def begin(self, request: str) -> None:
         """Note a new request, which has not waited yet."""
@@ -79,23 +79,23 @@ class Lookups:
         """Forget a request that has ended. Answers that it waited for may still come."""
         self._spent.pop(request, None)
 
-    def ask(self, key: bytes, request: str, now: float) -> Answer:
+    def ask(self, key: bytes, request: str, now: float) -> KeyAnswer:
         """What ``request`` is told about ``key``. If the answer is LATER, the key is in the next ``Question``, or in
         one that was not answered yet."""
         known = self._known.get(key)
         if known is not None and now < known.until:
-            return Answer.HIT if known.hit else Answer.MISS
+            return KeyAnswer.HIT if known.hit else KeyAnswer.MISS
         left = self._timeout - self._spent.get(request, 0.0)
         question = self._asked.get(key)
         if left <= 0 or (question is not None and now - question.sent >= left):
             self._spend(request, self._timeout)
-            return Answer.MISS
+            return KeyAnswer.MISS
         if question is not None:
             question.requests.add(request)
         else:
             self._wanted[key] = None
             self._wanting.add(request)
-        return Answer.LATER
+        return KeyAnswer.LATER
 
     def take(self, now: float) -> Question | None:
         """The keys to ask the stores for now; None if there are none. Until ``answer`` they are not asked for again."""

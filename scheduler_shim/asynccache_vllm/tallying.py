@@ -27,7 +27,7 @@ COMPLAINT_EVERY = 10.0
 """Seconds between two such lines in the log, at least."""
 
 
-class Tally:
+class ChunkCounts:
     """Counts chunks by metric and result. Metrics, summaries and complaints each have counts of their own, which begin
     again at 0 when they are taken. ``now``: the present time in seconds, by any clock."""
 
@@ -39,7 +39,7 @@ class Tally:
         self._complained = now - COMPLAINT_EVERY
 
     def __repr__(self) -> str:
-        return f"Tally({dict(self._summary)})"
+        return f"ChunkCounts({dict(self._summary)})"
 
     def add(self, metric: str, results: Iterable[Result | str]) -> None:
         """Count each of ``results``."""

@@ -21,11 +21,11 @@ from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
 from asynccache.storage import RECORD_SCHEMA, Pages, Result, StoreLayout, check_stores
 from asynccache_vllm import namespace as naming
 from asynccache_vllm.finding import engine_config
-from asynccache_vllm.lookups import Answer, Lookups, Question
+from asynccache_vllm.lookups import KeyAnswer, KeyTable, Question
 from asynccache_vllm.options import TierOptions
 from asynccache_vllm.registering import check_installed, check_interface, unsuitable
-from asynccache_vllm.tallying import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, Tally
-from asynccache_vllm.transfers import STORE_TIMEOUT, Transfer, Transfers
+from asynccache_vllm.tallying import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, ChunkCounts
+from asynccache_vllm.transfers import STORE_TIMEOUT, ChunkTransfer, ChunkTransfers
 
 check_installed()
 try:
@@ -60,7 +60,7 @@ CLOSE_DEADLINE = 3.0
 LETTING_GO = 5.0
 """Seconds after the transfers' deadlines for which ``drain_jobs`` waits for stores that still use their memory."""
 
-_ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.LATER: LookupResult.RETRY}
+_ANSWERS = {KeyAnswer.HIT: LookupResult.HIT, KeyAnswer.MISS: LookupResult.MISS, KeyAnswer.LATER: LookupResult.RETRY}
 
 _log = init_logger("vllm.asynccache")
 
@@ -98,10 +98,10 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._pages = pages
         self._stores = ", ".join(pages.stores)
         self._timeout = options.lookup_timeout
-        self._lookups = Lookups(options.lookup_timeout)
+        self._lookups = KeyTable(options.lookup_timeout)
         self._answers: deque[tuple[Question, list[Result], float]] = deque()
-        self._transfers = Transfers(pages, page_bytes, chunks, options.lookup_timeout)
-        self._tally = Tally(time.monotonic())
+        self._transfers = ChunkTransfers(pages, page_bytes, chunks, options.lookup_timeout)
+        self._tally = ChunkCounts(time.monotonic())
         self._over = self._closed = False
         self._events: list[Any] | None = None
         if options.events:
@@ -189,7 +189,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             self._tell(now)
         return finished
 
-    def _finished(self, transfer: Transfer, now: float) -> Any:
+    def _finished(self, transfer: ChunkTransfer, now: float) -> Any:
         hits = [key for key, result in zip(transfer.keys, transfer.results, strict=False) if result is Result.HIT]
         success = len(hits) == len(transfer.keys)
         if transfer.loading:
@@ -304,9 +304,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._over = True
 
 
-def _transfer(job: Any, *, loading: bool, patience: float) -> Transfer:
+def _transfer(job: Any, *, loading: bool, patience: float) -> ChunkTransfer:
     slots = [int(chunk) for chunk in job.chunk_ids]
-    return Transfer(job.job_id, job.req_context.req_id, job.keys, slots, loading=loading, patience=patience)
+    return ChunkTransfer(job.job_id, job.req_context.req_id, job.keys, slots, loading=loading, patience=patience)
 
 
 def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:

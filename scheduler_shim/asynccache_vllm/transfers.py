@@ -39,7 +39,7 @@ OVERDUE = 0.25
 memory."""
 
 
-class Transfer:
+class ChunkTransfer:
     """One of vLLM's jobs.
 
     keys, slots, results: of each chunk its key, its place in the region, and its result; FAILED if no store answered.
@@ -66,11 +66,11 @@ class Transfer:
         self.seconds = 0.0
 
     def __repr__(self) -> str:
-        return f"Transfer({self.job_id}, {'load' if self.loading else 'store'} of {len(self.keys)})"
+        return f"ChunkTransfer({self.job_id}, {'load' if self.loading else 'store'} of {len(self.keys)})"
 
 
 class _Part(NamedTuple):
-    transfer: Transfer
+    transfer: ChunkTransfer
     start: int
     stop: int
     timeout: float
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
 
-class Transfers:
+class ChunkTransfers:
     """All transfers of one tier. ``pages``: the stores; ``page_bytes``: bytes of a chunk; ``chunks``: how many the
     region has; ``timeout``: seconds that a part of a load may take, except the first."""
 
@@ -95,13 +95,13 @@ class Transfers:
         self._flying: dict[_Part, float] = {}
         self._loading = 0
         self._storing = 0
-        self._ended: deque[Transfer] = deque()
+        self._ended: deque[ChunkTransfer] = deque()
         self._refusing = False
 
     def __repr__(self) -> str:
-        return f"Transfers(waiting={len(self._waiting)}, flying={len(self._flying)})"
+        return f"ChunkTransfers(waiting={len(self._waiting)}, flying={len(self._flying)})"
 
-    def load(self, transfer: Transfer) -> None:
+    def load(self, transfer: ChunkTransfer) -> None:
         """Begin to read the chunks of ``transfer``; if that is refused, the transfer ends at once, as FAILED."""
         count = len(transfer.keys)
         with self._lock:
@@ -114,7 +114,7 @@ class Transfers:
                 transfer.left += 1
         self._begin_waiting()
 
-    def store(self, transfer: Transfer) -> bool:
+    def store(self, transfer: ChunkTransfer) -> bool:
         """Begin to store the chunks of ``transfer``. Returns whether that was begun; otherwise the transfer has ended,
         and none of its chunks is stored."""
         count = len(transfer.keys)
@@ -129,7 +129,7 @@ class Transfers:
         self._begin(part)
         return True
 
-    def ended(self) -> list[Transfer]:
+    def ended(self) -> list[ChunkTransfer]:
         """The transfers that have ended since the last call, in the order of their ends. To be called regularly,
         because this call also notices that a store hangs, and ends the parts that wait behind it."""
         with self._lock:
@@ -216,11 +216,11 @@ class Transfers:
         while self._waiting:
             self._less(self._waiting.popleft().transfer)
 
-    def _less(self, transfer: Transfer) -> None:
+    def _less(self, transfer: ChunkTransfer) -> None:
         transfer.left -= 1
         if not transfer.left:
             self._end(transfer)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: ChunkTransfer) -> None:
         transfer.seconds = time.monotonic() - transfer.begun
         self._ended.append(transfer)

@@ -36,7 +36,7 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], st
     folder = tmp_path_factory.mktemp("report")
     files = folder / "run.json", folder / "run.html"
     assert main(["stress", "--requests", "120", "--rate", "0", "--concurrency", "8", "--device-tokens", "12288",
-                 "--host-tokens", "16384", "--storage", "memory:?capacity=64MiB", "--quiet",
+                 "--host-tokens", "16384", "--storage", "memory:?capacity=64MiB", "--quiet", "--eviction", "lru",
                  "--json", str(files[0]), "--report", str(files[1])]) == 0
     return json.loads(files[0].read_text()), files[1].read_text()
 
@@ -116,7 +116,7 @@ def curve(name: str, blocks: float, again: float, worth: float) -> dict[str, Any
 
 
 LEARNED = {
-    "policy": "p2c", "requests": 1234, "lessons": 12, "ghosts": 7, "returned_blocks": 88.4,
+    "policy": "p2c", "requests": 1234, "lessons": 12, "ghosts": 7, "watched": 9, "leads": True, "returned_blocks": 88.4,
     "edges_s": [0.0, 0.5, 2.0, 8.0, 32.0, 128.0, 512.0, 2048.0],
     "curves": [curve("used once", 4000, 0.4, 0.001), curve("used twice", 2000, 0.8, 0.01),
                curve("never seen", 0, 0, 1)],

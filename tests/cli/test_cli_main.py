@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,37 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
     assert main(["bench", "tree", "--nodes", "7"]) == 0
     assert json.loads(capsys.readouterr().out) == {"core": compiled.CORE, "nodes": 7}
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, json_default: str | None) -> None:
+    """Put a benchmark in the place of ``bench tree`` that has a table and does nothing."""
+    module: Any = ModuleType("asynccache.cli.bench_tree")
+    module.add_arguments = lambda parser: parser.add_argument("--json", default=json_default)
+    module.run = lambda args: {"nodes": 7}
+    module.table = lambda figures: f"{figures['nodes']} nodes"
+    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
+
+
+@pytest.mark.parametrize(("arguments", "err"), [([], "7 nodes\nthe CORE core ran\n"), (["--quiet"], "")])
+def test_a_table_stands_beside_the_json_of_a_benchmark_unless_it_is_to_be_quiet(
+    arguments: list[str], err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench(monkeypatch, "-")
+    assert main(["bench", "tree", *arguments]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["nodes"] == 7
+    assert said.err == err.replace("CORE", compiled.CORE)
+
+
+def test_a_benchmark_that_prints_its_table_prints_json_in_its_place_if_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench(monkeypatch, None)
+    assert main(["bench", "tree"]) == 0
+    assert capsys.readouterr() == (f"7 nodes\nthe {compiled.CORE} core ran\n", "")
+    assert main(["bench", "tree", "--json", "-"]) == 0
+    said = capsys.readouterr()
+    assert (json.loads(said.out)["nodes"], said.err) == (7, "")
 
 
 def test_room_for_all_counts_every_page_once() -> None:

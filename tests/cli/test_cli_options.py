@@ -9,6 +9,8 @@ import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.options import OPTIONS, RunSettings, add_arguments, resolve_options, suggest
+from asynccache.core.eviction import Lru
+from asynccache.core.policies import POLICIES
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 
@@ -38,6 +40,13 @@ def test_values_arrive_in_their_types() -> None:
     assert settings.trace == "t.jsonl"
 
 
+def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError):
+        stress("--eviction", "own")
+    monkeypatch.setitem(POLICIES, "own", lambda config: Lru())
+    assert stress("--eviction", "own").eviction == replay("--eviction", "own").eviction == "own"
+
+
 def test_several_stores_are_several_options_or_a_list(tmp_path: Path) -> None:
     urls = ("file:/var/k v?capacity=1GiB", "memory:?capacity=1MiB")
     assert stress("--storage", urls[0], "--storage", urls[1]).storage == urls
@@ -48,6 +57,14 @@ def test_several_stores_are_several_options_or_a_list(tmp_path: Path) -> None:
     assert stress("--config", str(file), "--storage", "memory:").storage == "memory:"
     with pytest.raises(ConfigError, match="must be 'none' or a URL"):
         stress("--storage", "memory:", "--storage", "/var/kv")
+
+
+def test_an_option_that_is_refused_keeps_its_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('storage = { url = "redis://u:topsecret@h:1", password = "topsecret" }\n')
+    with pytest.raises(ConfigError, match="must be a number or a string") as caught:
+        stress("--config", str(file))
+    assert "topsecret" not in str(caught.value)
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -65,7 +82,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
 @pytest.mark.parametrize(("text", "message"), [
     ("page-sise = 16", r"stress has no setting 'page-sise'; did you mean 'page-size'\?"),
     ("limit = 3", "stress has no setting 'limit'"),
-    ("page_size = 0", "page_size=0: must be at least 1"),
+    ("page_size = 0", "page_size=0: must lie between 1 and 65536"),
     ("page_size = 1.5", "page_size=1.5: must be an integer"),
     ("page_size = true", "page_size=True must be a number or a string"),
     ("quiet = 1", "quiet=1 must be true or false"),

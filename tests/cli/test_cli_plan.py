@@ -16,6 +16,9 @@ from asynccache.cli.main import main
 from asynccache.cli.plan import text
 from asynccache.cli.policies import found
 from asynccache.cli.trace import read_trace
+from asynccache.core.eviction import EvictionPolicy, Order
+from asynccache.core.policies import POLICIES
+from asynccache.core.tree import Node
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 BLOCK = 512
@@ -43,7 +46,7 @@ def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A token is 4 MiB: 10 ms to compute, 1 ms from the host, 3 ms from storage."""
-    found = planned(tmp_path, "--host-gib", "2,8", "--storage-gib", "16", "--host-gib-price", "2")
+    found = planned(tmp_path, "--host-gib", "2,8", "--storage-gib", "16", "--host-gib-price", "2", "--eviction", "lru")
     device, small, host, storage = found["rows"]
     assert [row["hit_ratio"] for row in found["rows"]] == [0, 1 / 16, 4 / 16, 8 / 16]
     assert small["tokens"] == BLOCK
@@ -76,6 +79,21 @@ def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
     assert [found(requests, size, "lru", times) for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
 
 
+class Newest(EvictionPolicy):
+    """Keeps what came first."""
+
+    def choose(self, order: Order, now: int) -> Node | None:
+        return order.rest[0].newest() if order.rest[0].slices else None
+
+
+def test_a_policy_of_ones_own_is_played_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six blocks: a b c d hits once, and goes whole for e f g h. LRU over pages would keep a and b."""
+    monkeypatch.setitem(POLICIES, "newest", lambda config: Newest())
+    found = planned(tmp_path, "--host-gib", "12", "--storage-gib", "", "--eviction", "newest")
+    host = found["rows"][-1]
+    assert (host["lru"], host["hit_ratio"]) == (6 / 16, 4 / 16)
+
+
 def test_a_policy_that_is_not_lru_has_a_column_of_its_own(tmp_path: Path) -> None:
     shown = text(planned(tmp_path, "--host-gib", "2,8") | {"eviction": "p2c"}).splitlines()
     assert max(map(len, shown)) <= 80
@@ -93,11 +111,11 @@ def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--host-gib", "x"), "--host-gib=x must be sizes in GiB"),
-    (("--host-gib=-1",), "--host-gib=-1: a size must be above 0"),
+    (("--host-gib", "x"), "--host-gib=x: must be sizes in GiB above 0, with commas"),
+    (("--host-gib=-1",), "--host-gib=-1: must be sizes in GiB above 0"),
     (("--host-gib", ""), "needs a host tier"),
-    (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s=0.0 must be above 0"),
-    (("--limit", "0"), "--limit=0 must be above 0"),
+    (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s=0: must be a number above 0"),
+    (("--limit", "0"), "--limit=0: must be at least 1"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_refused(
     arguments: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

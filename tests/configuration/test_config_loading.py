@@ -230,6 +230,15 @@ def test_what_is_wrong_in_python_is_named(kv: Path) -> None:
     assert problem == "components.full.layers='4' (Python) must be an integer"
 
 
+def test_two_components_or_sidecars_of_one_name_are_refused_and_not_dropped() -> None:
+    full = Full(bytes_per_token=64, device_tokens=160)
+    with pytest.raises(ConfigError, match="components: there are 2 of 'full'; each can be there once"):
+        load_config(env={}, model="m", components=(full, full))
+    side = Sidecar(name="s", indices_from="full", bytes_per_page=8)
+    with pytest.raises(ConfigError, match="sidecars: there are 2 of 's'; each can be there once"):
+        load_config(env={}, model="m", components=(full,), sidecars=(side, side))
+
+
 @pytest.mark.parametrize(("text", "message"), [("= 3", "not TOML"), ("\udcff", "not TOML")])
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.toml"

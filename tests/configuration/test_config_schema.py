@@ -12,12 +12,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow
+from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow, WritePolicy
 from asynccache.checks import ANY, Bounds
 from asynccache.cli.config import whole_schema
 from asynccache.cli.options import OPTIONS
 from asynccache.configuration import as_toml, describes_cache, read_config, settings
 from asynccache.configuration.reference import renewed
+from asynccache.core.eviction import Lru
+from asynccache.core.policies import POLICIES
+from asynccache.core.settings import CoreConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
@@ -74,6 +77,14 @@ def test_there_are_examples_of_both_kinds() -> None:
 def test_what_the_loader_refuses_the_schema_refuses(content: dict[str, Any], tmp_path: Path) -> None:
     assert not valid(content)
     assert not loads(tmp_path, content)
+
+
+def test_a_policy_of_ones_own_is_taken_as_soon_as_it_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {**SMALL, "eviction": "fifo"}
+    monkeypatch.setitem(POLICIES, "fifo", lambda config: Lru())
+    assert read_config(env={"ASYNCCACHE_EVICTION": "fifo"}, **SMALL).problems == ()
+    assert read_config(env={}, **content).problems == ()
+    assert jsonschema.Draft202012Validator(whole_schema()).is_valid(content)
 
 
 def test_lists_of_integers_in_every_way(tmp_path: Path) -> None:
@@ -160,6 +171,20 @@ def test_bounds_are_those_that_the_dataclasses_check(table: str, name: str, boun
     for good in (low, high):
         if good in (0, 1) and name not in ("device_tokens", "host_tokens", "host_states"):
             build(table, name, good)
+
+
+def test_the_core_gets_each_setting_of_its_own_and_has_the_same_defaults() -> None:
+    other: dict[str, Any] = {
+        "page_size": 32, "write_policy": WritePolicy.WRITE_BACK, "prefetch_threshold": 5, "load_back_threshold": 7,
+        "max_backup_ops": 3, "write_back_watermark": 0.5, "eviction": "lru",
+    }
+    defaults = {one.name: one.default for one in dataclasses.fields(CacheConfig)}
+    assert all(value != defaults[name] for name, value in other.items())
+    core = CacheConfig(model="m", components=(Full(bytes_per_token=64, device_tokens=160),), **other).core()
+    for one in dataclasses.fields(CoreConfig):
+        if one.name in defaults and one.name not in (*settings.TABLES, "storage"):
+            assert getattr(core, one.name) == other[one.name]
+            assert one.default in (defaults[one.name], dataclasses.MISSING)
 
 
 def test_the_reference_page_is_current() -> None:

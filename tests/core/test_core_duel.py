@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from asynccache.core import duel
-from asynccache.core.duel import HEAT, Duel
+from asynccache.core.duel import HEAT, Duel, _Usual
 from asynccache.core.eviction import Lru, Order
 from asynccache.core.reuse import _EDGES, BINS, CLASSES, P2c
-from asynccache.core.tree import Node, Root, cut, link
+from asynccache.core.settings import Access
+from asynccache.core.states import PRESENT
+from asynccache.core.tree import Node, Root, cut, link, walk
 from tests.core.test_core_reuse import conversations, fresh, hits, insert_and_end, lately, loop, once, runtime, then
 from tests.simulated.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
 
@@ -92,6 +95,19 @@ def test_a_path_that_is_longer_than_the_room_is_held_while_it_is_used() -> None:
     assert held(tree) == (2, 2)
 
 
+def test_a_long_prompt_after_many_small_nodes_makes_room_in_several_calls() -> None:
+    tree = new(200)
+    for i in range(200):
+        tree.use(chr(1000 + i))
+    tree.use("a" * 150)
+    assert held(tree) == (286, 286), "64 nodes at a time"
+    for i in range(10):
+        before = len(tree.duel)
+        tree.use(chr(2000 + i))
+        assert before - len(tree.duel) < 64
+    assert max(held(tree)) <= 200
+
+
 def test_as_long_as_all_is_worth_the_same_both_find_the_same() -> None:
     tree, draw = new(12), random.Random(3)
     for _ in range(300):
@@ -121,26 +137,134 @@ def test_who_finds_more_leads_and_who_finds_less_does_not() -> None:
         for _ in range(2):
             tree.use(text * 3)
             tree.use("z" * 3)
-    assert tree.duel.ahead <= 0
+    assert tree.duel.ahead < 0
 
 
-def test_what_was_long_ago_counts_for_no_more_than_the_bound() -> None:
-    tree = new(12, prefer_the_old())
-    for _ in range(200):
-        for text in "abcdef":
-            tree.use(text * 3)
-    assert tree.duel.ahead == max(1, 12 // duel._BOUND)
+def test_what_was_learned_leads_where_all_is_alike_once_it_has_found_as_much_as_there_is_room_for() -> None:
+    for requests, leads in ((lately(150), False), (lately(230), True), (once(300), False)):
+        run = runtime("p2c", device=400)
+        for now, text in requests:
+            run.core.at(now)
+            run.insert(text)
+        policy = run.core.world.policy
+        assert isinstance(policy, P2c)
+        assert policy.duel.leads is leads
+    tree = new(30, prefer_the_old())
+    for _ in range(20):
+        assert not tree.use("abc"), "nothing was learned yet"
+    tree.duel.begin()
+    assert [tree.use("abc") for _ in range(12)] == [False] * 9 + [True] + [False] * 2
+    assert tree.duel.leads
 
 
-def test_of_a_node_that_was_divided_the_first_part_is_known() -> None:
+def test_no_single_request_changes_the_lead_of_a_small_cache() -> None:
+    tree = new(60, prefer_the_old())
+    seen: list[int] = []
+    while not tree.duel.leads:
+        number = tree.now // 1_000_000
+        tree.use("abcdef"[number % 6] * 3, chr(0x4E00 + number) * 12)
+        seen.append(tree.duel.ahead)
+    assert 0 < seen[-2] < 15 <= seen[-1], "what a request asks for"
+
+
+@pytest.mark.parametrize(("pages", "bound"), [(12, 2 * 3), (16 * 12, 12)])
+def test_what_was_long_ago_counts_for_no_more_than_the_bound(pages: int, bound: int) -> None:
+    """A sixteenth of the room, or twice what a request asks for."""
+    tree = new(pages, prefer_the_old())
+    for _ in range(30):
+        for text in range(pages // 2):
+            tree.use(chr(0x4E00 + text) * 3)
+    assert tree.duel.ahead == bound
+
+
+def test_of_a_node_that_was_divided_both_parts_are_known() -> None:
     tree = new(12)
     tree.use("abcd")
     tree.use("ab", "xy")
-    assert held(tree) == (4, 4), "of what it was only the first part; the rest was not used"
+    assert held(tree) == (6, 6), "what was not used is there still"
+    assert len(tree.duel) == 3
     tree.use("ab", "cd")
     assert held(tree) == (6, 6)
-    numbers = [one.number for one in tree.duel._seen.values()]
-    assert len(set(numbers)) == 3
+    assert len(tree.duel) == 3
+
+
+def test_of_a_node_that_was_divided_the_part_that_was_not_used_goes_first() -> None:
+    tree = new(8)
+    tree.use("abcd")
+    tree.use("ab", "xy")
+    tree.use("mnop")
+    assert held(tree) == (8, 8)
+    tree.use("qr")
+    assert held(tree) == (8, 8), "both gave up the two pages that were used once"
+    assert sorted(one.pages for one in tree.duel._seen.values()) == [2, 2, 4]
+
+
+def test_a_node_that_comes_back_with_other_pages_is_another() -> None:
+    """What is remembered of a node that left has its number; what comes back may be longer, or begin elsewhere."""
+    tree = new(24)
+    tree.use("abcdef")
+    number = tree.node(tree.root, "abcdef").heat
+    longer = Node(spell("abcdefgh"), 8, tree.root, 1)
+    other = Node(spell("ef"), 6, Node(spell("wxyz"), 4, tree.root, 1), 1)
+    for one, pages in ((longer, 8), (other, 2)):
+        one.heat = number
+        tree.now += 1_000_000
+        tree.duel.use([(one, 0)], tree.now)
+        check(tree.duel)
+        assert one.heat != number
+        assert tree.duel._seen[one.heat >> HEAT].pages == pages
+
+
+def usual(count: int, share: float) -> _Usual:
+    """So many requests, of which every second one finds ``share``."""
+    found = _Usual()
+    for number in range(count):
+        assert not found.falls(share * (number % 2))
+    return found
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.0])
+def test_where_no_more_is_found_that_is_noticed_within_a_few_dozen_requests(share: float) -> None:
+    found = usual(400, share)
+    assert any(found.falls(0.0) for _ in range(40))
+
+
+def test_a_few_misses_in_a_row_are_chance() -> None:
+    found, draw = _Usual(), random.Random(1)
+    assert not any(found.falls(float(draw.random() < 0.5)) for _ in range(20_000))
+    assert not any(found.falls(0.0) for _ in range(8))
+
+
+def test_where_little_is_found_nothing_can_fall() -> None:
+    found, draw = _Usual(), random.Random(2)
+    for _ in range(2_000):
+        assert not found.falls(draw.random() * (draw.random() < 0.1))
+    assert not any(found.falls(0.0) for _ in range(500))
+
+
+def test_what_is_usual_is_not_known_before_a_hundred_requests() -> None:
+    assert not any(usual(60, 1.0).falls(0.0) for _ in range(40))
+
+
+def test_who_leads_loses_that_when_what_was_kept_is_asked_for_no_more() -> None:
+    tree = new(60, prefer_the_old())
+    for _ in range(40):
+        for text in "abcdef":
+            tree.use(text * 3, text.upper() * 12)
+    assert tree.duel.leads
+    ahead, changes = tree.duel.ahead, 0
+    assert ahead > 0
+    for number in range(40):
+        before = tree.duel.ahead
+        changes += tree.use(chr(0x4E00 + number) * 15)
+        if changes:
+            break
+        assert tree.duel.ahead == before == ahead, "neither finds anything"
+    assert changes == 1
+    assert not tree.duel.leads
+    assert tree.duel.ahead == 0
+
+
 
 
 def test_what_was_ended_leaves_both() -> None:
@@ -185,6 +309,7 @@ def test_as_long_as_it_does_not_lead_the_least_recently_used_goes(monkeypatch: p
         return False
 
     monkeypatch.setattr(Duel, "use", stays)
+    monkeypatch.setattr(Duel, "begin", lambda duel: None)
     for requests in (conversations(600), lately(600), loop(600), then(lately(300), once(300))):
         for device in (16, 40, 120):
             assert hits("p2c", requests, device) == hits("lru", requests, device)
@@ -214,9 +339,9 @@ def test_with_a_host_below_it_the_device_gives_up_what_was_used_least_recently(e
 TEXTS = ("abcd", "efgh", "ijkl", "ABCD", "EFGH", "IJKL")
 
 
-def filled(*, storage: bool) -> SynchronousRuntime:
+def filled(*, storage: bool, **options: Any) -> SynchronousRuntime:
     """Device and host are full, of different pages; the last request's conversation has ended."""
-    run = runtime("lru", device=12, host=8, storage=storage)
+    run = runtime("lru", device=12, host=8, storage=storage, **options)
     for text in (*TEXTS, "mnop"):
         for _ in range(4):
             run.settle()
@@ -229,6 +354,12 @@ def filled(*, storage: bool) -> SynchronousRuntime:
         request.release(ended=text == "mnop")
     run.settle()
     return run
+
+
+def path_of(run: SynchronousRuntime, text: str) -> list[Node]:
+    """The nodes of one text. Unlike a match this does not use them."""
+    (root,) = run.core.world.roots.values()
+    return walk(root, spell(text, run.page), 0, run.core.world.page_bytes)[0]
 
 
 def on_host(run: SynchronousRuntime) -> list[str]:
@@ -252,3 +383,98 @@ def test_what_storage_lacks_is_copied_to_the_host_all_the_same() -> None:
     run.flush()
     stored = {digest for component, digest in run.storage if component == FULL}
     assert stored >= set(run.chain(SPACE, spell("mnop", 512)))
+
+
+def make_room(run: SynchronousRuntime) -> None:
+    """Have the device give something up for another request, which may have to wait for backups."""
+    for _ in range(4):
+        request = run.lease(spell("uvwx", run.page))
+        run.settle()
+        if request is not None:
+            return
+
+
+def test_what_was_given_up_is_asked_again_when_a_store_comes() -> None:
+    """It was condemned ahead of time, because the host had no room for it and nobody else wanted it."""
+    run = filled(storage=False, write_policy="write_back", write_back_watermark=0.5)
+    run.insert("qrst")
+    run.settle()
+    assert path_of(run, "mnop")[0].condemned
+    run.core.attach_storage(Access.WRITE)
+    make_room(run)
+    run.flush()
+    stored = {digest for component, digest in run.storage if component == FULL}
+    assert stored >= set(run.chain(SPACE, spell("mnop", 512)))
+
+
+def test_what_was_given_up_is_asked_again_when_the_host_has_room() -> None:
+    run = filled(storage=False, write_policy="write_back", write_back_watermark=0.5)
+    run.insert("qrst")
+    run.settle()
+    world = run.core.world
+    assert path_of(run, "mnop")[0].condemned
+    for text in TEXTS:
+        for node in path_of(run, text):
+            if node.state[1] == PRESENT:
+                world.vacate(node, 1)
+                world.remove_if_empty(node, 1)
+    make_room(run)
+    assert run.reach("mnop") == (0, 4)
+
+
+def leaf_with_a_copy_of_full_alone(run: SynchronousRuntime) -> Node:
+    """The leaf of "abcd": on the device it has all components, on the host FULL. The host is full; it alone has
+    "efgh"."""
+    world = run.core.world
+    for text in ("efgh", "abcd"):
+        run.insert(text, checkpoint=4, states=2)
+        run.settle()
+    *above, leaf = path_of(run, "abcd")
+    only_on_host = [(node, c) for node in reversed(path_of(run, "efgh")) for c in (2, 1, 0)]
+    only_on_device = [(leaf, 5), (leaf, 4), *((node, 4) for node in above)]
+    for node, place in (*only_on_host, *only_on_device):
+        if node.state[place] == PRESENT:
+            world.vacate(node, place)
+    for shelf in world.shelves[world.count :]:
+        shelf.slots.take(shelf.slots.left)
+    assert [state == PRESENT for state in leaf.state] == [True] * 4 + [False] * 2
+    return leaf
+
+
+class Sooner(Lru):
+    """A policy to which ``wanted`` components of anything are worth more than what the host has."""
+
+    def __init__(self, wanted: Sequence[int]) -> None:
+        self.wanted = wanted
+
+    def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
+        return c not in self.wanted
+
+
+@pytest.mark.source
+@pytest.mark.parametrize(("wanted", "outdone"), [((), True), ((1,), False), ((2,), True)])
+def test_of_a_leaf_the_first_component_without_a_copy_says_whether_it_is_copied(
+    wanted: Sequence[int], outdone: bool
+) -> None:
+    """A state whose own copy would go first takes its window along, which the host would keep. A state that the host
+    would keep goes there with the window before it."""
+    run = runtime("lru", "full,swa,mamba", device=16, host=16, states=4, storage=False, window=1024)
+    leaf = leaf_with_a_copy_of_full_alone(run)
+    run.core.world.policy = Sooner(wanted)
+    assert run.core._transfers.room.is_outdone(leaf, 2) is outdone
+
+
+def test_what_goes_with_a_cell_that_was_given_up_is_not_lost_either() -> None:
+    """A window that no copy was wanted of takes the state of its node along. FULL stays, for there is more below it."""
+    run = runtime("lru", "full,swa,mamba", device=16, host=16, states=4, storage=False, window=1024)
+    run.insert("abcd", checkpoint=4, states=2)
+    run.insert("abcdef", states=1)
+    run.settle()
+    node, world = path_of(run, "abcd")[-1], run.core.world
+    for place in (5, 4):
+        if node.state[place] == PRESENT:
+            world.vacate(node, place)
+    assert [state == PRESENT for state in node.state] == [True] * 4 + [False] * 2
+    run.core._transfers.room._give_up(node, 1)
+    assert [state == PRESENT for state in node.state] == [True, False, False, True, False, False]
+    assert world.counters.lost_pages == 0

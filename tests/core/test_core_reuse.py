@@ -386,6 +386,26 @@ def test_a_policy_of_ones_own_chooses(mru: None) -> None:
     assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [4, 4, 0, 4]
 
 
+class Forgetful(EvictionPolicy):
+    """Has two queues, and looks at one."""
+
+    queues = 2
+
+    def queue(self, node: Node, c: int) -> int:
+        return node.end & 1
+
+    def choose(self, order: Order, now: int) -> Node | None:
+        return order.rest[0].oldest() if order.rest[0].slices else None
+
+
+def test_a_policy_that_overlooks_a_queue_is_told_so_instead_of_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "forgetful", lambda config: Forgetful())
+    run = runtime("forgetful", device=3)
+    run.insert("abc")
+    with pytest.raises(AssertionError, match="a policy chooses while a candidate waits"):
+        run.insert("def")
+
+
 def insert_and_end(run: SynchronousRuntime, text: str) -> None:
     request = run.lease(spell(text, run.page))
     assert request is not None

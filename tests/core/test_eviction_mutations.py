@@ -88,7 +88,7 @@ def what_is_saved_for_somebody_who_waits_is_not_marked(patch: Patch) -> None:
 
 
 def a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits(patch: Patch) -> None:
-    can_wait = RoomMaker._next_can_wait
+    can_wait = RoomMaker._next_may_go_gently
 
     def stored(room: RoomMaker, place: int) -> bool:
         node = room.coldest(place, EARLY) or room.coldest(place, LATE)
@@ -101,7 +101,7 @@ def a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits(patch: P
         finally:
             node.condemned = condemned
 
-    patch.setattr(RoomMaker, "_next_can_wait", stored)
+    patch.setattr(RoomMaker, "_next_may_go_gently", stored)
 
 
 def what_is_wanted_again_leaves_all_the_same(patch: Patch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asynccache.memory.cuda.device import CudaDevice, open_device
-from asynccache.memory.cuda.settings import Settings
+from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.faults import Faults
 from tests.cuda.gpu import GPU
 from tests.cuda.simulated_cuda import SimulatedCuda
@@ -48,7 +48,7 @@ def gpu_device(request: pytest.FixtureRequest) -> Make:
     """Makes devices on the first GPU."""
     opened: CudaDevice = request.getfixturevalue("opened_gpu")
 
-    def make(faults: Faults | None = None, settings: Settings | None = None) -> CudaDevice:
+    def make(faults: Faults | None = None, settings: CudaSettings | None = None) -> CudaDevice:
         return CudaDevice(opened.driver, settings=settings, faults=faults)
 
     return make

@@ -8,13 +8,13 @@ import torch
 
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.events import CudaEvent
-from asynccache.memory.cuda.settings import Settings
+from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import EngineStream
 from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
 
-DMA, KERNEL = Settings(kernel_below=0), Settings(kernel_below=1 << 62)
+DMA, KERNEL = CudaSettings(kernel_below=0), CudaSettings(kernel_below=1 << 62)
 """Everything by the copy engines; all that can go by the kernel, but where there are few pieces."""
 
 

@@ -23,7 +23,7 @@ from random import Random
 import numpy as np
 import torch
 
-from asynccache.memory.cuda.driver import DriverError, Identity, Spans, Table, Towards
+from asynccache.memory.cuda.driver_protocol import DriverError, Identity, Spans, Table, Towards
 
 Clock = Counter[int]
 Piece = tuple[int, int, int]  # dst, src, size

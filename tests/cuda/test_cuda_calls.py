@@ -20,7 +20,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels
 from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver import DriverError, Spans, Towards
+from asynccache.memory.cuda.driver_protocol import DriverError, Spans, Towards
 
 STREAM, EVENT = 0x77, 0x88
 Call = tuple[Any, ...]

@@ -20,9 +20,9 @@ from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import Found
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import DriverError, Towards
+from asynccache.memory.cuda.driver_protocol import DriverError, Towards
 from asynccache.memory.cuda.events import CudaEvent
-from asynccache.memory.cuda.settings import Settings
+from asynccache.memory.cuda.settings import CudaSettings
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
@@ -62,13 +62,18 @@ def test_bench_cuda_says_in_a_sentence_that_there_is_no_gpu(
 
 
 @pytest.mark.parametrize("command", [["bench", "cuda"], ["doctor"]])
-@pytest.mark.parametrize("name", ["cpu", "gpu0"])
+@pytest.mark.parametrize(("name", "why"), [("cpu", "cpu is no GPU"), ("gpu0", "unknown device 'gpu0'")])
 def test_what_is_no_gpu_is_refused_before_anything_is_measured(
-    command: list[str], name: str, capsys: pytest.CaptureFixture[str]
+    command: list[str], name: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--device", name])
-    assert f"argument --device: invalid gpu value: '{name}'" in capsys.readouterr().err
+    assert main([*command, "--device", name]) == 2
+    assert f"asynccache: --device={name}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--samples", "--buffer"])
+def test_a_benchmark_of_nothing_is_refused_in_a_sentence(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cuda", option, "0"]) == 2
+    assert f"asynccache: {option}=0: must be " in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -282,7 +287,8 @@ def with_gpu(simulated_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SMALL_BUFFER", 2 << 20)
     monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 16 << 10, 64 << 10))
     monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(settings=Settings(kernel_below=8192)))
+    settings = CudaSettings(kernel_below=8192)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(settings=settings))
 
 
 def test_doctor_tells_what_will_be_used_and_why(

@@ -11,11 +11,11 @@ import torch
 
 from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import kernels, pinned, submission
+from asynccache.memory.cuda import choosing_paths, kernels, pinned
+from asynccache.memory.cuda.choosing_paths import Paths, RowCopies, Side
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import Spans, Table, Towards
-from asynccache.memory.cuda.settings import Settings
-from asynccache.memory.cuda.submission import Plan, Rows, Side
+from asynccache.memory.cuda.driver_protocol import Spans, Table, Towards
+from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, driver_of
@@ -53,7 +53,7 @@ async def every_byte_arrives(mover: Mover, rng: np.random.Generator) -> None:
     assert all(device_page(mover, "full", int(p) + 16) == before[int(p)] for p in pages)
 
 
-WAYS = {"copy engines": DMA, "kernel": KERNEL, "both": Settings(kernel_below=100), "as it comes": Settings()}
+WAYS = {"copy engines": DMA, "kernel": KERNEL, "both": CudaSettings(kernel_below=100), "as it comes": CudaSettings()}
 
 
 @pytest.mark.asyncio
@@ -62,10 +62,10 @@ WAYS = {"copy engines": DMA, "kernel": KERNEL, "both": Settings(kernel_below=100
 async def test_every_path_brings_every_byte(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch, way: str, size: int, layers: int, align: int
 ) -> None:
-    monkeypatch.setattr(submission, "GROUP", 7)
-    monkeypatch.setattr(submission, "FEW", 1)
-    monkeypatch.setattr(submission, "LAYERS", 3)  # so that a batch takes several launches
-    monkeypatch.setattr(submission, "PAGES", 5)
+    monkeypatch.setattr(choosing_paths, "GROUP", 7)
+    monkeypatch.setattr(choosing_paths, "FEW", 1)
+    monkeypatch.setattr(choosing_paths, "LAYERS", 3)  # so that a batch takes several launches
+    monkeypatch.setattr(choosing_paths, "PAGES", 5)
     device = simulated_device(settings=WAYS[way])
     mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
     fill_device(mover)
@@ -107,9 +107,9 @@ async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) ->
 # merging
 
 
-def rows(dst: np.ndarray, src: np.ndarray, *, layers: int = 1, dst_pitch: int = 64, src_pitch: int = 64) -> Rows:
+def rows(dst: np.ndarray, src: np.ndarray, *, layers: int = 1, dst_pitch: int = 64, src_pitch: int = 64) -> RowCopies:
     to, of = (np.array([side << 30 | i << 16 for i in range(layers)], np.uint64) for side in (1, 2))
-    return Rows(OUT, Side(to, dst, dst_pitch), Side(of, src, src_pitch), 64)
+    return RowCopies(OUT, Side(to, dst, dst_pitch), Side(of, src, src_pitch), 64)
 
 
 class Written(SimulatedCuda):
@@ -141,27 +141,27 @@ class Written(SimulatedCuda):
 
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:
-    found = Plan(rows(ids(0, 1, 2, 7, 8, 5), ids(3, 4, 5, 6, 7, 9)), DMA, 1)
+    found = Paths(rows(ids(0, 1, 2, 7, 8, 5), ids(3, 4, 5, 6, 7, 9)), DMA, 1)
     assert found.spans.size.tolist() == [192, 128, 64]
     assert found.spans.src.tolist() == [3 * 64, 6 * 64, 9 * 64]
     assert found.scattered.tolist() == []
 
 
 def test_rows_at_a_distance_are_pieces_of_their_own() -> None:
-    found = Plan(rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128), DMA, 2)
+    found = Paths(rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128), DMA, 2)
     assert found.spans.size.tolist() == [64] * 5
 
 
 def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
     rng = np.random.default_rng(5)
-    for layers, distance, settings in product((1, 3), (64, 192), (DMA, Settings(kernel_below=129), KERNEL)):
+    for layers, distance, settings in product((1, 3), (64, 192), (DMA, CudaSettings(kernel_below=129), KERNEL)):
         for _ in range(20):
             count = int(rng.integers(8, 40))
             dst, src = (np.sort(rng.permutation(64)[:count]).astype(np.intp) for _ in range(2))
             r = rows(dst, src, layers=layers, dst_pitch=distance)
             driver = Written()
             drivers.append(driver)
-            for call in Plan(r, settings, layers).calls(driver, 7):
+            for call in Paths(r, settings, layers).calls(driver, 7):
                 call()
             assert driver.moved == {
                 int(b) + int(i) * distance: int(c) + int(j) * 64
@@ -191,7 +191,7 @@ class Strict(SimulatedCuda):
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_no_piece_lies_in_two_registrations(
-    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch, settings: Settings, layers: int
+    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch, settings: CudaSettings, layers: int
 ) -> None:
     """Pages of 3 KiB, pinned 8 at a time, in runs that go across several edges."""
     monkeypatch.setattr(pinned, "CHUNK", 30 << 10)
@@ -213,19 +213,21 @@ def test_runs_end_where_a_registration_ends() -> None:
     for chunk, wanted in ((8, [3, 8, 5]), (0, [16])):
         host, device = Side(base, here, 64, chunk), Side(base, there, 64)
         for dst, src in ((host, device), (device, host)):
-            assert Rows(OUT, dst, src, 64).runs()[1].tolist() == wanted
+            assert RowCopies(OUT, dst, src, 64).runs()[1].tolist() == wanted
 
 
 # choosing
 
 
-def plan(width: int, runs: Sequence[int], *, layers: int = 1, odd: int = 0, settings: Settings | None = None) -> Plan:
+def plan(
+    width: int, runs: Sequence[int], *, layers: int = 1, odd: int = 0, settings: CudaSettings | None = None
+) -> Paths:
     """Runs of so many rows of ``width`` bytes each."""
     src = np.arange(sum(runs))
     dst = np.concatenate([np.arange(n) + 2 * at for n, at in zip(runs, np.cumsum([0, *runs[:-1]]), strict=True)])
     base = np.full(layers, odd, np.uint64)
-    one = Rows(IN, Side(base, dst, width), Side(base, src, width), width)
-    return Plan(one, settings or Settings(), layers)
+    one = RowCopies(IN, Side(base, dst, width), Side(base, src, width), width)
+    return Paths(one, settings or CudaSettings(), layers)
 
 
 def test_long_runs_go_by_the_copy_engines_and_scattered_pages_by_the_kernel() -> None:
@@ -237,7 +239,7 @@ def test_long_runs_go_by_the_copy_engines_and_scattered_pages_by_the_kernel() ->
 
 
 def test_a_few_short_pieces_are_not_worth_a_launch() -> None:
-    few = submission.FEW - 1
+    few = choosing_paths.FEW - 1
     assert len(plan(4 << 10, [1] * few).scattered) == 0
     assert len(plan(4 << 10, [1] * few, layers=2).scattered) == few, "layers that go in one step count together"
     assert len(plan(4 << 10, [1] * (few + 1)).scattered) == few + 1
@@ -245,13 +247,13 @@ def test_a_few_short_pieces_are_not_worth_a_launch() -> None:
 
 def test_where_the_paths_part_can_be_chosen() -> None:
     for below, scattered in ((0, 0), (4 << 10, 0), ((4 << 10) + 1, 10), (1 << 62, 10)):
-        assert len(plan(4 << 10, [1] * 10, settings=Settings(kernel_below=below)).scattered) == scattered
+        assert len(plan(4 << 10, [1] * 10, settings=CudaSettings(kernel_below=below)).scattered) == scattered
 
 
 @pytest.mark.parametrize("wrong", [{"blocks": 0}, {"blocks": 1025}, {"blocks": 1.5}, {"kernel_below": -1}])
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Settings(**wrong)  # type: ignore[arg-type]
+        CudaSettings(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio
@@ -264,7 +266,7 @@ async def test_the_kernel_takes_as_many_blocks_as_it_may(drivers: list[Simulated
             return super().launch(stream, table, blocks)
 
     drivers.append(Counting())
-    device = CudaDevice(drivers[-1], settings=Settings(blocks=13))
+    device = CudaDevice(drivers[-1], settings=CudaSettings(blocks=13))
     mover = Mover(device, [pool()])
     await mover.load([move(list(range(0, 32, 2)), list(range(16)))]).done.wait()
     assert taken == [13] * mover.layers

@@ -21,7 +21,7 @@ from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels, libcuda
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver import DriverError, Spans, Towards
+from asynccache.memory.cuda.driver_protocol import DriverError, Spans, Towards
 from asynccache.memory.cuda.streams import stream_pointer
 
 ROOT = FilePath(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import DriverError
+from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.streams import ADOPTED_AT_MOST
 from asynccache.memory.mover import Mover
 from asynccache.runtime.lease import Lease

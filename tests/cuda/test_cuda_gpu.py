@@ -15,8 +15,8 @@ import torch
 from asynccache.cli import bench_cuda, cuda_copies
 from asynccache.cli.main import main
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import submission
-from asynccache.memory.cuda.settings import Settings
+from asynccache.memory.cuda import choosing_paths
+from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL
@@ -38,7 +38,7 @@ LONG = 200_000_000
 async def test_every_path_brings_every_byte(
     gpu_device: Make, monkeypatch: pytest.MonkeyPatch, way: str, size: int, layers: int, align: int
 ) -> None:
-    monkeypatch.setattr(submission, "FEW", 1)
+    monkeypatch.setattr(choosing_paths, "FEW", 1)
     device = gpu_device(settings=WAYS[way])
     mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
     fill_device(mover)
@@ -62,7 +62,9 @@ async def test_launches_with_full_tables_bring_every_byte(gpu_device: Make) -> N
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
-async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(gpu_device: Make, settings: Settings) -> None:
+async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(
+    gpu_device: Make, settings: CudaSettings
+) -> None:
     device = gpu_device(settings=settings)
     mover, stream = Mover(device, [pool(size=1 << 16)]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     engine = mover.engine_stream(stream)
@@ -124,7 +126,7 @@ async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(g
 @pytest.mark.asyncio
 @pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
 async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(
-    gpu_device: Make, settings: Settings
+    gpu_device: Make, settings: CudaSettings
 ) -> None:
     device = gpu_device(settings=settings)
     mover = Mover(device, [pool(size=8 << 20, layers=8, device_pages=32, host_pages=32)])

@@ -14,9 +14,9 @@ import pytest
 from asynccache.core.plan import Move
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import DriverError
+from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.events import Context, CudaEvent
-from asynccache.memory.cuda.streams import APART, CAP, Backlog, CudaStream, EngineStream
+from asynccache.memory.cuda.streams import APART, CAP, CudaStream, EngineStream, QueueFill
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, submitted
@@ -116,7 +116,7 @@ class Later:
 
 
 async def test_a_backlog_waits_for_the_oldest_event_that_makes_room() -> None:
-    log, marks = Backlog(), [Later() for _ in range(20)]
+    log, marks = QueueFill(), [Later() for _ in range(20)]
     for event in marks:
         log.admit()
         log.took(APART)

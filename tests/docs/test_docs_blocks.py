@@ -21,6 +21,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, cast
+from unittest.mock import patch
 
 import pytest
 
@@ -29,6 +30,7 @@ from asynccache.cli import bench_tree
 from asynccache.cli.main import main
 from asynccache.cli.options import resolve_options
 from asynccache.configuration import describes_cache
+from asynccache.core.policies import POLICIES
 from tests.docs import docs_programs
 from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
 from tests.stores.server import required
@@ -79,8 +81,13 @@ def test_python_runs(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)                  # as for a program in that folder
     write_files(block.page)
-    exec(compile(block.code, block.place, "exec"), {"__name__": "docs_block"})
+    with patch.dict(POLICIES):                             # what a block adds is gone afterwards
+        exec(compile(block.code, block.place, "exec"), {"__name__": "docs_block"})
+    for name in files(block.page):
+        if name.endswith(".py"):
+            sys.modules.pop(Path(name).stem, None)
     if block.printed is not None:
         assert capsys.readouterr().out == block.printed
 

@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings, follow
+from asynccache_shim import Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
 
 from asynccache import (
     Adapter,
@@ -371,7 +371,7 @@ async def _next_token(world: World, given: Given) -> None:
 
 class _Model:
     def forward(self, batch: Any) -> list[int]:
-        return [7 if work.sample else -1 for work in batch.works]
+        return [7 if chunk.sample else -1 for chunk in batch.chunks]
 
 
 async def _scheduler(world: World, given: Given) -> None:
@@ -625,8 +625,8 @@ CALLS: dict[str, Case] = {
     "asynccache_shim.Limits": plain(
         Limits, {"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}")}
     ),
-    "asynccache_shim.Settings": plain(
-        Settings, {"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT, "preempt": Flag(),
+    "asynccache_shim.SchedulerConfig": plain(
+        SchedulerConfig, {"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT, "preempt": Flag(),
                    "load_attempts": COUNT},
     ),
     "asynccache_shim.Request": Case(

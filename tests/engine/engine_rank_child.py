@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynccache_shim import Limits, Request, Scheduler, Settings, follow
+from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig, follow
 
 from asynccache import AsyncCache, CacheConfig, Full, Hits, PrefetchPolicy, RankFailure
 from asynccache.core.audit import check
@@ -89,7 +89,7 @@ async def _lead(job: Job, topology: Topology, group: Any, answer: Answer) -> Non
                 assert cache.worker is not None
                 model = _model(job, topology, cache.worker, group)
                 moved = _counted(cache.worker)
-                async with Scheduler(cache, model, Settings(step_tokens=48, max_running=4)) as scheduler:
+                async with Scheduler(cache, model, SchedulerConfig(step_tokens=48, max_running=4)) as scheduler:
                     await _ask(job, scheduler, answer)
                 await cache.flush()
                 check(cache.core, idle=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from asynccache_shim import NO_TOKEN, Batch, Work
+from asynccache_shim import NO_TOKEN, Batch, Chunk
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from asynccache.worker import Place, Topology
@@ -88,32 +88,32 @@ class ShardedQwen3:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> list[int]:
-        """All works packed into one row of tokens."""
-        ids = torch.from_numpy(np.concatenate([w.tokens[w.start : w.stop] for w in batch.works]).astype(np.int64))
+        """All chunks packed into one row of tokens."""
+        ids = torch.from_numpy(np.concatenate([w.tokens[w.start : w.stop] for w in batch.chunks]).astype(np.int64))
         self.computed += len(ids)
-        turn = self._turns(batch.works)
+        turn = self._turns(batch.chunks)
         x = embedding(ids, self._weights["model.embed_tokens.weight"]) if self._first else self._received(len(ids))
         for layer, kv in zip(self._layers, self._kv, strict=True):
-            x = x + self._summed(self._attention(layer, kv, self._norm(x, layer.before), turn, batch.works))
+            x = x + self._summed(self._attention(layer, kv, self._norm(x, layer.before), turn, batch.chunks))
             y = self._norm(x, layer.after)
             x = x + self._summed(linear(silu(linear(y, layer.gate)) * linear(y, layer.up), layer.down))
         if self._below is not None:
             dist.send(x.contiguous(), self._below)
-        return self._chosen(batch.works, x)
+        return self._chosen(batch.chunks, x)
 
     def _attention(
         self, layer: Layer, kv: torch.Tensor, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor],
-        works: Sequence[Work],
+        chunks: Sequence[Chunk],
     ) -> torch.Tensor:  # fmt: skip
         size = self._shape.head_dim
         q, k, v = (linear(x, part).view(len(x), -1, size) for part in (layer.q, layer.k, layer.v))
         q, k = _turned(self._norm(q, layer.q_norm), turn), _turned(self._norm(k, layer.k_norm), turn)
         out, at = [], 0
-        for work in works:
-            end = at + work.stop - work.start
-            slots = self._slots(work)
-            kv[slots[work.start :], 0], kv[slots[work.start :], 1] = k[at:end], v[at:end]
-            out.append(self._attend(q[at:end], kv[slots], work.start))
+        for chunk in chunks:
+            end = at + chunk.stop - chunk.start
+            slots = self._slots(chunk)
+            kv[slots[chunk.start :], 0], kv[slots[chunk.start :], 1] = k[at:end], v[at:end]
+            out.append(self._attend(q[at:end], kv[slots], chunk.start))
             at = end
         return linear(torch.cat(out), layer.o)
 
@@ -125,13 +125,13 @@ class ShardedQwen3:
         out = scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
         return out.transpose(0, 1).flatten(1)
 
-    def _slots(self, work: Work) -> torch.Tensor:
-        at = np.arange(work.stop)
-        return torch.from_numpy(work.pages[at // self._page].astype(np.int64) * self._page + at % self._page)
+    def _slots(self, chunk: Chunk) -> torch.Tensor:
+        at = np.arange(chunk.stop)
+        return torch.from_numpy(chunk.pages[at // self._page].astype(np.int64) * self._page + at % self._page)
 
-    def _turns(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the positions."""
-        at = torch.cat([torch.arange(work.start, work.stop) for work in works]).float()
+        at = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).float()
         steps = torch.arange(0, self._shape.head_dim, 2).float() / self._shape.head_dim
         angles = torch.outer(at, self._shape.theta**-steps).repeat(1, 2).unsqueeze(1)
         return angles.cos(), angles.sin()
@@ -151,17 +151,17 @@ class ShardedQwen3:
         dist.recv(x, self._above)
         return x
 
-    def _chosen(self, works: Sequence[Work], x: torch.Tensor) -> list[int]:
+    def _chosen(self, chunks: Sequence[Chunk], x: torch.Tensor) -> list[int]:
         """By the first rank of the last stage, for all."""
-        chosen = torch.full((len(works),), NO_TOKEN)
+        chosen = torch.full((len(chunks),), NO_TOKEN)
         teller = self._topology.rank(Place(0, 0, self._topology.pp - 1))
         if self._rank == teller:
-            ends = torch.tensor([work.stop - work.start for work in works]).cumsum(0) - 1
+            ends = torch.tensor([chunk.stop - chunk.start for chunk in chunks]).cumsum(0) - 1
             logits = linear(self._norm(x[ends], self._weights["model.norm.weight"]), self._weights["lm_head.weight"])
-            for i, work in enumerate(works):
-                if work.sample:
+            for i, chunk in enumerate(chunks):
+                if chunk.sample:
                     chosen[i] = logits[i].argmax()
-                    self.logits[work.request_id, work.stop] = logits[i]
+                    self.logits[chunk.request_id, chunk.stop] = logits[i]
         if self._topology.ranks > 1:
             dist.broadcast(chosen, teller)
         return [int(token) for token in chosen]

@@ -313,7 +313,7 @@ def test_a_cancellation_that_overtakes_its_request_waits_for_it(llama: Continuou
     planner = processor.scheduler
     with llama._manager.pause():
         planner.set_request_cancellation("request-9")
-        llama._pages.held["request-9"] = continuous.Held(0, {}, 0, lambda computed: None, lambda: None)
+        llama._pages.held["request-9"] = continuous.RequestPages(0, {}, 0, lambda computed: None, lambda: None)
         assert planner.clear_cancelled_requests() == []
         planner.add_waiting_request(continuous.waiting("request-9", [1]))
         assert [state.request_id for state in planner.clear_cancelled_requests()] == ["request-9"]
@@ -474,7 +474,7 @@ def test_a_question_beside_a_close_is_refused_and_everybody_who_closes_returns()
         except CacheClosed as error:
             told.append(error)
 
-    asking = [threading.Thread(target=work, daemon=True) for work in (asks, batching.close, batching.close)]
+    asking = [threading.Thread(target=chunk, daemon=True) for chunk in (asks, batching.close, batching.close)]
     for thread in asking:
         thread.start()
         time.sleep(0.05)

@@ -12,7 +12,7 @@ import torch
 from asynccache_backends.memory import MemoryBackend
 from asynccache_hf import Generated, PagedModel
 from asynccache_hf.layout import Layout
-from asynccache_shim.model import Work
+from asynccache_shim.model import Chunk
 from transformers.cache_utils import DynamicCache
 
 from asynccache import AsyncCache, ConfigError, HitPolicy
@@ -32,9 +32,9 @@ class Both(PagedModel):
         self.draft = draft
         self.drafted: list[torch.Tensor] = []
 
-    def compute(self, work: Work, keep: int = 1) -> torch.Tensor:
-        self.drafted.append(self.draft.compute(work._replace(checkpoint=None), keep))
-        return super().compute(work, keep)
+    def compute(self, chunk: Chunk, keep: int = 1) -> torch.Tensor:
+        self.drafted.append(self.draft.compute(chunk._replace(checkpoint=None), keep))
+        return super().compute(chunk, keep)
 
 
 def layouts(target: str, draft: str) -> tuple[Layout, Layout]:

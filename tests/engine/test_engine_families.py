@@ -16,7 +16,7 @@ import torch
 import transformers
 from asynccache_hf import describe
 from asynccache_hf.trial import planned
-from asynccache_shim import Limits, Request, Scheduler, Settings
+from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache.errors import ConfigError
 from tests.engine.engine_kit import (
@@ -65,7 +65,7 @@ def test_how_each_family_may_be_called(family: str) -> None:
 
 async def six_at_once(engine: Served, page_size: int) -> None:
     """Three share a prefix, under the scheduler."""
-    async with Scheduler(engine.cache, engine.model, Settings(step_tokens=40, max_running=8)) as scheduler:
+    async with Scheduler(engine.cache, engine.model, SchedulerConfig(step_tokens=40, max_running=8)) as scheduler:
         texts = [[*prompt(LENGTH - 10 * (i % 2), seed=i % 2), *prompt(1 + i, seed=10 + i)] for i in range(6)]
         asked = [scheduler.submit(Request(text, Limits(4))) for text in texts]
         outputs = await asyncio.gather(*(request.done() for request in asked))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from asynccache_hf import PagedModel
-from asynccache_hf.memory import Slots, Track
+from asynccache_hf.memory import Track, TrackMemory
 from asynccache_hf.sampling import draw
-from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Pages, Sampling, Work
+from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Chunk, Pages, Sampling
 
 from asynccache.errors import ConfigError
 from tests.engine.engine_kit import LIMIT, PAGE, alone, judged, layout_of, model_of, prompt
@@ -34,9 +34,9 @@ def numbers(*values: int) -> Pages:
     return np.array(values, np.int32)
 
 
-def work(who: int, tokens: list[int], start: int, stop: int, pages: Pages, **more: object) -> Work:
+def chunk(who: int, tokens: list[int], start: int, stop: int, pages: Pages, **more: object) -> Chunk:
     terms: dict[str, object] = {"states": numbers(who, who + 8), "checkpoint": None, "sample": True} | more
-    return Work(who, numbers(*tokens), start, stop, pages, pages, **terms)  # type: ignore[arg-type]
+    return Chunk(who, numbers(*tokens), start, stop, pages, pages, **terms)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,14 +46,16 @@ def test_requests_of_one_batch_do_not_meet(family: str) -> None:
     first, second = numbers(3, 1, 7, 4), numbers(0, 9, 2)
     made = [list(one), list(two)]
     for start, stop in ((0, 11), (11, 13)):
-        works = work(0, one, start, stop, first, sample=False), work(1, two, start, stop, second, sample=stop == 13)
-        answer = model.forward(Batch(works))
+        chunks = chunk(0, one, start, stop, first, sample=False), chunk(1, two, start, stop, second, sample=stop == 13)
+        answer = model.forward(Batch(chunks))
         assert answer[0] == NO_TOKEN
     made[1].append(answer[1])
     at = 13
     for stop in (21, 22, 23):
         answer = model.forward(
-            Batch((work(0, made[0], at if stop == 21 else stop - 1, stop, first), work(1, made[1], at, at + 1, second)))
+            Batch(
+                (chunk(0, made[0], at if stop == 21 else stop - 1, stop, first), chunk(1, made[1], at, at + 1, second))
+            )
         )
         at += 1
         made[0].append(answer[0])
@@ -66,33 +68,33 @@ def test_requests_of_one_batch_do_not_meet(family: str) -> None:
 def test_whoever_has_whole_pages_and_a_checkpoint_goes_on(family: str) -> None:
     model = paged(family)
     tokens = prompt(30)
-    model.compute(work(0, tokens, 0, 16, numbers(0, 1, 2, 3), checkpoint=Checkpoint(16, 8)))
-    model.compute(work(0, tokens, 16, 30, numbers(0, 1, 2, 3)))
-    logits = model.compute(work(5, tokens, 16, 30, numbers(0, 1, 4, 5), states=numbers(8)))
+    model.compute(chunk(0, tokens, 0, 16, numbers(0, 1, 2, 3), checkpoint=Checkpoint(16, 8)))
+    model.compute(chunk(0, tokens, 16, 30, numbers(0, 1, 2, 3)))
+    logits = model.compute(chunk(5, tokens, 16, 30, numbers(0, 1, 4, 5), states=numbers(8)))
     assert float((logits - alone(family, 0, tuple(tokens))[-1:]).abs().max()) <= LIMIT
 
 
 def test_a_request_goes_on_within_a_page_only_where_it_stopped() -> None:
     model = paged("deepseek_v4")
     tokens, pages = prompt(30), numbers(0, 1, 2, 3)
-    model.compute(work(0, tokens, 0, 13, pages))
+    model.compute(chunk(0, tokens, 0, 13, pages))
     with pytest.raises(RuntimeError, match="stopped at 13 and cannot go on at 12"):
-        model.compute(work(0, tokens, 12, 20, pages))
+        model.compute(chunk(0, tokens, 12, 20, pages))
     model.forward(Batch((), ended=(0,)))
     with pytest.raises(RuntimeError, match="cannot go on at 13"):
-        model.compute(work(0, tokens, 13, 20, pages))
+        model.compute(chunk(0, tokens, 13, 20, pages))
 
 
 def test_a_page_that_is_missing_is_no_silent_zero() -> None:
     model = paged("gemma3")
     tokens = prompt(30)
-    model.compute(work(0, tokens, 0, 24, numbers(0, 1, 2, 3)))
+    model.compute(chunk(0, tokens, 0, 24, numbers(0, 1, 2, 3)))
     with pytest.raises(IndexError, match="no page"):
-        model.compute(work(0, tokens, 24, 30, numbers(0, -1, 2, 3)))
+        model.compute(chunk(0, tokens, 24, 30, numbers(0, -1, 2, 3)))
 
 
 def test_every_logit_on_request() -> None:
-    logits = paged("qwen3").compute(work(0, prompt(9), 0, 9, numbers(0, 1)), keep=0)
+    logits = paged("qwen3").compute(chunk(0, prompt(9), 0, 9, numbers(0, 1)), keep=0)
     assert logits.shape == (9, model_of("qwen3").config.vocab_size)
 
 
@@ -109,7 +111,7 @@ def test_units_of_any_stride_come_back(stride: int, units: int) -> None:
     sample = {"a": torch.empty(3, 2), "b": torch.empty(5, dtype=torch.float64)}
     track = Track.of("p", "full", stride, sample)
     memory = torch.zeros((7, track.page_bytes(PAGE) + 32), dtype=torch.uint8)
-    slots, table = Slots(track, memory, PAGE), numbers(4, 0, 6)
+    slots, table = TrackMemory(track, memory, PAGE), numbers(4, 0, 6)
     values = {name: torch.randn(units, *t.shape).to(t.dtype) for name, t in sample.items()}
     half = units // 2
     slots.write(table, 0, {name: v[:half] for name, v in values.items()})
@@ -124,7 +126,7 @@ def test_units_of_any_stride_come_back(stride: int, units: int) -> None:
 def test_units_without_a_page_are_left_out() -> None:
     track = Track.of("p", "swa", 1, {"a": torch.empty(4)})
     memory = torch.zeros((4, track.page_bytes(PAGE)), dtype=torch.uint8)
-    slots = Slots(track, memory, PAGE)
+    slots = TrackMemory(track, memory, PAGE)
     values = torch.randn(3 * PAGE, 4)
     slots.write(numbers(-1, 2, 0), 0, {"a": values})
     assert torch.equal(slots.read(numbers(-1, 2, 0), PAGE, 3 * PAGE)["a"], values[PAGE:])

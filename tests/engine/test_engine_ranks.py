@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from asynccache_hf import PagedModel, describe
-from asynccache_shim import Limits, Request, Scheduler, Settings, Work
+from asynccache_shim import Chunk, Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
 from tests.engine.engine_kit import prompt
@@ -41,9 +41,10 @@ class Model(PagedModel):
 
     logits: dict[tuple[int, int], torch.Tensor]
 
-    def _each(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        last = super()._each(works)
-        self.logits |= {(work.request_id, work.stop): row for work, row in zip(works, last, strict=True) if work.sample}
+    def _each(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        last = super()._each(chunks)
+        pairs = zip(chunks, last, strict=True)
+        self.logits |= {(chunk.request_id, chunk.stop): row for chunk, row in pairs if chunk.sample}
         return last
 
 
@@ -59,7 +60,7 @@ async def on_one_rank(rounds: Rounds) -> tuple[list[list[int]], dict[tuple[int, 
         model = Model(reference(), layout, one.pools)
         model.logits = {}
         outputs = []
-        async with Scheduler(one, model, Settings(step_tokens=48, max_running=4)) as scheduler:
+        async with Scheduler(one, model, SchedulerConfig(step_tokens=48, max_running=4)) as scheduler:
             for asked in rounds:
                 requests = [scheduler.submit(Request(tokens, Limits(new))) for tokens, new in asked]
                 outputs += [await request.done() for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings
+from asynccache_shim import Limits, Request, Sampling, Scheduler, SchedulerConfig
 
 from tests.engine.engine_kit import PAGE, judged, prompt, served
 from tests.engine.engine_models import FAMILIES
@@ -20,7 +20,7 @@ NEW = 5 * PAGE
 @pytest.mark.asyncio
 async def test_a_request_that_was_retracted_goes_on_as_it_would_have(family: str, sampling: Sampling) -> None:
     async with served(family, device=14, host=64) as engine:
-        async with Scheduler(engine.cache, engine.model, Settings(step_tokens=24, max_running=4)) as scheduler:
+        async with Scheduler(engine.cache, engine.model, SchedulerConfig(step_tokens=24, max_running=4)) as scheduler:
 
             def ask(seed: int) -> Request:
                 return scheduler.submit(Request(prompt(2 * PAGE + 3, seed), Limits(NEW), sampling=sampling))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim.board import Settings
+from asynccache_shim.board import SchedulerConfig
 from asynccache_shim.request import Finish, Limits, Request
 from asynccache_shim.scheduler import Scheduler
 
@@ -32,7 +32,7 @@ async def test_a_scheduler_serves_the_tokens_of_the_model_alone(family: str) -> 
     rng = random.Random(f"scheduler {family}")
     storage = MemoryBackend()
     async with served(family, device=28, host=48, storage=storage) as engine:
-        async with Scheduler(engine.cache, engine.model, Settings(step_tokens=40, max_running=8)) as scheduler:
+        async with Scheduler(engine.cache, engine.model, SchedulerConfig(step_tokens=40, max_running=8)) as scheduler:
             asked = [scheduler.submit(request) for request in requests(rng, 16)]
             dropped = rng.sample(asked, 4)
             for request in dropped:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim.board import Settings
+from asynccache_shim.board import SchedulerConfig
 from asynccache_shim.request import Finish, Limits, Request
 from asynccache_shim.scheduler import Scheduler
 
@@ -23,7 +23,7 @@ REQUESTS = 24
 async def play(engine: Served, rng: random.Random) -> list[Request]:
     """Requests that share prefixes, some at once and some one after the other; some are aborted."""
     asked: list[Request] = []
-    settings = Settings(step_tokens=rng.choice([16, 40]), max_running=8, checkpoint_every=8)
+    settings = SchedulerConfig(step_tokens=rng.choice([16, 40]), max_running=8, checkpoint_every=8)
     async with Scheduler(engine.cache, engine.model, settings) as scheduler:
         for i in range(REQUESTS):
             text = [*prompt(rng.randrange(1, 70), seed=rng.randrange(4)), *prompt(rng.randrange(1, 5), seed=i + 10)]

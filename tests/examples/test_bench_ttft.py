@@ -69,7 +69,7 @@ def test_ways_that_make_different_tokens_or_hit_nothing_are_no_figure(
 def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = parser.parse_args([*SMALL[2:], "--quiet"])
+    options = parser.parse_args(SMALL[2:], argparse.Namespace(quiet=True))
 
     async def nothing(*args: object) -> None:
         """The device keeps what it has."""

@@ -13,7 +13,7 @@ import uvicorn
 from openai_serving import arrival
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
-from openai_serving.service import Plan, Service
+from openai_serving.service import Served, Service
 
 SHORT = 0.3
 SOON = 60.0
@@ -27,14 +27,14 @@ TRICKLES = {
 
 
 @cache
-def plan() -> Plan:
-    return openai_server.plan(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
+def served() -> Served:
+    return openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
 
 
 @asynccontextmanager
 async def serving(connections: int = 8) -> AsyncIterator[int]:
     """The port of a server, which still answers when the test is over."""
-    async with asyncio.timeout(SOON), Service(plan()) as service:
+    async with asyncio.timeout(SOON), Service(served()) as service:
         config = uvicorn.Config(build(service), port=0, log_level="critical", lifespan="off", http=Punctual,
                                 limit_concurrency=connections)  # fmt: skip
         server = uvicorn.Server(config)

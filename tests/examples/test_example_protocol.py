@@ -6,21 +6,21 @@ import json
 from typing import Any
 
 import pytest
-from openai_serving.protocol import ApiError, Ask, parse, parse_prompt, tokens_of
+from openai_serving.protocol import ApiError, ParsedRequest, parse, parse_prompt, tokens_of
 from openai_serving.text import Bytes, conversation, encode
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def completion(**more: Any) -> Ask:
+def completion(**more: Any) -> ParsedRequest:
     return parse(json.dumps({"model": "m", "prompt": "Hello", **more}).encode(), chat=False)
 
 
-def chat(**more: Any) -> Ask:
+def chat(**more: Any) -> ParsedRequest:
     return parse(json.dumps({"model": "m", "messages": HELLO, **more}).encode(), chat=True)
 
 
-def tokens(ask: Ask) -> list[int]:
+def tokens(ask: ParsedRequest) -> list[int]:
     return tokens_of(ask.prompt, Bytes())
 
 

@@ -132,7 +132,7 @@ def test_a_signal_before_it_serves_has_its_own_status(
         await asyncio.Event().wait()
 
     with own_signals(), monkeypatch.context() as patch:
-        patch.setattr(openai_server, "plan", makes)
+        patch.setattr(openai_server, "served", makes)
         assert openai_server.main([]) == status
     with own_signals(), monkeypatch.context() as patch:
         patch.setattr(Service, "__aenter__", opens)

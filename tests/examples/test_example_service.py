@@ -11,8 +11,8 @@ from typing import Any
 import openai_server
 import pytest
 from openai_serving.paths import SchedulerPath
-from openai_serving.protocol import ApiError, Ask, parse
-from openai_serving.service import Choices, Plan, Service
+from openai_serving.protocol import ApiError, ParsedRequest, parse
+from openai_serving.service import Choices, Served, Service
 
 from asynccache import AsyncCache
 
@@ -20,9 +20,9 @@ POISON = 255
 
 
 @cache
-def plan() -> Plan:
+def poisonable() -> Served:
     """A model that fails of one token."""
-    planned = openai_server.plan(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
+    planned = openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
     path = planned.path
     assert isinstance(path, SchedulerPath)
     forward = path.model.forward
@@ -38,19 +38,19 @@ def plan() -> Plan:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[Service]:
-    async with Service(plan()) as service:
+    async with Service(poisonable()) as service:
         yield service
 
 
-def ask(prompt: Any = "Hello", **more: Any) -> Ask:
+def ask(prompt: Any = "Hello", **more: Any) -> ParsedRequest:
     return parse(json.dumps({"model": "random-qwen3", "temperature": 0, "prompt": prompt, **more}).encode(), chat=False)
 
 
-async def start(service: Service, wanted: Ask) -> Choices:
+async def start(service: Service, wanted: ParsedRequest) -> Choices:
     return service.generate(wanted, await service.tokens(wanted.prompt))
 
 
-async def text(service: Service, wanted: Ask) -> str:
+async def text(service: Service, wanted: ParsedRequest) -> str:
     choices = await start(service, wanted)
     try:
         return "".join([piece or "" async for _, piece in choices.pieces()])
@@ -74,7 +74,7 @@ async def test_a_model_that_fails_is_told_to_whom_it_failed_and_to_nobody_else()
 async def test_a_cache_that_is_gone_is_told_and_seen() -> None:
     async with served() as service:
         assert service.failure is None
-        await service.plan.path.ask(AsyncCache.aclose)
+        await service.served.path.ask(AsyncCache.aclose)
         assert service.failure == "the cache is closed"
         with pytest.raises(ApiError) as told:
             await text(service, ask())

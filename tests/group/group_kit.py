@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Replicated, Sidecar, SlidingWindow
 from asynccache.config import Component
 from asynccache.core import audit
-from asynccache.core.plan import Plan, Status
+from asynccache.core.plan import Status
 from asynccache.memory.device import PageCopy, Stream
 from asynccache.memory.faults import Fates, Faults
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
-from asynccache.worker.contract import Storage
+from asynccache.worker.contract import Storage, Work
 from asynccache.worker.local import LocalWorker
 from asynccache.worker.performing import Shard
 from tests.group.engine_bytes import Task, task_for
@@ -172,6 +172,7 @@ class GroupWorld:
         self.verified = 0
         self.void: set[int] = set()
         self.said: dict[int, dict[int, Status]] = defaultdict(dict)  # how an operation ended, by rank
+        self.works: dict[int, list[int]] = {}  # operations that were handed over together, by the first of them
         self.group: SimulatedGroup
         self.cache: AsyncCache
         self.engines: dict[int, RankEngine] = {}
@@ -191,6 +192,7 @@ class GroupWorld:
         topology = self.topology
         self.void.clear()
         self.said.clear()
+        self.works.clear()
         self.group = SimulatedGroup(
             self.loop.entropy(f"links at {self.loop.time()}"), topology, own=self.own, delay=self.delay,
             timeout=self.timeout, devices=self.devices, locates={r: self._locate(r) for r in range(topology.ranks)},
@@ -220,29 +222,38 @@ class GroupWorld:
         for performer in performers(self):
             performer._tell = partial(self._note_ends, performer.rank, performer._tell)
         self.running = {rank: self.loop.create_task(engine.run()) for rank, engine in self.engines.items()}
-        driver, core = self.cache._opened().driver, self.cache.core
-        perform = driver.perform
+        driver, worker, core = self.cache._opened().driver, self.cache._opened().worker, self.cache.core
+        clock, end, hand_over = driver.clock, driver.ops.end, worker.perform
 
-        def audited(plan: Plan, *retiring: Any) -> None:
-            self._check_ends(plan)
-            perform(plan, *retiring)
+        def audited() -> float:
             audit.check(core)
+            return clock()
 
-        driver.perform = audited  # type: ignore[method-assign, assignment]
+        def ended(op: int, status: Status) -> None:
+            self._check_end(op, status)
+            end(op, status)
+
+        def noted(plan: Sequence[Work]) -> None:
+            self.works |= {work.ops[0]: work.ops for work in plan}
+            hand_over(plan)
+
+        driver.clock = audited  # asked before each call of the core
+        driver.ops.end = ended  # type: ignore[method-assign]
+        worker.perform = noted  # type: ignore[method-assign]
 
     def _note_ends(self, rank: int, tell: Callable[[m.Message], None], message: m.Message) -> None:
         if isinstance(message, m.Ended):
-            for op in message.ops:
-                self.said[op][rank] = message.status
+            for first in message.works:
+                for op in self.works.get(first, [first]):
+                    self.said[op][rank] = message.status
         tell(message)
 
-    def _check_ends(self, plan: Plan) -> None:
+    def _check_end(self, op: int, status: Status) -> None:
         """What ended for the core has ended on every rank, and on each of them well if it is DONE."""
-        for op, status in plan.ended:
-            if op in self.said:
-                assert len(self.said[op]) == self.topology.ranks, f"operation {op} ended before all had let go of it"
-                done = all(said is Status.DONE for said in self.said[op].values())
-                assert done or status is Status.FAILED, f"operation {op}: {self.said[op]} came to {status}"
+        if op in self.said:
+            assert len(self.said[op]) == self.topology.ranks, f"operation {op} ended before all had let go of it"
+            done = all(said is Status.DONE for said in self.said[op].values())
+            assert done or status is Status.FAILED, f"operation {op}: {self.said[op]} came to {status}"
 
     async def ended(self) -> None:
         """Every process and engine has ended; what went wrong in an engine is raised."""

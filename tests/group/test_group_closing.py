@@ -11,6 +11,7 @@ import pytest
 
 from asynccache import CacheClosed, RankFailure
 from asynccache.errors import BackendError
+from asynccache.memory.faults import Faults
 from asynccache.settle import completed
 from asynccache.worker import RankWorker, Topology
 from asynccache.worker.group import LATE, OPENING
@@ -204,6 +205,49 @@ def test_a_rank_that_does_not_let_go_of_what_was_cancelled_is_given_up(rank: int
             told.append(str(failure))
         assert told == [f"rank {rank}: did not let go of what was cancelled within {bound:g} s"]
         await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_store_that_is_attached_after_a_call_was_cancelled_gives_that_call_its_time_too() -> None:
+    """To attach it pins the host's memory, so a rank may come late to everything else."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40), timeout=TIMEOUT)
+        async with world.opened() as cache:
+            local, group = world.local(1), cache._opened().worker
+            plain = local.open_store
+
+            async def pins(*args: Any, **named: Any) -> Any:
+                await asyncio.sleep(10 * TIMEOUT)
+                return await plain(*args, **named)
+
+            async def late() -> None:
+                await completed(as_coroutine(asyncio.sleep(9 * TIMEOUT)))
+
+            local.open_store, local.flush = pins, late
+            calling = asyncio.create_task(group.flush())
+            await asyncio.sleep(0.1)
+            calling.cancel()
+            await asyncio.sleep(0.1)
+            await cache.attach_storage(GUEST)
+            await asyncio.wait([calling])
+            assert calling.cancelled()
+        await world.aclose()
+
+    play(main)
+
+
+def test_failed_backups_leave_nothing_to_forget() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 64), faults={1: Faults(failing=1.0)})
+        async with world.opened() as cache:
+            group: Any = cache._opened().worker
+            for seed in range(20):
+                await world.serve(text(3, seed=seed))
+            assert group.meters()["backup_host"].errors
+            assert not group._to_forget
         await world.aclose()
 
     play(main)

@@ -8,7 +8,8 @@ import pytest
 
 from asynccache import BatchFailed, RankFailure
 from asynccache.core.plan import BackupStorage, StoredPages
-from asynccache.worker import Topology, wire
+from asynccache.worker import Topology
+from asynccache.worker import link as links
 from asynccache.worker import messages as m
 from asynccache.worker.group import WorkerGroup
 from tests.group.group_kit import GroupWorld, play, settings, text
@@ -39,7 +40,7 @@ def test_a_batch_fails_alone_whatever_the_reason_says(reason: str) -> None:
 
 def test_no_message_is_too_long_for_a_frame_however_many_pages_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked about, read and written, in windows and in full."""
-    monkeypatch.setattr(wire, "MOST_FRAME", 10_000)  # 39 pages in a message
+    monkeypatch.setattr(links, "MOST_FRAME", 10_000)  # 39 pages in a message
 
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(PAGES, 2 * PAGES, swa=PAGES, window=4 * 100, stored=True))
@@ -59,7 +60,7 @@ def test_no_message_is_too_long_for_a_frame_however_many_pages_it_is_about(monke
 
 
 def test_a_long_operation_that_is_given_up_is_written_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_FRAME", 3000)
+    monkeypatch.setattr(links, "MOST_FRAME", 3000)
 
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))

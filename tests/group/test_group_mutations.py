@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 import pytest
 
-from asynccache.core.plan import BackupHost, Outcome, Status
+from asynccache.core.plan import BackupHost, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.engine import Engine
 from asynccache.storage.contract import Result
 from asynccache.worker import fold
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Stored, Work
-from asynccache.worker.group import GroupBatch, WorkerGroup
+from asynccache.worker.group import Awaited, WorkerGroup
 from asynccache.worker.performing import Performer
 from asynccache.worker.sent import SentBatches
 from asynccache.worker.stages import writing
@@ -84,40 +84,26 @@ def one_done_is_done(patch: Patch) -> None:
     """An operation is DONE, and its slots are free, when the first worker says so."""
     plain = WorkerGroup._ended
 
-    def end(self: WorkerGroup, rank: int, op: int, status: Status) -> None:
-        one = self._open.get(op)
-        if one is not None and status is Status.DONE and one.left & (one.left - 1) and self._reports is not None:
-            if not hasattr(self, "early"):
-                self.early = set[int]()  # type: ignore[attr-defined]
-            if op not in self.early:  # type: ignore[attr-defined]
-                self.early.add(op)  # type: ignore[attr-defined]
-                self._reports.ended(Outcome(op, Status.DONE))
-            one.left &= ~(1 << rank)
-            return
-        early = op in getattr(self, "early", ())
-        reports = self._reports
-        if early and reports is not None:
-            self._reports = reports._replace(ended=lambda _: None)
-        plain(self, rank, m.Ended(status, [op]))
-        self._reports = reports
-
     def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
-        for op in news.ops:
-            end(self, rank, op, news.status)
+        reports, early = self._reports, self.__dict__.setdefault("early", set[int]())
+        assert reports is not None
+        if news.status is Status.DONE:
+            for first in [one for one in news.works if one not in early]:
+                early.add(first)
+                reports.ended(Status.DONE, self._copies[first].work.ops)
+        self._reports = reports._replace(
+            ended=lambda status, ops: None if ops[0] in early else reports.ended(status, ops)
+        )
+        plain(self, rank, news)
+        self._reports = reports
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
 
 def failures_are_forgotten(patch: Patch) -> None:
     """An operation that failed on one worker is DONE when all have let go."""
-    plain = WorkerGroup._close_ops
-
-    def close_ops(self: WorkerGroup, over: Sequence[Any]) -> None:
-        for one in over:
-            one.failed = False
-        plain(self, over)
-
-    patch.setattr(WorkerGroup, "_close_ops", close_ops)
+    plain = WorkerGroup._ended
+    patch.setattr(WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, m.Ended(Status.DONE, news.works)))
 
 
 def one_failure_ends_it(patch: Patch) -> None:
@@ -126,14 +112,12 @@ def one_failure_ends_it(patch: Patch) -> None:
 
     def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
         gone: set[int] = self.__dict__.setdefault("gone", set())
-        for op in news.ops:
-            if op in gone:
-                continue
-            one = self._open.get(op)
-            if one is not None and news.status is not Status.DONE:
-                gone.add(op)
-                one.left = 1 << rank
-            plain(self, rank, m.Ended(news.status, [op]))
+        works = [first for first in news.works if first not in gone]
+        if news.status is not Status.DONE:
+            gone.update(works)
+            for first in works:
+                self._copies[first].left = {rank}
+        plain(self, rank, m.Ended(news.status, works))
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
@@ -151,7 +135,7 @@ def stored_when_one_has(patch: Patch) -> None:
 
 def failed_copies_are_forgotten(patch: Patch) -> None:
     """A worker does not remember which loads have failed on it."""
-    patch.setattr(Performer, "_ended", lambda self, outcome: self._tell(m.Ended(outcome.status, [outcome.op])))
+    patch.setattr(Performer, "_ended", lambda self, status, ops: self._tell(m.Ended(status, [ops[0]])))
 
 
 def outcomes_of_another_number(patch: Patch) -> None:
@@ -159,11 +143,11 @@ def outcomes_of_another_number(patch: Patch) -> None:
     plain = Performer._ended
     last: dict[int, int] = {}
 
-    def ended(self: Performer, outcome: Outcome) -> None:
-        before, last[id(self)] = last.get(id(self)), outcome.op
-        plain(self, outcome)
-        if before is not None and before != outcome.op and self._loop.time() % 1 < 0.2:
-            self._tell(m.Ended(outcome.status, [before]))
+    def ended(self: Performer, status: Status, ops: Sequence[int]) -> None:
+        before, last[id(self)] = last.get(id(self)), ops[0]
+        plain(self, status, ops)
+        if before is not None and before != ops[0] and self._loop.time() % 1 < 0.2:
+            self._tell(m.Ended(status, [before]))
 
     patch.setattr(Performer, "_ended", ended)
 
@@ -221,17 +205,17 @@ def over_on_one(patch: Patch) -> None:
     """A batch is over when the first worker says so."""
 
     counts: dict[int, int] = {}
-    plain = GroupBatch.__init__
+    plain = Awaited.__init__
 
-    def begin(self: GroupBatch, number: int, ranks: set[int]) -> None:
+    def begin(self: Awaited, number: int, ranks: Collection[int]) -> None:
         plain(self, number, ranks)
         counts[id(self)] = len(ranks)
 
-    def is_over(self: GroupBatch) -> bool:
+    def is_over(self: Awaited) -> bool:
         return not self.left or len(self.left) < counts[id(self)]
 
-    patch.setattr(GroupBatch, "__init__", begin)
-    patch.setattr(GroupBatch, "done", is_over)
+    patch.setattr(Awaited, "__init__", begin)
+    patch.setattr(Awaited, "done", is_over)
     plain_over = WorkerGroup._over
 
     def over(self: WorkerGroup, rank: int, news: m.Over) -> None:

@@ -16,7 +16,7 @@ import uvloop
 
 from asynccache.core.plan import Move
 from asynccache.errors import CopyFailed
-from asynccache.memory import copies
+from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice, CpuEvent
 from asynccache.memory.faults import Faults
 from asynccache.memory.mover import Mover
@@ -192,11 +192,11 @@ async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(mo
     mover = Mover(CpuDevice(), [pool()])
     fill_device(mover)
 
-    def broken(src: object, dst: object, row_bytes: int) -> list[copies.Piece]:
+    def broken(src: object, dst: object, row_bytes: int) -> list[host_copies.Piece]:
         raise MemoryError("no room for index lists")
 
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "cut", broken)
+        patch.setattr(host_copies, "cut", broken)
         with pytest.raises(CopyFailed) as failed:
             await mover.backup([move([1], [1])]).wait()
         for event in mover.load([move([1], [1])]).layers:

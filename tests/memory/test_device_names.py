@@ -8,8 +8,8 @@ import pytest
 
 from asynccache.cli.devices import check_device
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda.settings import Settings, settings_from
-from asynccache.memory.naming import OPTIONS, DeviceName, parse_device
+from asynccache.memory.cuda.settings import CudaSettings, settings_from
+from asynccache.memory.device_names import OPTIONS, DeviceName, parse_device
 
 
 @pytest.mark.parametrize(("text", "name", "shown"), [
@@ -42,10 +42,10 @@ def test_what_is_no_name_is_told(text: str, said: str) -> None:
 
 
 def test_options_are_the_settings() -> None:
-    assert set(OPTIONS) == {field.name for field in dataclasses.fields(Settings)}
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(CudaSettings)}
     text = "cuda:0?blocks=16&kernel_below=65536"
-    assert settings_from(parse_device(text).options) == Settings(blocks=16, kernel_below=1 << 16)
-    assert settings_from({}) == Settings()
+    assert settings_from(parse_device(text).options) == CudaSettings(blocks=16, kernel_below=1 << 16)
+    assert settings_from({}) == CudaSettings()
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynccache.errors import InvariantViolation
-from asynccache.memory import copies
+from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import PageCopy
 from asynccache.memory.pools import DevicePool, HostPool
 from tests.memory.small_pools import pool
 
 
-def ids(values: list[int]) -> copies.Ids:
+def ids(values: list[int]) -> host_copies.Ids:
     return np.array(values, np.intp)
 
 
 def test_neighbours_become_runs_and_the_rest_index_lists() -> None:
-    row = copies.DIRECT_BYTES // 2
-    pieces = copies.cut(ids([3, 4, 9, 20, 21, 22]), ids([7, 8, 1, 30, 31, 40]), row)
+    row = host_copies.DIRECT_BYTES // 2
+    pieces = host_copies.cut(ids([3, 4, 9, 20, 21, 22]), ids([7, 8, 1, 30, 31, 40]), row)
     assert pieces[:2] == [(slice(7, 9), slice(3, 5)), (slice(30, 32), slice(20, 22))]
     [(dst, src)] = pieces[2:]
     assert isinstance(dst, np.ndarray)
@@ -31,15 +31,15 @@ def test_neighbours_become_runs_and_the_rest_index_lists() -> None:
 
 def test_small_rows_are_gathered_in_calls_of_bounded_size() -> None:
     row = 1024
-    pieces = copies.cut(ids(list(range(0, 4000, 2))), ids(list(range(2000))), row)
+    pieces = host_copies.cut(ids(list(range(0, 4000, 2))), ids(list(range(2000))), row)
     sizes = [len(src) for _, src in pieces if isinstance(src, np.ndarray)]
     assert sum(sizes) == 2000
-    assert max(sizes) * row == copies.GATHER_BYTES
+    assert max(sizes) * row == host_copies.GATHER_BYTES
 
 
 def test_long_runs_are_cut_too() -> None:
-    row = copies.DIRECT_BYTES
-    pieces = copies.cut(ids(list(range(10))), ids(list(range(5, 15))), row)
+    row = host_copies.DIRECT_BYTES
+    pieces = host_copies.cut(ids(list(range(10))), ids(list(range(5, 15))), row)
     assert pieces[0] == (slice(5, 9), slice(0, 4))
     assert pieces[-1] == (slice(13, 15), slice(8, 10))
     assert len(pieces) == 3
@@ -50,11 +50,11 @@ def test_long_runs_are_cut_too() -> None:
     st.permutations(range(12)),
     st.permutations(range(12)),
     st.integers(0, 12),
-    st.sampled_from([1, 1 << 10, copies.DIRECT_BYTES // 3, copies.DIRECT_BYTES, copies.RUN_BYTES + 1]),
+    st.sampled_from([1, 1 << 10, host_copies.DIRECT_BYTES // 3, host_copies.DIRECT_BYTES, host_copies.RUN_BYTES + 1]),
 )
 def test_every_cut_copies_every_row_once(src: list[int], dst: list[int], n: int, row: int) -> None:
     of, to, written = np.arange(100, 112), np.zeros(12, int), np.zeros(12, int)
-    for d, s in copies.cut(ids(src[:n]), ids(dst[:n]), row):
+    for d, s in host_copies.cut(ids(src[:n]), ids(dst[:n]), row):
         to[d] = of[s]
         written[d] += 1
     expected = {d: 100 + s for s, d in zip(src[:n], dst[:n], strict=True)}
@@ -67,7 +67,7 @@ def test_ids_outside_a_pool_are_a_bug_of_the_caller(src: list[int], dst: list[in
     spec, device = pool(device_pages=8, host_pages=5), CpuDevice()
     pair = DevicePool.allocate(spec, device), HostPool.allocate(spec, device)
     with pytest.raises(InvariantViolation):
-        copies.device_to_host_parts([PageCopy(*pair, np.array(src, np.int32), np.array(dst, np.int32))])
+        host_copies.device_to_host_parts([PageCopy(*pair, np.array(src, np.int32), np.array(dst, np.int32))])
 
 
 def test_the_halves_of_a_torn_step_are_the_whole() -> None:
@@ -75,8 +75,8 @@ def test_the_halves_of_a_torn_step_are_the_whole() -> None:
     p = DevicePool.allocate(spec, device)
     host = HostPool.allocate(spec, device)
     p.arrays[0][:] = 5
-    part = copies.device_to_host_parts([PageCopy(p, host, np.array([1], np.int32), np.array([2], np.int32))])
-    running = copies.perform(copies.device_to_host_steps(part), {0: copies.Hitch(1.0, 2.0, False)}, ())
+    part = host_copies.device_to_host_parts([PageCopy(p, host, np.array([1], np.int32), np.array([2], np.int32))])
+    running = host_copies.perform(host_copies.device_to_host_steps(part), {0: host_copies.Hitch(1.0, 2.0, False)}, ())
     assert next(running) == 1.0
     assert bytes(host.page(2)) == bytes([0, 0, 0])
     assert next(running) == 2.0

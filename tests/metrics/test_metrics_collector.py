@@ -73,12 +73,14 @@ async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series
             await serve(cache, text(8, seed=seed))
         samples = scrape(registry)
         assert samples.keys() == before.keys()
-        assert sum(name.startswith("asynccache_eviction_") for name, _ in samples) == 4 + 8 + 2 * 8 * 5
+        assert sum(name.startswith("asynccache_eviction_") for name, _ in samples) == 6 + 8 + 2 * 8 * 5
         assert one(samples, "eviction_requests_total") == 120
         assert one(samples, "eviction_lessons_total") == 1
         learned = cache.learned()
         assert learned is not None
         assert one(samples, "eviction_ghosts") == learned.ghosts > 0
+        assert one(samples, "eviction_watched") == learned.watched > 0
+        assert one(samples, "eviction_leads") == learned.leads
         assert one(samples, "eviction_kind_blocks", kind="used once") == pytest.approx(60 * 8 * PAGE / 512, rel=0.02)
         shares = [one(samples, "eviction_reuse_share", kind="used once", within=age) for age in ("1", "60", "3600")]
         assert shares == sorted(shares)
@@ -88,7 +90,7 @@ async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series
 
 @pytest.mark.asyncio
 async def test_lru_learns_nothing_and_has_no_such_series() -> None:
-    async with opened(settings()) as cache:
+    async with opened(settings(eviction="lru")) as cache:
         await serve(cache, text(4))
         assert not any(name.startswith("asynccache_eviction_") for name, _ in scrape(registered(cache)))
 

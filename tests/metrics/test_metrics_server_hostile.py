@@ -111,7 +111,12 @@ async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_tric
         while not answered.done():
             writer.write(drop)
             await asyncio.wait([answered], timeout=SHORT / 20)
-        assert await answered == (408, f"the request did not arrive within {SHORT:g} s")
+        try:
+            answer = await answered
+        except ConnectionError:
+            pass  # dropped, and what was sent after the end had the answer thrown away before it was read
+        else:
+            assert answer == (408, f"the request did not arrive within {SHORT:g} s")
         assert time.monotonic() - began >= SHORT
         writer.close()
 
@@ -120,7 +125,7 @@ async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_tric
 async def test_who_does_not_read_the_answer_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with exposed() as found:
         monkeypatch.setattr(server, "PATIENCE", SHORT)
-        monkeypatch.setattr(found, "_healthz", lambda: server.Answer("200 OK", "text/plain", bytes(64 << 20)))
+        monkeypatch.setattr(found, "_healthz", lambda: server.HttpResponse("200 OK", "text/plain", bytes(64 << 20)))
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
         writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
         await until(lambda: bool(found._talking))

@@ -414,6 +414,36 @@ async def windows(here: Here) -> None:
         await cache.prefetch(text(4, 2) + text(1, 9))
 
 
+async def shorter(here: Here) -> None:
+    """A window is fetched for a prompt that ends inside of what the host has without one."""
+    cache = here.cache
+    for pages in (3, 6):
+        await ask(here, text(pages, 1))
+        await cache.flush()
+    stored = dict(here.backend.pages)
+    await cache.reset()
+    here.backend.pages.update(stored)
+    for pages in (6, 3):
+        await cache.prefetch(text(pages, 1) + text(1, 9))
+
+
+async def given_up(here: Here) -> None:
+    """What nobody will ask for again is condemned without a copy. Then comes a store, which is to have it."""
+    cache = here.cache
+    for seed in range(6):
+        await ask(here, text(4, seed))
+        await settled(cache)
+    async with cache.lease(text(4, 6)) as lease:
+        compute(cache, lease, text(4, 6), here.checked)
+        await lease.commit(text(4, 6))
+        lease.release(ended=True)
+    for seed in (7, 8):
+        await settled(cache)
+        await ask(here, text(4, seed))
+        if seed == 7:
+            await cache.attach_storage("memory:", name="other")
+
+
 async def small(here: Here) -> None:
     """A host that is smaller than a request, a checkpoint where no window is, and backups of what is forgotten."""
     cache = here.cache
@@ -575,6 +605,9 @@ PLAYS: dict[str, Play] = {
     "forgotten": Play(scenario=forgotten, shape=PLAIN, events=True),
     "fetching": Play(scenario=fetching, shape={**PLAIN, "swa": 10}),
     "windows": Play(scenario=windows, shape={"device": 14, "host": 12, "swa": 10, "aux_host": 0.5}, grain=1),
+    "shorter": Play(scenario=shorter, shape={**PLAIN, "swa": 10}),
+    "given up": Play(scenario=given_up, shape={"device": 12, "host": 8, "write_policy": "write_back",
+                                               "write_back_watermark": 0.5, "eviction": "lru"}, stored=False),
     "small": Play(scenario=small, shape={"device": 14, "host": 4, "swa": 10, "window": 4, "mamba": 8,
                                          "max_backup_ops": 1}),
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
@@ -688,6 +721,7 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
         patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
         patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
+        patch.object(duel, "_FEWEST", 4), patch.object(duel, "_ALARM", 4.0),
         patch.object(slots, "_SHORT", 4), patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield

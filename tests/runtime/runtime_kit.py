@@ -15,6 +15,7 @@ from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
+from asynccache.runtime.driving import holding
 from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.parts import Parts
@@ -88,7 +89,7 @@ async def settled(cache: AsyncCache) -> None:
     """Return when nothing is in flight."""
     driver = parts(cache).driver
     while True:
-        async with driver.lock:
+        async with holding(driver.lock):
             driver.settle()
         if not len(driver.ops):
             return

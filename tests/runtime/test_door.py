@@ -11,7 +11,7 @@ import pytest
 
 from asynccache import AsyncCache, CacheFull, ConfigError, LoadFailed
 from asynccache.core.audit import check
-from asynccache.core.plan import Outcome, Status
+from asynccache.core.plan import Status
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.lease import Lease
 from tests.runtime.runtime_kit import (
@@ -294,6 +294,7 @@ async def test_a_request_cancelled_at_any_await_leaves_nothing_behind() -> None:
         assert cache.statistics().leases == 0
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 @pytest.mark.slow(1)
 async def test_cancelling_between_slices_finishes_them_and_gives_everything_back() -> None:
@@ -343,7 +344,7 @@ async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> Non
         await push_out(cache, 12)
         stage = local(cache).load_back
         post = stage._post
-        stage._post = lambda outcome: post(Outcome(outcome.op, Status.FAILED))
+        stage._post = lambda _, ops: post(Status.FAILED, ops)
         async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:
             for lease in (one, two):
                 with pytest.raises(LoadFailed) as failed:

@@ -78,7 +78,7 @@ async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
 
 @pytest.mark.asyncio
 async def test_it_can_be_read_and_sent() -> None:
-    async with opened(settings(host=8)) as cache:
+    async with opened(settings(host=8, eviction="lru")) as cache:
         await serve(cache, text(4))
         found = await cache.explain(text(4, extra=2))
         assert json.loads(json.dumps(found.plain()))["spans"][0]["where"] == "device"
@@ -122,7 +122,7 @@ async def test_what_the_eviction_policy_has_learned_is_told() -> None:
 
 @pytest.mark.asyncio
 async def test_under_lru_nothing_of_it_appears() -> None:
-    async with opened(settings(device=64)) as cache:
+    async with opened(settings(device=64, eviction="lru")) as cache:
         await serve(cache, text(8))
         found = await cache.explain(text(8))
         assert cache.learned() is None

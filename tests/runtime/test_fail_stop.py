@@ -18,6 +18,7 @@ import pytest
 from asynccache import AsyncCache, CacheClosed, core
 from asynccache.core.plan import EMPTY, More, Plan
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.driving import transact
 from tests.runtime.fail_stop_kit import POINTS, Injected, Injector, points
 from tests.runtime.fail_stop_worlds import PLAYS, run
 from tests.runtime.runtime_kit import parts, settings, turns
@@ -30,12 +31,11 @@ UNREACHED = {
     r"raise (InvariantViolation|illegal)\(": "a law of the core is broken, which the audit would find; it closes the "
                                              "cache as any other error does",
     r"states\.py:\d+ illegal: ": "makes the error of such a law",
-    r": \.\.\.$": "a protocol's method",
     r"\.__repr__: ": "called by whoever reads a log, and by no call of the core",
-    r"CacheCore\.active_|Order\.entries|SlotPool\.free|P2c\.learned|Curves\.report": "read by the audit and by tools",
+    r"CacheCore\.active_|Order\.entries|SlotPool\.free": "read by the audit and by tools",
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
-    r"_next_can_wait: return False": "the room that was made sure of before is taken from what is there",
+    r"_next_may_go_gently: return False": "the room that was made sure of before is taken from what is there",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
 }  # fmt: skip
 """Statements that no world reaches, by what they look like in a line of ``Point``, and why."""
@@ -125,7 +125,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
 
     cache = await AsyncCache(settings()).__aenter__()
     driver = parts(cache).driver
-    slices = asyncio.ensure_future(driver.transact(call))
+    slices = asyncio.ensure_future(transact(driver, call))
     await turns(1)
     with pytest.raises(Injected):
         driver.unlocked(fails)

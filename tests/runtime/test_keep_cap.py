@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from asynccache.runtime.driving import holding
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text, turns
 
 
@@ -13,7 +14,7 @@ from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text
 async def test_keeps_that_wait_for_the_lock_together_stay_within_the_cap() -> None:
     async with opened(settings(device=16, kept_fraction=0.25)) as cache:
         await serve(cache, text(8))
-        async with parts(cache).driver.lock:
+        async with holding(parts(cache).driver.lock):
             keeping = [asyncio.create_task(cache.keep(text(8))) for _ in range(3)]
             await turns()
         kept = await asyncio.gather(*keeping)

@@ -12,6 +12,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import CacheClosed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
+from asynccache.runtime.driving import acquire, holding
 from asynccache.runtime.tokens import as_key
 from tests.runtime.runtime_kit import (
     PAGE,
@@ -63,7 +64,7 @@ async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> No
         tokens = text(2)
         async with cache.lease(tokens) as lease:
             compute(cache, lease, tokens)
-            await parts(cache).driver.lock.acquire()
+            await acquire(parts(cache).driver.lock)
             before, after = lease.commit_threadsafe(tokens), lease.commit_threadsafe(tokens)
             assert before.cancel()
             await turns(5)
@@ -122,7 +123,7 @@ async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.
 @pytest.mark.asyncio
 async def test_two_extends_at_once_both_count() -> None:
     async with opened(settings()) as cache, cache.lease(text(2)) as lease:
-        async with parts(cache).driver.lock:
+        async with holding(parts(cache).driver.lock):
             both = [asyncio.ensure_future(lease.extend(PAGE)) for _ in range(2)]
             await turns(3)
         await asyncio.gather(*both)

@@ -14,6 +14,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheFull
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Plan
+from asynccache.runtime.driving import holding
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.treelock import TreeLock
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
@@ -29,7 +30,7 @@ async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcom
         held: list[Outcome] = []
         stage = local(cache).backup_host
         post = stage._post
-        stage._post = held.append
+        stage._post = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         await serve(cache, text(4))
         await until(lambda: len(held) == 1)
         stage._post = post
@@ -72,7 +73,7 @@ async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
 ) -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
         driver = parts(cache).driver
-        async with driver.lock:
+        async with holding(driver.lock):
             using = asyncio.ensure_future(use(cache))
             await turns()  # it is in line for the lock, before the ack task
             seen = watch(cache, call)
@@ -89,7 +90,7 @@ async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: st
         driver, tokens = parts(cache).driver, text(2, seed=3)
         async with cache.lease(tokens) as lease:
             compute(cache, lease, tokens)
-            async with driver.lock:
+            async with holding(driver.lock):
                 using = asyncio.ensure_future(lease.commit(tokens) if call == "commit" else lease.extend(1))
                 await turns()
                 seen = watch(cache, call)
@@ -122,7 +123,7 @@ async def test_between_two_slices_what_waits_is_applied() -> None:
         held: list[Outcome] = []
         stage = local(cache).backup_host
         post = stage._post
-        stage._post = held.append
+        stage._post = lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         await serve(cache, text(4, seed=5000))
         await until(lambda: len(held) == 1)
         stage._post = post
@@ -175,7 +176,7 @@ class Promptness:
 
 async def contend(lock: TreeLock) -> None:
     for _ in range(200):
-        async with lock:
+        async with holding(lock):
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -219,7 +220,7 @@ async def test_a_call_cancelled_at_any_turn_after_it_waited_for_the_lock_is_done
             tokens = text(3, seed=turn)
             async with cache.lease(tokens) as lease:
                 compute(cache, lease, tokens)
-                async with driver.lock:
+                async with holding(driver.lock):
                     using = asyncio.ensure_future(lease.commit(tokens) if call == "commit" else lease.extend(PAGE))
                     await turns()
                 await turns(turn)

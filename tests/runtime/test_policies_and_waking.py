@@ -10,7 +10,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig, PrefetchStatus
-from asynccache.core.plan import Outcome, Status
+from asynccache.core.plan import Status
 from asynccache.memory.cpu import CpuDevice, Gate
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
@@ -48,7 +48,7 @@ def failing_loads(cache: AsyncCache) -> None:
     """Every load_back from now on is reported as failed."""
     stage = local(cache).load_back
     post = stage._post
-    stage._post = lambda outcome: post(Outcome(outcome.op, Status.FAILED))
+    stage._post = lambda _, ops: post(Status.FAILED, ops)
 
 
 class Held:

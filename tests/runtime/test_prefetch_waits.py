@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from asynccache import PrefetchPolicy, PrefetchStatus
+from asynccache.core.plan import EMPTY, Wait
+from asynccache.runtime.driving import holding
 from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns, until
@@ -24,7 +27,7 @@ async def test_a_handle_that_is_told_while_it_waits_for_the_lock_fetches_nothing
     async with stored() as storage, opened(config, storage=storage) as cache:
         storage.hold()
         asked = storage.asked
-        async with parts(cache).driver.lock:
+        async with holding(parts(cache).driver.lock):
             handle = cache.prefetch(text(6))
             await turns()
             parts(cache).prefetching.own(handle).tell(wish)
@@ -45,7 +48,7 @@ async def test_a_handle_that_is_stopped_while_it_waits_for_the_lock_stops_nobody
         storage.hold()
         first = cache.prefetch(text(6))
         await until(lambda: storage.waiting == 1)
-        async with parts(cache).driver.lock:
+        async with holding(parts(cache).driver.lock):
             second = cache.prefetch(text(6))
             await turns()
             parts(cache).prefetching.own(second).tell(Wish.STOP)
@@ -65,6 +68,27 @@ class Buggy(HeldBackend):
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         raise ValueError("a bug")
+
+
+@pytest.mark.asyncio
+async def test_a_prefetch_gives_up_when_what_it_hangs_on_does_not_stay_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its backup ends, and something else takes the room before the prefetch looks: it went on for ever."""
+    tried = 0
+
+    def gone_again(*_: object) -> Wait:
+        nonlocal tried
+        tried += 1
+        return Wait(EMPTY, (1 << 40,))
+
+    async with stored() as storage, opened(settings(device=16, host=32), storage=storage) as cache:
+        monkeypatch.setattr(parts(cache).prefetching, "_try", gone_again)
+        async with asyncio.timeout(5.0):
+            result = await cache.prefetch(text(6))
+        assert result.status is PrefetchStatus.SKIPPED
+        assert result.reason == "the anchor does not stay on the host"
+        assert 1 < tried < 10
 
 
 @pytest.mark.asyncio

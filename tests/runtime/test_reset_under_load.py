@@ -9,6 +9,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import PrefetchStatus
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime.driving import holding
 from tests.runtime.runtime_kit import local, opened, parts, serve, settings, settled, text, turns, until
 
 
@@ -75,7 +76,7 @@ async def test_a_backup_held_back_before_the_tree_is_forgotten_is_never_stored()
         driver, ready = parts(cache).driver, device.gate()
         async with cache.lease(text(4)) as lease:
             await lease.commit(text(4), ready=ready)
-        async with driver.lock:
+        async with holding(driver.lock):
             resetting = asyncio.create_task(cache.reset())
             await turns()
             ready.open()

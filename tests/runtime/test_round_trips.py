@@ -12,7 +12,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig
-from asynccache.core.plan import Clone
+from asynccache.core.plan import Clone, Copy
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -198,11 +198,11 @@ def spy_on_clones(cache: AsyncCache) -> list[Clone]:
     """The private copies that are started from now on."""
     clones: list[Clone] = []
     driver = parts(cache).driver
-    perform = driver.perform
+    copy = driver.copy
 
-    def spy(plan: object, *more: object) -> None:
-        clones.extend(e for e in plan.effects if isinstance(e, Clone))  # type: ignore[attr-defined]
-        perform(plan, *more)  # type: ignore[arg-type]
+    def spy(copies: Sequence[Copy]) -> None:
+        clones.extend(effect for effect in copies if isinstance(effect, Clone))
+        copy(copies)
 
-    driver.perform = spy  # type: ignore[method-assign,assignment]
+    driver.copy = spy
     return clones

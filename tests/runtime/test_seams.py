@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asynccache.core.plan import Outcome
+from asynccache.runtime.driving import acquire, holding
 from asynccache.runtime.freezing import FREEZE_EVERY, Freezer
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
@@ -20,7 +21,7 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
     async with opened(settings(host=16)) as cache:
         driver = parts(cache).driver
         await serve(cache, text(4))
-        async with driver.lock:  # the ack task cannot come by
+        async with holding(driver.lock):  # the ack task cannot come by
             await until(lambda: driver.unapplied == 1)
             assert cache.statistics().core.operations["backup_host"] == 1
             driver.settle()
@@ -41,7 +42,7 @@ async def test_the_ack_task_drains_everything_at_once() -> None:
         parts(cache).core.complete = spy  # type: ignore[method-assign,assignment]
         for seed in range(5):
             await serve(cache, text(2, seed))
-        await driver.lock.acquire()
+        await acquire(driver.lock)
         waiting = driver.unapplied + len(driver.saving)
         await until(lambda: driver.unapplied == len(driver.saving))
         calls.clear()

@@ -16,6 +16,7 @@ from asynccache.core.world import World
 from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.driving import acquire, holding
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
@@ -89,6 +90,7 @@ def without_the_lock(driver: Driver, call: Callable[..., Any], *arguments: Any) 
     return driver.unlocked(call, *arguments)
 
 
+@pytest.mark.source
 def test_the_worlds_find_a_commit_that_does_not_take_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core call made as if it could not split: some world splits a node in it."""
     monkeypatch.setattr(Driver, "locked", without_the_lock)
@@ -156,7 +158,7 @@ def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
 async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_the_lock_first() -> None:
     async with opened(settings(host=16)) as cache:
         driver = parts(cache).driver
-        await driver.lock.acquire()
+        await acquire(driver.lock)
         serving = asyncio.ensure_future(serve(cache, text(2)))
         await turns()
         driver.lock.release()
@@ -164,11 +166,11 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
         await settled(cache)
         held: list[Outcome] = []
         stage = local(cache).backup_host
-        post, stage._post = stage._post, held.append
+        post, stage._post = stage._post, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         await serve(cache, text(4, 5))
         await until(lambda: len(held) == 1)
         stage._post = post
-        async with driver.lock:
+        async with holding(driver.lock):
             driver.post(held[0])
             await turns()  # the ack task has taken it out of the queue, and waits for the lock
             assert driver.acks.empty()
@@ -184,7 +186,7 @@ async def test_a_grant_waits_for_no_queue() -> None:
     async with opened(settings(device=64, host=64)) as cache:
         driver, held = parts(cache).driver, list[Outcome]()
         stage = local(cache).backup_host
-        post, stage._post = stage._post, held.append
+        post, stage._post = stage._post, lambda status, ops: held.extend(Outcome(op, status) for op in ops)
         for seed in range(5):
             await serve(cache, text(2, seed))
         await until(lambda: len(held) == 5)

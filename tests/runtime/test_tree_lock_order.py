@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from asynccache.runtime.driving import acquire, holding
 from asynccache.runtime.treelock import TreeLock
 from tests.runtime.runtime_kit import turns
 
@@ -20,7 +21,7 @@ async def test_it_is_taken_without_an_await_while_it_is_free_and_not_otherwise()
     lock.release()
     assert not lock.locked()
     with pytest.raises(StopIteration):
-        lock.acquire().send(None)
+        acquire(lock).send(None)
     assert lock.locked()
 
 
@@ -34,7 +35,7 @@ async def test_it_passes_on_in_the_order_of_arrival_and_is_never_free_in_between
     lock, order = TreeLock(), list[int]()
 
     async def work(number: int) -> None:
-        async with lock:
+        async with holding(lock):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -52,7 +53,7 @@ async def test_it_passes_on_in_the_order_of_arrival_and_is_never_free_in_between
 async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_lock() -> None:
     lock = TreeLock()
     lock.take()
-    first, second, third = (asyncio.ensure_future(lock.acquire()) for _ in range(3))
+    first, second, third = (asyncio.ensure_future(acquire(lock)) for _ in range(3))
     await turns(2)
     first.cancel()
     lock.release()  # before the first could take itself out: the second has it
@@ -68,9 +69,9 @@ async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_l
 async def test_a_coroutine_that_is_closed_while_it_waits_hands_nobody_elses_lock_on() -> None:
     lock = TreeLock()
     lock.take()
-    waits = asyncio.ensure_future(lock.acquire())
+    waits = asyncio.ensure_future(acquire(lock))
     await turns(1)
-    closed = lock.acquire()
+    closed = acquire(lock)
     closed.send(None)
     closed.close()
     await turns(2)
@@ -87,7 +88,7 @@ async def test_never_two_holders_and_never_nobody_while_somebody_waits(seed: int
     async def work() -> None:
         nonlocal inside, served
         if not lock.take():
-            await lock.acquire()
+            await acquire(lock)
         try:
             inside += 1
             assert inside == 1

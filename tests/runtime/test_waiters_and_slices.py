@@ -16,6 +16,7 @@ from asynccache.core.plan import More, Status, Wait
 from asynccache.runtime import hashing
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.driving import holding
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle
 from asynccache.runtime.saving import unsaved
@@ -172,7 +173,7 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
 async def test_a_survey_that_waits_for_the_tree_asks_about_what_came_meanwhile() -> None:
     async with opened(settings()) as cache:
         driver, key = parts(cache).driver, np.array(text(2), "<i4").tobytes()
-        async with driver.lock:
+        async with holding(driver.lock):
             survey = asyncio.create_task(unsaved(driver))
             await turns(3)
             grant = driver.core.lease(Ask(b"new", key, 0, 2 * PAGE, 0))

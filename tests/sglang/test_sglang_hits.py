@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from asynccache_sglang.hits import Asked, Hits, fold, leading
+from asynccache_sglang.hits import Hits, PoolPresence, fold, leading
 
 
 def test_leading_stops_at_the_first_that_is_not_there() -> None:
@@ -13,25 +13,25 @@ def test_leading_stops_at_the_first_that_is_not_there() -> None:
 
 def test_kv_alone() -> None:
     assert fold("kv", [True, True, False, True], []) == Hits(2, {"kv": 2}, [1, 2])
-    assert fold("kv", [False, True], [Asked("swa", [True, True], 1)]) == Hits(0, {}, [])
+    assert fold("kv", [False, True], [PoolPresence("swa", [True, True], 1)]) == Hits(0, {}, [])
 
 
 def test_all_pages_end_at_the_first_hole() -> None:
-    asked = [Asked("indexer", [True, True, False, True])]
+    asked = [PoolPresence("indexer", [True, True, False, True])]
     assert fold("kv", [True] * 4, asked) == Hits(2, {"kv": 4, "indexer": 2}, [1, 2])
 
 
 def test_trailing_pages_can_be_there_for_five_and_not_for_four() -> None:
-    asked = [Asked("mamba", [True, False, False, False, True], 1)]
+    asked = [PoolPresence("mamba", [True, False, False, False, True], 1)]
     assert fold("kv", [True] * 5, asked) == Hits(5, {"kv": 5, "mamba": 5}, [1, 5])
 
 
 def test_a_prefix_shorter_than_the_window_needs_what_there_is_of_it() -> None:
-    assert fold("kv", [True] * 2, [Asked("swa", [True, True], 3)]).restorable == [1, 2]
+    assert fold("kv", [True] * 2, [PoolPresence("swa", [True, True], 3)]).restorable == [1, 2]
 
 
 def test_pools_that_end_at_different_pages_have_nothing_in_common() -> None:
-    asked = [Asked("swa", [False, False, True], 1), Asked("mamba", [False, True, False], 1)]
+    asked = [PoolPresence("swa", [False, False, True], 1), PoolPresence("mamba", [False, True, False], 1)]
     assert fold("kv", [True] * 3, asked) == Hits(0, {"kv": 3, "swa": 3, "mamba": 2}, [])
 
 
@@ -41,7 +41,7 @@ def test_any_pools_at_all() -> None:
         pages = random.randrange(9)
         there = [[random.random() < 0.7 for _ in range(pages)] for _ in range(3)]
         windows = [random.choice((None, 1, 2, 3)) for _ in range(2)]
-        asked = [Asked(f"pool {at}", there[at + 1], window) for at, window in enumerate(windows)]
+        asked = [PoolPresence(f"pool {at}", there[at + 1], window) for at, window in enumerate(windows)]
         expected = [
             length for length in range(1, pages + 1)
             if all(there[0][:length])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from asynccache_sglang import identity
-from asynccache_sglang.identity import Kind, Server, Shard
+from asynccache_sglang.identity import PageMake, ServerOptions, Shard
 from asynccache_sglang.options import Options
 
 from asynccache import ConfigError
 
-SERVER = Server("0.5.23", model_path="some/model", load_format="auto", kv_cache_dtype="auto")
+SERVER = ServerOptions("0.5.23", model_path="some/model", load_format="auto", kv_cache_dtype="auto")
 SHARD = Shard(0, 2, 0, 1, 0, 1, 0, 1, replicated=False)
-KIND = Kind("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096), sharded=True)
+KIND = PageMake("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096), sharded=True)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_whatever_changes_the_pages_changes_the_namespace(changed: dict[str, obj
     "server",
     [SERVER._replace(model_path="/elsewhere"), SERVER._replace(revision="v2"), SERVER._replace(load_format="pt")],
 )
-def test_where_the_weights_lie_does_not(server: Server) -> None:
+def test_where_the_weights_lie_does_not(server: ServerOptions) -> None:
     made = [identity.namespace("digest 1", "model", one, SHARD) for one in (server, SERVER)]
     assert made[0] == made[1]
 
@@ -52,7 +52,7 @@ def test_where_the_weights_lie_does_not(server: Server) -> None:
         KIND._replace(page_size=32), KIND._replace(parts=(2048, 6144)), KIND._replace(sharded=False),
     ],
 )  # fmt: skip
-def test_whatever_changes_a_pools_pages_changes_its_keys(kind: Kind) -> None:
+def test_whatever_changes_a_pools_pages_changes_its_keys(kind: PageMake) -> None:
     assert identity.suffix(kind, SHARD) != identity.suffix(KIND, SHARD)
 
 
@@ -93,7 +93,7 @@ def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.Mo
         (SERVER._replace(model_path="/nowhere"), "its weights cannot be read"),
     ],
 )
-def test_where_neither_can_be_had_it_is_refused_in_a_sentence(server: Server, why: str) -> None:
+def test_where_neither_can_be_had_it_is_refused_in_a_sentence(server: ServerOptions, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         identity.weights(Options(("memory:",)), server)
     assert '"namespace" to a text that you change whenever the weights change' in str(caught.value)

@@ -285,7 +285,7 @@ def test_every_dtype_of_a_pool_is_in_its_keys(tmp_path: Path) -> None:
 
 def test_what_the_server_was_started_with_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every field is one of SGLang's own arguments."""
-    args = dict.fromkeys(identity.Server._fields[3:])
+    args = dict.fromkeys(identity.ServerOptions._fields[3:])
     args |= {"model_path": "m", "json_model_override_args": '{"rope_theta": 5e5}', "lora_paths": ["adapter"]}
     assert args.keys() | {"enable_lora"} <= field_names(ServerArgs)
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(**args))

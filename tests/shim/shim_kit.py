@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from asynccache_shim import NO_TOKEN, Batch, Limits, Request, Scheduler, Settings, Work
+from asynccache_shim import NO_TOKEN, Batch, Chunk, Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache, CacheConfig, Full, Hits, Mamba, SlidingWindow
 from asynccache.core.audit import check
@@ -99,21 +99,21 @@ class PatternModel:
             raise self.fail
         _check_apart(batch)
         self.batches.append(batch)
-        return [self._compute(work) for work in batch.works]
+        return [self._compute(chunk) for chunk in batch.chunks]
 
-    def _compute(self, work: Work) -> int:
-        values = prefix_values(work.tokens[: work.stop])
-        assert 0 <= work.start < work.stop <= len(work.tokens)
-        assert work.stop <= len(work.pages) * PAGE, "the page table is too short"
-        positions = np.arange(work.stop)
-        self._part("full", work.pages, values, positions[: work.start], positions[work.start :])
+    def _compute(self, chunk: Chunk) -> int:
+        values = prefix_values(chunk.tokens[: chunk.stop])
+        assert 0 <= chunk.start < chunk.stop <= len(chunk.tokens)
+        assert chunk.stop <= len(chunk.pages) * PAGE, "the page table is too short"
+        positions = np.arange(chunk.stop)
+        self._part("full", chunk.pages, values, positions[: chunk.start], positions[chunk.start :])
         if "swa" in self._pools:
-            low = max(0, work.start - self._window)
-            self._part("swa", work.swa_pages, values, positions[low : work.start], positions[work.start :])
+            low = max(0, chunk.start - self._window)
+            self._part("swa", chunk.swa_pages, values, positions[low : chunk.start], positions[chunk.start :])
         if "mamba" in self._pools:
-            self._state(work, values)
-        self.computed += work.stop - work.start
-        return next_token(work.tokens[: work.stop]) if work.sample else NO_TOKEN
+            self._state(chunk, values)
+        self.computed += chunk.stop - chunk.start
+        return next_token(chunk.tokens[: chunk.stop]) if chunk.sample else NO_TOKEN
 
     def _part(self, name: str, table: Any, values: Words, read: Any, write: Any) -> None:
         for layer, words in enumerate(self._pools[name]):
@@ -127,17 +127,17 @@ class PatternModel:
                 else:
                     words[pages, which % PAGE] = values[which] ^ salt
 
-    def _state(self, work: Work, values: Words) -> None:
+    def _state(self, chunk: Chunk, values: Words) -> None:
         for layer, words in enumerate(self._pools["mamba"]):
             salt = np.uint64(10_000 * self._salt + layer + 100)
-            slot = int(work.states[0])
-            if work.start:
-                assert words[slot, 0] == values[work.start - 1] ^ salt, "mamba: wrong state"
-            words[slot, 0] = values[work.stop - 1] ^ salt
-            if work.checkpoint is not None:
-                assert work.checkpoint.position == work.stop
-                assert work.checkpoint.slot != slot
-                words[work.checkpoint.slot, 0] = values[work.stop - 1] ^ salt
+            slot = int(chunk.states[0])
+            if chunk.start:
+                assert words[slot, 0] == values[chunk.start - 1] ^ salt, "mamba: wrong state"
+            words[slot, 0] = values[chunk.stop - 1] ^ salt
+            if chunk.checkpoint is not None:
+                assert chunk.checkpoint.position == chunk.stop
+                assert chunk.checkpoint.slot != slot
+                words[chunk.checkpoint.slot, 0] = values[chunk.stop - 1] ^ salt
 
 
 def _words(layer: torch.Tensor) -> Any:
@@ -169,14 +169,14 @@ def _check_apart(batch: Batch) -> None:
     """What one writes nobody else of the batch has in its table."""
     for name in ("pages", "swa_pages"):
         seen: dict[int, int] = {}
-        for work in batch.works:
-            table = getattr(work, name)
-            written = set(table[work.start // PAGE : -(-work.stop // PAGE)].tolist())
-            for other in batch.works:
-                if other is not work:
+        for chunk in batch.chunks:
+            table = getattr(chunk, name)
+            written = set(table[chunk.start // PAGE : -(-chunk.stop // PAGE)].tolist())
+            for other in batch.chunks:
+                if other is not chunk:
                     assert not written & set(getattr(other, name).tolist()) - {-1}, f"{name}: shared and written"
             for page in written:
-                assert seen.setdefault(page, work.request_id) == work.request_id
+                assert seen.setdefault(page, chunk.request_id) == chunk.request_id
 
 
 class Served:
@@ -208,7 +208,7 @@ async def serving(
     window = max((c.window for c in settings.components if isinstance(c, SlidingWindow)), default=0)
     async with AsyncCache(settings, storage=storage, device=device) as cache:
         model = PatternModel(cache, window)
-        async with Scheduler(cache, model, Settings(**limits)) as scheduler:
+        async with Scheduler(cache, model, SchedulerConfig(**limits)) as scheduler:
             yield Served(cache, model, scheduler)
         assert cache.statistics().leases == 0
         if audit:

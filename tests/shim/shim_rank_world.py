@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, Settings, follow
+from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
 from asynccache_shim.job import Job
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
@@ -85,7 +85,7 @@ def _plain(batch: Batch) -> Any:
     return batch.ended, [
         (w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
          w.states.tolist(), w.checkpoint, w.sample, w.sampling)
-        for w in batch.works
+        for w in batch.chunks
     ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ class World:
         self.config = draw_config(seed)
         self.has_store = random.random() < 0.8
         running = random.randint(1, 5)
-        self.settings = Settings(
+        self.settings = SchedulerConfig(
             step_tokens=running + PAGE + random.choice((0, 3, 8, 40)), max_running=running, checkpoint_every=2 * PAGE,
             load_attempts=1000,
         )  # fmt: skip

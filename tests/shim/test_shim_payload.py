@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from asynccache_shim import Batch, Checkpoint, Sampling, Work, payload
-from asynccache_shim.payload import Part, Payload, PayloadReader, PayloadWriter, Table
+from asynccache_shim import Batch, Checkpoint, Chunk, Sampling, payload
+from asynccache_shim.payload import ChunkPart, Payload, PayloadReader, PayloadWriter, Table
 from msgspec import structs
 
 from asynccache import ConfigError
@@ -30,24 +30,24 @@ def ints(*values: int) -> npt.NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-def work(number: int = 1, start: int = 0, stop: int = 1, *, tokens: Any = None, **more: Any) -> Work:
+def chunk(number: int = 1, start: int = 0, stop: int = 1, *, tokens: Any = None, **more: Any) -> Chunk:
     given = np.arange(100 * number, 100 * number + stop, dtype=np.int32) if tokens is None else ints(*tokens)
     fields: dict[str, Any] = {
         "pages": ints(), "swa_pages": ints(), "states": ints(), "checkpoint": None, "sample": True
     }  # fmt: skip
-    return Work(request_id=number, tokens=given, start=start, stop=stop, **(fields | more))
+    return Chunk(request_id=number, tokens=given, start=start, stop=stop, **(fields | more))
 
 
 def plain(batch: Batch) -> Any:
     """What a model reads of it."""
-    works = [
+    chunks = [
         (
             w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
             w.states.tolist(), w.checkpoint, w.sample, w.sampling,
         )
-        for w in batch.works
+        for w in batch.chunks
     ]  # fmt: skip
-    return works, batch.ended
+    return chunks, batch.ended
 
 
 # what a scheduler may do to a request between two batches
@@ -74,8 +74,8 @@ class Held:
         self.states: list[int] = []
         self.sampling = Sampling()
 
-    def work(self, stop: int, checkpoint: bool) -> Work:
-        made = Work(
+    def chunk(self, stop: int, checkpoint: bool) -> Chunk:
+        made = Chunk(
             self.number, ints(*self.tokens), self.computed, stop, ints(*self.pages), ints(*self.swa),
             ints(*self.states), Checkpoint(stop, 9) if checkpoint else None, stop == len(self.tokens), self.sampling,
         )  # fmt: skip
@@ -146,13 +146,13 @@ class World:
         self.ended.append(held.number)
 
     def batch(self, chunk: int) -> Batch:
-        works = []
+        chunks = []
         for held in self.held.values():
             stop = min(len(held.tokens), held.computed + chunk)
             if stop > held.computed:
-                works.append(held.work(stop, checkpoint=not stop % PAGE))
+                chunks.append(held.chunk(stop, checkpoint=not stop % PAGE))
         ended, self.ended = tuple(self.ended), []
-        return Batch(tuple(works), ended)
+        return Batch(tuple(chunks), ended)
 
 
 WHAT = ["admit", "admit", "grow", "exchange", "advance", "truncate", "retract", "end"]
@@ -215,7 +215,7 @@ def _changed_in_place(old: Any, table: Table | None) -> Any:
 
 def _that_remembers(self: PayloadReader, content: bytes) -> Batch:
     decoded = self._decoder.decode(content)
-    return Batch(tuple(map(self._work, decoded.parts)), decoded.ended)
+    return Batch(tuple(map(self._chunk, decoded.parts)), decoded.ended)
 
 
 DIFFERENCE, APPLIED = payload._difference, payload._applied
@@ -240,9 +240,9 @@ def test_a_reader_that_remembers_who_ended_is_seen(monkeypatch: pytest.MonkeyPat
 def test_tokens_that_are_told_from_the_start_of_a_work_on_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     part = PayloadWriter._part
 
-    def from_its_start(self: PayloadWriter, work: Work) -> Part:
-        told = part(self, work)
-        return structs.replace(told, tokens=payload._as_bytes(work.tokens[work.start : work.stop]))
+    def from_its_start(self: PayloadWriter, chunk: Chunk) -> ChunkPart:
+        told = part(self, chunk)
+        return structs.replace(told, tokens=payload._as_bytes(chunk.tokens[chunk.start : chunk.stop]))
 
     monkeypatch.setattr(PayloadWriter, "_part", from_its_start)
     is_seen()
@@ -254,11 +254,11 @@ def test_tokens_that_are_told_from_the_start_of_a_work_on_are_seen(monkeypatch: 
 def test_a_step_of_decoding_weighs_little_however_long_the_request_is() -> None:
     writer = PayloadWriter()
     tokens, pages = np.arange(100_000, dtype=np.int32), np.arange(6250, dtype=np.int32)
-    first = work(1, 0, 99_999, tokens=tokens, pages=pages)
+    first = chunk(1, 0, 99_999, tokens=tokens, pages=pages)
     assert len(writer.write(Batch((first,)))) > 4 * (len(tokens) + len(pages))
     more = np.append(pages, np.int32(7))
-    assert len(writer.write(Batch((work(1, 99_999, 100_000, tokens=tokens, pages=pages),)))) < 40
-    grown = work(1, 100_000, 100_001, tokens=np.append(tokens, 3), pages=more)
+    assert len(writer.write(Batch((chunk(1, 99_999, 100_000, tokens=tokens, pages=pages),)))) < 40
+    grown = chunk(1, 100_000, 100_001, tokens=np.append(tokens, 3), pages=more)
     assert len(writer.write(Batch((grown,)))) < 50
 
 
@@ -269,15 +269,15 @@ def test_a_step_of_decoding_weighs_little_however_long_the_request_is() -> None:
     "content",
     [
         b"", b"nonsense", encode([[], [[1]]]),
-        encode(Payload((), (Part(1, 0, 5, b"", None, None, b"", None, True, None),))),
+        encode(Payload((), (ChunkPart(1, 0, 5, b"", None, None, b"", None, True, None),))),
         encode(Payload((), (
-            Part(1, 0, 1, bytes(4), Table(3, b"", b""), None, b"", None, True, None),
+            ChunkPart(1, 0, 1, bytes(4), Table(3, b"", b""), None, b"", None, True, None),
         ))),
         encode(Payload((), (
-            Part(1, 0, 1, bytes(4), Table(0, b"123", bytes(4)), None, b"", None, True, None),
+            ChunkPart(1, 0, 1, bytes(4), Table(0, b"123", bytes(4)), None, b"", None, True, None),
         ))),
         encode(Payload((), (
-            Part(1, 0, 1, bytes(4), Table(0, b"\xff" * 4 + bytes(4), bytes(4)), None, b"", None, True, None),
+            ChunkPart(1, 0, 1, bytes(4), Table(0, b"\xff" * 4 + bytes(4), bytes(4)), None, b"", None, True, None),
         ))),
     ],
     ids=shown,
@@ -289,5 +289,5 @@ def test_what_is_no_batch_that_follows_is_refused(content: bytes) -> None:
 
 def test_requests_that_begin_in_the_middle_are_read_from_their_first_token_on() -> None:
     writer, reader = PayloadWriter(), PayloadReader()
-    batch = Batch((work(3, 2 * PAGE, 2 * PAGE + 1, pages=ints(5, 6, 7)),))
+    batch = Batch((chunk(3, 2 * PAGE, 2 * PAGE + 1, pages=ints(5, 6, 7)),))
     assert plain(reader.read(writer.write(batch))) == plain(batch)

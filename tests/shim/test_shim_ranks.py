@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from asynccache_shim import Batch, Finish, Limits, Request, Sampling, Scheduler, Settings, follow
+from asynccache_shim import Batch, Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
 from asynccache_shim.board import Board
 from asynccache_shim.payload import PayloadWriter
 from asynccache_shim.shards import Shards
@@ -216,7 +216,7 @@ def test_what_a_rank_has_not_computed_is_not_found_cached() -> None:
         assert not any(request.hits)
 
     assert not served(
-        1, ask, config=config(16, 64), settings=Settings(step_tokens=8 * PAGE, max_running=2),
+        1, ask, config=config(16, 64), settings=SchedulerConfig(step_tokens=8 * PAGE, max_running=2),
         fails={1: lambda number: number == 0}, faults=Faults(),
     ).errors  # fmt: skip
 
@@ -240,7 +240,7 @@ def test_a_batch_that_is_too_large_to_be_sent_fails_its_requests(monkeypatch: py
         assert await world.scheduler.submit(Request([1, 2, 3], Limits(2))).done() == continuation([1, 2, 3], 2)
 
     monkeypatch.setattr(cache_module, "MOST_PAYLOAD", 150)
-    settings = Settings(step_tokens=16 * PAGE, max_running=2)
+    settings = SchedulerConfig(step_tokens=16 * PAGE, max_running=2)
     assert not served(1, ask, config=config(16, 64), settings=settings, faults=Faults()).errors
 
 
@@ -362,7 +362,7 @@ def test_sampling_travels_to_every_shard() -> None:
     async def ask(world: World) -> None:
         await world.scheduler.submit(Request([1, 2, 3], Limits(2), sampling=Sampling(0.5, 0.9, -(2**64) + 1))).done()
         world._alike()
-        assert world.models[1].batches[0].works[0].sampling == Sampling(0.5, 0.9, -(2**64) + 1)
+        assert world.models[1].batches[0].chunks[0].sampling == Sampling(0.5, 0.9, -(2**64) + 1)
 
     assert not served(1, ask).errors
 

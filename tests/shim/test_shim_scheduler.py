@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Finish, Limits, Request, Scheduler, Settings, State
+from asynccache_shim import Finish, Limits, Request, Scheduler, SchedulerConfig, State
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
 from asynccache.memory.cpu import CpuDevice
@@ -130,7 +130,7 @@ async def test_requests_at_the_same_time_share_a_step() -> None:
         for prompt, request in zip(prompts, requests, strict=True):
             assert await request.done() == continuation(prompt, 6)
         assert served.scheduler.steps < 4 * 6
-        assert max(len(batch.works) for batch in served.model.batches) == 4
+        assert max(len(batch.chunks) for batch in served.model.batches) == 4
 
 
 # chunks
@@ -143,9 +143,9 @@ async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on() ->
         await until(lambda: len(short.output) > 2)
         long = served.ask(text(30, seed=1), 2)
         await asyncio.gather(short.done(), long.done())
-        totals = [sum(work.stop - work.start for work in batch.works) for batch in served.model.batches]
+        totals = [sum(chunk.stop - chunk.start for chunk in batch.chunks) for batch in served.model.batches]
         assert max(totals) <= 20
-        mixed = [b for b in served.model.batches if any(w.stop - w.start > 1 for w in b.works) and len(b.works) == 2]
+        mixed = [b for b in served.model.batches if any(w.stop - w.start > 1 for w in b.chunks) and len(b.chunks) == 2]
         assert len(mixed) >= 5
 
 
@@ -153,7 +153,7 @@ async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on() ->
 async def test_states_are_kept_where_chunks_end() -> None:
     async with serving(config(64, mamba=16), step_tokens=16, max_running=4) as served:
         await served.answer(text(12), 2)
-        kept = [w.checkpoint.position for b in served.model.batches for w in b.works if w.checkpoint is not None]
+        kept = [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
         assert kept == [16, 32, 44, 48]
         branch = await served.answer([*text(9), 1, 2, 3], 2)
         assert hits(branch).device == 32
@@ -170,7 +170,7 @@ async def test_a_long_output_holds_one_window() -> None:
     window = 3 * PAGE
     async with serving(config(64, swa=8, window=window), step_tokens=24) as served:
         await served.answer(text(2), 40 * PAGE)
-        present = [int((w.swa_pages >= 0).sum()) for b in served.model.batches for w in b.works]
+        present = [int((w.swa_pages >= 0).sum()) for b in served.model.batches for w in b.chunks]
         assert max(present) <= 8
         assert max(present[50:]) <= 3 + 2 + 1
 
@@ -179,7 +179,7 @@ async def test_a_long_output_holds_one_window() -> None:
 async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
     async with serving(config(64, mamba=16), checkpoint_every=20) as served:
         await served.answer(text(3), 80)
-        kept = [w.checkpoint.position for b in served.model.batches for w in b.works if w.checkpoint is not None]
+        kept = [w.checkpoint.position for b in served.model.batches for w in b.chunks if w.checkpoint is not None]
         assert kept == [8, 12, 32, 52, 72]
 
 
@@ -189,9 +189,9 @@ async def test_decoding_goes_on_beside_the_prefill_of_a_more_important_one() -> 
         low = served.ask(text(1), 60)
         await until(lambda: len(low.output) > 2)
         await served.answer(text(30, seed=1), 2, priority=1)
-        beside = [b for b in served.model.batches if any(w.request_id == 2 for w in b.works)]
+        beside = [b for b in served.model.batches if any(w.request_id == 2 for w in b.chunks)]
         assert len(beside) >= 6
-        assert all(any(w.request_id == 1 for w in b.works) for b in beside)
+        assert all(any(w.request_id == 1 for w in b.chunks) for b in beside)
 
 
 @pytest.mark.asyncio
@@ -226,7 +226,7 @@ async def test_alone_a_request_is_admitted_beside_the_window_of_its_own_prefix()
         await served.answer(text(8), 1)
         request = await served.answer([*text(8), *text(20, seed=1)], 4)
         assert hits(request).device == 8 * PAGE
-        assert max(w.stop - w.start for w in served.model.batches[2].works) <= window
+        assert max(w.stop - w.start for w in served.model.batches[2].chunks) <= window
 
 
 @pytest.mark.asyncio
@@ -445,7 +445,7 @@ async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
 @pytest.mark.asyncio
 async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -> None:
     async with AsyncCache(config(64)) as cache:
-        scheduler = Scheduler(cache, PatternModel(cache), Settings(step_tokens=64, max_running=2))
+        scheduler = Scheduler(cache, PatternModel(cache), SchedulerConfig(step_tokens=64, max_running=2))
         await scheduler.__aenter__()
         request = scheduler.submit(Request(text(3), Limits(200)))
         await until(lambda: len(request.output) > 1)
@@ -461,7 +461,7 @@ async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -
 async def test_steps_by_hand_and_a_cancelled_step_loses_nothing(more: Any) -> None:
     async with AsyncCache(config(64, **more)) as cache:
         model = PatternModel(cache, 8)
-        scheduler = Scheduler(cache, model, Settings(step_tokens=16, max_running=2))
+        scheduler = Scheduler(cache, model, SchedulerConfig(step_tokens=16, max_running=2))
         assert not await scheduler.step()
         request = scheduler.submit(Request(text(10), Limits(6)))
         while request.finish is None:
@@ -513,4 +513,4 @@ async def test_bad_input_is_refused() -> None:
         with pytest.raises(ConfigError):
             served.scheduler.submit(request)
         with pytest.raises(ConfigError):
-            Scheduler(served.cache, served.model, Settings(step_tokens=8, max_running=8))
+            Scheduler(served.cache, served.model, SchedulerConfig(step_tokens=8, max_running=8))

@@ -149,8 +149,8 @@ async def _live(world: World, device: CpuDevice) -> None:
                 await served.answer(prompt(world, event), event.new)
         async with asyncio.timeout(60):
             await asyncio.gather(*(_one(served, world, ask) for ask in world.asks))
-        work = sum(len(prompt(world, ask)) + ask.new for ask in (*world.history, *world.asks) if isinstance(ask, Ask))
-        assert served.scheduler.steps <= 20 * work, "it turns in circles"
+        chunk = sum(len(prompt(world, ask)) + ask.new for ask in (*world.history, *world.asks) if isinstance(ask, Ask))
+        assert served.scheduler.steps <= 20 * chunk, "it turns in circles"
 
 
 async def _one(served: Any, world: World, ask: Ask) -> None:

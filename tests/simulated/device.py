@@ -16,7 +16,7 @@ from random import Random
 import torch
 
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
-from asynccache.memory import copies as batch
+from asynccache.memory import host_copies as batch
 from asynccache.memory.device import Event, PageCopy, Stream
 from asynccache.memory.faults import Fates, Faults
 from asynccache.memory.pools import available_memory, check_room

@@ -132,7 +132,7 @@ def test_the_capacity_is_the_stores_own_as_far_as_it_was_noted(
         (("ls", "file:{}", "--limit", "0"), "--limit=0"),
         (("ls", "file:{}", "--yes"), "--yes is for asynccache store clear"),
         (("stat", "file:{}", "--rate", "1GiB"), "--rate is for asynccache store verify"),
-        (("stat", "file:{}", "--timeout", "0"), "--timeout=0.0"),
+        (("stat", "file:{}", "--timeout", "0"), "--timeout=0: must be a number above 0"),
         (("clear", "file:{}"), "give --yes"),
         (("verify", "none"), "is no store"),
         (("verify", "tea:pot"), "unknown backend 'tea'"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO, read_runs
+from asynccache_backends.file.aio import FileRun, Files, Moved, ThreadIO, read_runs
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.index import Index
 from asynccache_backends.file.reads import BATCHES, Stretch, find_stretches, plan_reads
@@ -190,12 +190,12 @@ class HeldIO(ThreadIO):
         backend._state.io.close()
         backend._state.io = self
 
-    def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
+    def write(self, files: Files, run: FileRun) -> asyncio.Future[Moved]:
         if self.error is not None:
             return self._answer(Moved([0], self.error, False))
         return self._hold(super().write(files, run))
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
         if self.error is not None:
             return self._answer(Moved([0] * len(runs), self.error, False))
         return self._hold(super().read(files, runs))
@@ -430,7 +430,7 @@ def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path
     path.write_bytes(bytes(range(200)) * 100)
     fd = os.open(path, os.O_RDONLY)
     buffers = [memoryview(bytearray(5000)) for _ in range(3)]
-    runs = [Run(at, 5000, [buffer]) for at, buffer in zip((0, -5, 18000), buffers, strict=True)]
+    runs = [FileRun(at, 5000, [buffer]) for at, buffer in zip((0, -5, 18000), buffers, strict=True)]
     moved = read_runs(Files(fd, None), runs)
     os.close(fd)
     assert moved.bytes == [5000, 0, 2000]
@@ -447,7 +447,7 @@ async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp
     backend = _backend(store)
 
     class OneBad(ThreadIO):
-        def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+        def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
             (run,) = runs
             future: asyncio.Future[Moved] = asyncio.get_running_loop().create_future()
             future.set_result(Moved([run.length // 2], OSError(errno.EIO, "bad sector"), False))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
+from asynccache_backends.file.aio import FileRun, Files, Moved, ThreadIO
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result
@@ -38,7 +38,7 @@ class HeldReads(ThreadIO):
         backend._state.io.close()
         backend._state.io = self
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
         done = super().read(files, runs)
 
         async def held() -> Moved:

@@ -18,7 +18,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Closed, Pages, ParsedUrl, Result, StoreLayout
-from asynccache.storage.serving import Serving
+from asynccache.storage.loop_thread import Serving
 from tests.storage.pages_kit import (
     FAILED,
     HIT,

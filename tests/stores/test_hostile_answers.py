@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.mooncake import listing
-from asynccache_backends.mooncake.settings import Place
+from asynccache_backends.mooncake.settings import HostPort
 from asynccache_backends.redis import RedisBackend, resp, routing
 from asynccache_backends.redis.resp import MOST_DEPTH, ProtocolError, Reader
 
@@ -191,7 +191,7 @@ async def test_a_list_of_keys_that_is_none_is_unavailable(reply: bytes) -> None:
 
 
 @contextmanager
-def admin(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Place]:
+def admin(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[HostPort]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             respond(self)
@@ -203,7 +203,7 @@ def admin(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Place]:
     thread = Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield Place(HOST, server.server_port)
+        yield HostPort(HOST, server.server_port)
     finally:
         server.shutdown()
         thread.join()

@@ -11,12 +11,12 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from asynccache_backends.mooncake.client import ENVIRONMENT, Client, State, library, prepare
-from asynccache_backends.mooncake.settings import ClientOptions, Place
+from asynccache_backends.mooncake.client import ENVIRONMENT, Client, ClientState, library, prepare
+from asynccache_backends.mooncake.settings import ClientOptions, HostPort
 
 from asynccache.errors import ConfigError, Unavailable
 
-OPTIONS = ClientOptions(Place("10.0.0.1", 50051), "P2PHANDSHAKE", "", 0, 1 << 20, "tcp", "")
+OPTIONS = ClientOptions(HostPort("10.0.0.1", 50051), "P2PHANDSHAKE", "", 0, 1 << 20, "tcp", "")
 
 
 class Library:
@@ -48,7 +48,7 @@ def test_a_new_client_lets_nobody_in() -> None:
     with pytest.raises(Unavailable, match="NEW"), client:
         pytest.fail("inside")
     client.close()
-    assert client.state is State.NEW
+    assert client.state is ClientState.NEW
 
 
 def test_set_up_opens_the_door() -> None:
@@ -104,7 +104,7 @@ def test_close_waits_for_those_inside_and_lets_nobody_else_in() -> None:
     with _thread(call):
         assert inside.wait(10)
         with _thread(client.close) as closing:
-            while client.state is not State.CLOSING:
+            while client.state is not ClientState.CLOSING:
                 leave.wait(0.001)
             with pytest.raises(Unavailable, match="CLOSING"), client:
                 pytest.fail("inside")
@@ -120,7 +120,7 @@ def test_an_error_inside_opens_the_way_out() -> None:
     with pytest.raises(ZeroDivisionError), client:
         raise ZeroDivisionError
     client.close()
-    assert client.state is State.CLOSED
+    assert client.state is ClientState.CLOSED
 
 
 def test_the_environment_bounds_the_client_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

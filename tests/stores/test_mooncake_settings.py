@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from asynccache_backends.mooncake.settings import Place, settings_of
+from asynccache_backends.mooncake.settings import HostPort, settings_of
 
 from asynccache.errors import ConfigError
 from asynccache.storage import parse_url
@@ -15,7 +15,7 @@ KEY = bytes(range(32))
 
 def test_a_url_with_nothing_but_a_master_is_a_pure_client() -> None:
     settings = settings_of(parse_url("mooncake://10.0.0.1:51000"))
-    assert settings.client.master == Place("10.0.0.1", 51000)
+    assert settings.client.master == HostPort("10.0.0.1", 51000)
     assert (settings.client.segment, settings.client.buffer) == (0, 16 << 20)
     assert (settings.client.protocol, settings.client.metadata) == ("tcp", "P2PHANDSHAKE")
     assert (settings.replicas, settings.threads, settings.admin) == (1, 1, None)
@@ -32,7 +32,7 @@ def test_all_options() -> None:
     assert (settings.client.segment, settings.client.buffer) == (512 << 20, 32 << 20)
     assert (settings.client.protocol, settings.client.device) == ("rdma", "mlx5_0")
     assert settings.client.metadata == "http://m:8080/metadata"
-    assert (settings.client.host, settings.admin) == ("10.0.0.7", Place("10.0.0.1", 9003))
+    assert (settings.client.host, settings.admin) == ("10.0.0.7", HostPort("10.0.0.1", 9003))
     assert (settings.replicas, settings.threads) == (2, 3)
     assert settings.name(KEY).startswith("team/a.")
 

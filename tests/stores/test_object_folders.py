@@ -15,7 +15,7 @@ import pytest
 from asynccache_backends.object_store import ObjectBackend
 from asynccache_backends.object_store.names import Clock
 from asynccache_backends.object_store.packs import Pack, pack_entries, trailer_of
-from asynccache_backends.object_store.snapshot import Snapshot as Saved
+from asynccache_backends.object_store.snapshot import IndexSnapshot as Saved
 from asynccache_backends.object_store.snapshot import _checksum, pack_snapshot, parse_snapshot
 
 from asynccache.cli.main import main

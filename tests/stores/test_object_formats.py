@@ -13,14 +13,20 @@ from asynccache_backends.object_store.packs import (
     ENTRY_BYTES,
     MAX_RECORDS,
     TRAILER_BYTES,
+    FooterCheck,
     Pack,
-    Verdict,
     footer_bytes,
     pack_entries,
     parse_footer,
     trailer_of,
 )
-from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, pack_tomb, parse_snapshot, parse_tomb
+from asynccache_backends.object_store.snapshot import (
+    IndexSnapshot,
+    pack_snapshot,
+    pack_tomb,
+    parse_snapshot,
+    parse_tomb,
+)
 
 from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA
 
@@ -51,7 +57,7 @@ def test_a_footer_comes_back_whatever_lies_before_it() -> None:
     assert footer_bytes(footer) == footer_bytes(footer[-TRAILER_BYTES:]) == len(footer)
     for before in (b"", b"x" * 17):
         verdict, entries = parse_footer(before + footer, size, RECORD_SCHEMA)
-        assert verdict is Verdict.GOOD
+        assert verdict is FooterCheck.GOOD
         assert entries == entries_of([1, 2, 3])
 
 
@@ -60,15 +66,15 @@ def test_no_flipped_bit_of_a_footer_goes_unseen() -> None:
     for at in range(len(footer)):
         broken = bytearray(footer)
         broken[at] ^= 1 << at % 8
-        assert parse_footer(bytes(broken), 20 + len(footer), RECORD_SCHEMA).verdict is Verdict.DAMAGED
+        assert parse_footer(bytes(broken), 20 + len(footer), RECORD_SCHEMA).verdict is FooterCheck.DAMAGED
 
 
 def test_a_footer_that_does_not_fit_its_object_is_damaged() -> None:
     footer = footer_of([1, 2])
     for size in (0, len(footer) - 1, len(footer), 19 + len(footer), 21 + len(footer)):
-        assert parse_footer(footer, size, RECORD_SCHEMA).verdict is Verdict.DAMAGED
+        assert parse_footer(footer, size, RECORD_SCHEMA).verdict is FooterCheck.DAMAGED
     for cut in (0, 1, TRAILER_BYTES - 1, len(footer) - 1):
-        assert parse_footer(footer[len(footer) - cut :], 20 + len(footer), RECORD_SCHEMA).verdict is Verdict.DAMAGED
+        assert parse_footer(footer[len(footer) - cut :], 20 + len(footer), RECORD_SCHEMA).verdict is FooterCheck.DAMAGED
 
 
 def test_a_footer_that_lies_about_offsets_is_damaged() -> None:
@@ -76,19 +82,19 @@ def test_a_footer_that_lies_about_offsets_is_damaged() -> None:
         entries = entries_of([1]) + key_of(2) + bytes(64) + offset.to_bytes(8, "little") + (10).to_bytes(8, "little")
         entries += bytes(8)
         footer = entries + trailer_of(entries, RECORD_SCHEMA)
-        assert parse_footer(footer, 20 + len(footer), RECORD_SCHEMA).verdict is Verdict.DAMAGED
+        assert parse_footer(footer, 20 + len(footer), RECORD_SCHEMA).verdict is FooterCheck.DAMAGED
 
 
 def test_a_pack_of_another_schema_is_foreign() -> None:
     footer = footer_of([1])
-    assert parse_footer(footer, 10 + len(footer), OTHER).verdict is Verdict.FOREIGN
+    assert parse_footer(footer, 10 + len(footer), OTHER).verdict is FooterCheck.FOREIGN
 
 
 def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     clock = Clock()
     first, second = pack_of(clock, [1, 2]), pack_of(clock, [3])
     tombs = {clock.name(): (key_of(1), key_of(9)), clock.name(): ()}
-    data = pack_snapshot(Snapshot(12.5, [first, second], tombs), RECORD_SCHEMA)
+    data = pack_snapshot(IndexSnapshot(12.5, [first, second], tombs), RECORD_SCHEMA)
     found = parse_snapshot(memoryview(data), RECORD_SCHEMA)
     assert found is not None
     assert (found.cursor, found.tombs) == (12.5, tombs)

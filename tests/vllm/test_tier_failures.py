@@ -23,7 +23,7 @@ pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not insta
 from asynccache_vllm import tier as tiers
 from asynccache_vllm.lookups import MISS_KEPT
 from asynccache_vllm.tallying import LOADED, STORED
-from asynccache_vllm.transfers import Transfer
+from asynccache_vllm.transfers import ChunkTransfer
 from vllm.v1.kv_offload.base import LookupResult
 
 from asynccache.errors import ConfigError, Unavailable
@@ -124,7 +124,7 @@ def test_the_lookup_and_the_load_have_one_deadline_together(monkeypatch: pytest.
         patience: list[float] = []
         load = playing.tier._transfers.load
 
-        def watched(transfer: Transfer) -> None:
+        def watched(transfer: ChunkTransfer) -> None:
             patience.append(transfer.patience)
             load(transfer)
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from asynccache_vllm.lookups import HIT_KEPT, MISS_KEPT, Answer, Lookups, Question
+from asynccache_vllm.lookups import HIT_KEPT, MISS_KEPT, KeyAnswer, KeyTable, Question
 
 from asynccache.storage import Result
 
-HIT, MISS, LATER = Answer.HIT, Answer.MISS, Answer.LATER
+HIT, MISS, LATER = KeyAnswer.HIT, KeyAnswer.MISS, KeyAnswer.LATER
 TIMEOUT = 0.5
 
 
-def living(*requests: str) -> Lookups:
+def living(*requests: str) -> KeyTable:
     """A table that knows these requests."""
-    lookups = Lookups(TIMEOUT)
+    lookups = KeyTable(TIMEOUT)
     for request in requests:
         lookups.begin(request)
     return lookups
 
 
-def asked(lookups: Lookups, now: float) -> Question:
+def asked(lookups: KeyTable, now: float) -> Question:
     question = lookups.take(now)
     assert question is not None
     return question
@@ -135,5 +135,5 @@ def test_nothing_is_kept_for_ever() -> None:
         lookups.end(f"r{i}")
     lookups.begin_again(["r0", "r1"])
     lookups.tidy(10.0 + HIT_KEPT)
-    assert repr(lookups) == "Lookups(known=0, wanted=0, asked=0)"
+    assert repr(lookups) == "KeyTable(known=0, wanted=0, asked=0)"
     assert not lookups._spent

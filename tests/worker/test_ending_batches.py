@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from asynccache import ConfigError, CopyFailed, RankFailure
-from asynccache.core.plan import LoadBack, Move, Status
+from asynccache.core.plan import Move, Status
 from asynccache.worker import messages as m
 from asynccache.worker.layout import FULL
 from asynccache.worker.sent import EngineBatch, SentBatches
+from asynccache.worker.work import Kind, Work
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
 from tests.worker.test_waiting_threads import Opened, opened
@@ -98,14 +99,14 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
     async with opened() as worker:
         performer = worker.performer
         asked = worker.loaded(1)
-        performer.batches.lose(1)
+        performer.batches.lose({1})
         with pytest.raises(CopyFailed, match="a load that batch 1 needs has failed on rank 0"):
             await worker.face.layer(asked, 0)
         performer._failed.add(7)
         slots = bytes(4)
         performer.take(m.SendBatch(8, b"", (7,)))
         performer.take(m.Forget(7))
-        performer.take(m.Perform.of(LoadBack(9, (Move(FULL, slots, slots),))))
+        performer.take(m.Perform(Work(Kind.LOAD, [9], (Move(FULL, slots, slots),))))
         with pytest.raises(CopyFailed):
             await worker.face.layer(performer.batches.find(8), 0)
         performer.take(m.SendBatch(10, b"", (7,)))
@@ -215,7 +216,7 @@ def test_a_load_that_fails_marks_the_batches_that_need_it_until_they_are_over() 
             sent.add(batch)
         sent.end(1, gate, "")
         sent.end(2, None, "")
-        sent.lose(7)
+        sent.lose({7})
         assert [batch.lost for batch in batches] == [True, False, True]
         gate.open()
         await asyncio.sleep(1.0)

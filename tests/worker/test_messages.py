@@ -7,10 +7,11 @@ from random import Random
 import pytest
 
 from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Replicated, Sidecar, SlidingWindow
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Move, Status, StoredPages
+from asynccache.core.plan import BackupStorage, Move, Status, StoredPages
 from asynccache.storage import StoreOptions
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Asked, Read
+from asynccache.worker.work import Kind, Work
 
 CONFIG = CacheConfig(
     model="m", page_size=4, storage=("file:/a?name=x", "redis://b"), prefetch_policy=PrefetchPolicy.BEST_EFFORT,
@@ -23,8 +24,8 @@ CONFIG = CacheConfig(
 )  # fmt: skip
 MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 ORDERS: list[m.Message] = [
-    m.Open(1, m.settings_of(CONFIG)), m.Ready(), m.Perform.of(BackupHost(7, MOVES), (1, 2)),
-    m.Perform.of(LoadBack(8, MOVES)), m.Perform.of(Clone(9, MOVES, 8)), m.Forget(8),
+    m.Open(1, m.settings_of(CONFIG)), m.Ready(), m.Perform(Work(Kind.BACKUP, [6, 7], MOVES, 0, (1, 2))),
+    m.Perform(Work(Kind.LOAD, [8], MOVES)), m.Perform(Work(Kind.CLONE, [9], MOVES, 8)), m.Forget(8),
     m.SendBatch(3, bytes(range(256)), (8,)),
     m.Store.of(2, [BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),))]), m.GiveUp(10),
     m.Ask(3, (Asked("full", bytes(64)),)), m.Fetch(4, (Read("full", bytes(32), bytes(4)),), True),

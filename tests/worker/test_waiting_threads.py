@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from asynccache import CacheConfig, ConfigError, Full, RankFailure
-from asynccache.core.plan import LoadBack, Move
+from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker import messages as m
 from asynccache.worker.given import Given
 from asynccache.worker.layout import FULL
 from asynccache.worker.performing import Performer
+from asynccache.worker.work import Kind, Work
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class Opened:
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
         slots = np.arange(PAGES, dtype=np.int32).tobytes()
-        self.performer.take(m.Perform.of(LoadBack(number, (Move(FULL, slots, slots),)), after))
+        self.performer.take(m.Perform(Work(Kind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
         self.performer.take(m.SendBatch(number, b"", (number,)))
         return self.performer.batches.find(number)
 

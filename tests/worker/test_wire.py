@@ -8,9 +8,9 @@ import pytest
 
 from asynccache.core.plan import Status
 from asynccache.errors import RankFailure
+from asynccache.worker import link as links
 from asynccache.worker import messages as m
-from asynccache.worker import wire
-from asynccache.worker.wire import Wire, slices
+from asynccache.worker.link import Wire, slices
 from tests.simulated.links import simulated_links
 from tests.simulated.loop import SimulatedLoop, simulate
 
@@ -29,7 +29,7 @@ def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
             one.put(order)
         await asyncio.sleep(1)
         for frame in frames:
-            assert len(frame) <= wire.MOST_FRAME  # type: ignore[attr-defined]
+            assert len(frame) <= links.MOST_FRAME
             sent.extend(m.decode_orders(frame))
 
     simulate(main, 1)
@@ -39,7 +39,7 @@ def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
 def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "MOST_FRAME", 100)
+    monkeypatch.setattr(links, "MOST_FRAME", 100)
     good: list[m.Message] = [m.Flush(call) for call in range(100)]
     odd: list[m.Message] = [m.Delete(7, bytes(200)), m.OpenStore(8, 1, "file:\udcff", {}, None), m.Flush(1 << 70)]
     sent, told = sent_of([*good[:40], odd[0], *good[40:70], odd[1], odd[2], *good[70:]])
@@ -98,8 +98,8 @@ def test_what_is_sent_goes_at_once_behind_what_was_put_and_what_is_held_waits_fo
 
 
 def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_FRAME", 4096)
-    monkeypatch.setattr(wire, "SLICE", 256)
+    monkeypatch.setattr(links, "MOST_FRAME", 4096)
+    monkeypatch.setattr(links, "SLICE", 256)
     sent: list[int] = []
     told: list[RankFailure] = []
 
@@ -110,7 +110,7 @@ def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pyte
             assert len(frame) <= 4096
             for message in m.decode_news(frame):
                 assert isinstance(message, m.Ended)
-                sent.extend(message.ops)
+                sent.extend(message.works)
 
         link.send = send  # type: ignore[method-assign]
         one = Wire([link], told.append)
@@ -137,7 +137,7 @@ def test_a_reason_can_be_sent_whatever_it_says() -> None:
 def test_lists_of_pages_are_cut_into_parts_that_fit_a_frame_and_nothing_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "MOST_FRAME", 10 * wire.BYTES_PER_PAGE)
+    monkeypatch.setattr(links, "MOST_FRAME", 10 * links.BYTES_PER_PAGE)
     for counts in ([], [0, 0], [3], [10], [11], [4, 0, 25, 1, 1, 9], [10, 10]):
         parts = list(slices(counts))
         assert all(0 < sum(end - begin for _, begin, end in part) <= 10 for part in parts)

@@ -1,4 +1,4 @@
-"""The processes that are ranks.
+"""The processes of a run, one for each rank.
 
 Law: no process outlives its ``Crew``; each is in a session of its own, so Ctrl-C reaches the command alone.
 """
@@ -26,7 +26,8 @@ _LOOK = 0.02
 
 
 class Member:
-    """One process. ``account``: what it said at its end; None: nothing."""
+    """The process of one rank. ``account``: the ``Account`` that it wrote at its end, as a mapping; None: it wrote
+    none."""
 
     def __init__(self, duty: Duty, secret: str, folder: Path) -> None:
         self.rank = duty.rank
@@ -46,7 +47,8 @@ class Member:
         return f"Member(rank {self.rank}, pid {self.process.pid})"
 
     def last_words(self) -> str:
-        """How it ended, and the last line that it wrote; empty, as long as it has not."""
+        """Return how the process ended, and the last line that it wrote to standard error; an empty text as long as it
+        has not ended."""
         status = self.process.poll()
         if status is None or self._log.closed:
             return self._last_words
@@ -55,7 +57,7 @@ class Member:
         return how + (f": {lines[-1]}" if lines else "")
 
     def end(self) -> None:
-        """Read what it said. To be called when it has ended, once."""
+        """Read what the process wrote. To be called once, after it has ended."""
         with suppress(ValueError):
             self.account = json.loads(_read(self._said))
         self._last_words = self.last_words()
@@ -73,8 +75,8 @@ def _read(file: IO[bytes]) -> str:
 
 
 class Crew:
-    """A member for each duty; to be used in an ``async with``. ``own_ends``: last words by rank of those that had ended
-    before they were told to."""
+    """The members of a run, one for each duty, in an ``async with``. ``own_ends``: by rank, the last words of members
+    that ended before they were told to."""
 
     def __init__(self, duties: Sequence[Duty], secret: str, folder: Path) -> None:
         self.members: list[Member] = []
@@ -84,7 +86,7 @@ class Crew:
         self._folder = folder
 
     async def __aenter__(self) -> Self:
-        """Start them all."""
+        """Start a process for each duty."""
         try:
             for duty in self._duties:
                 self.members.append(Member(duty, self._secret, self._folder))
@@ -96,7 +98,8 @@ class Crew:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nobody is left. Who is about to end by itself may do so, unless something is being raised."""
+        """Kill all processes. Unless an error is being raised, wait first, at most ``_EXIT`` seconds, until they end by
+        themselves."""
         try:
             if kind is None:
                 with suppress(TimeoutError):
@@ -106,20 +109,20 @@ class Crew:
             self._kill()
 
     def ended(self) -> list[Member]:
-        """Those that have."""
+        """Return the members whose process has ended."""
         return [member for member in self.members if member.process.poll() is not None]
 
     async def ends(self, count: int) -> None:
-        """Return when so many have ended."""
+        """Return when ``count`` processes have ended. Cancelling it stops the waiting."""
         while len(self.ended()) < count:  # noqa: ASYNC110  nothing tells of a process's end on every loop
             await asyncio.sleep(_LOOK)
 
     def note_ends(self) -> None:
-        """Who has ended by now has done so by itself."""
+        """Note in ``own_ends`` the processes that have ended by now: they did so by themselves."""
         self.own_ends |= {member.rank: member.last_words() for member in self.ended()}
 
     def give_up(self, rank: int, reason: str) -> None:
-        """It is lost, for this reason: nobody need wait for it."""
+        """Kill the process of ``rank``, which is lost for this ``reason``, so that nobody waits for it."""
         self.own_ends.setdefault(rank, reason)
         self.members[rank].process.kill()
 

@@ -12,7 +12,9 @@ _NOTHING = Spread(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Duty:
-    """``faults``: share of copies and calls; ``delay``: seconds that it dawdles before a batch, at most."""
+    """What the command tells a rank. ``topology``: how many ranks there are by tp, cp and pp. ``faults``: the share of
+    copies and of stores' calls that have faults; see ``asynccache.cli.faulty``. ``delay``: for how many seconds at most
+    the rank waits before each batch."""
 
     rank: int
     address: str
@@ -26,7 +28,8 @@ class Duty:
 
 @dataclass(slots=True)
 class Account:
-    """What a rank has to say at its end. ``failure``: what ended it too early."""
+    """What a rank says at its end. ``verified``, ``mismatches``: pages. ``tasks``: tasks that are left over. ``cpu``:
+    seconds; ``memory``: bytes; ``lag``, ``run_queue``: milliseconds. ``failure``: what ended the rank too early."""
 
     verified: int = 0
     mismatches: int = 0

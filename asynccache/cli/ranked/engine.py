@@ -1,4 +1,4 @@
-"""The engine of several ranks as the command sees it: what is to be done goes to all of them, as a batch."""
+"""The engine of several ranks as the command sees it: work for it is sent to all ranks, as a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RankedEngine:
-    """``pools``: how many pools of a component all ranks have."""
+    """The stand-in for an engine of several ranks. ``pools``: by component, how many pools all ranks have together."""
 
     def __init__(self, cache: AsyncCache, pools: Mapping[ComponentKind, int]) -> None:
         self._cache = cache
@@ -23,16 +23,17 @@ class RankedEngine:
 
     @property
     def slowdown(self) -> float:
-        """1.0: the work is done in the processes of the ranks, and not measured."""
+        """Always 1.0: the work is done in the processes of the ranks, and is not measured."""
         return 1.0
 
     def stream(self) -> RankedStream:
-        """For one request."""
+        """Return the stream for the work of one request."""
         return RankedStream(self._cache, self._pools)
 
 
 class RankedStream:
-    """The work of one request. ``work``: the last batch, for whoever gives the pages back."""
+    """The work of one request. ``work``: the number of its last batch, for whoever gives the pages back; None: there
+    was none."""
 
     def __init__(self, cache: AsyncCache, pools: Mapping[ComponentKind, int]) -> None:
         self.work: int | None = None
@@ -40,19 +41,21 @@ class RankedStream:
         self._pools = pools
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Have these pages filled; nobody waits, and what goes wrong shows in the bytes."""
+        """Have the ranks fill these pages, without waiting for that. An error shows later, in the bytes."""
         if any(len(piece.ids) for piece in pieces):
             self.work = self._cache.send_batch(packed(pieces, verifies=False))
 
     async def write(self, pieces: Sequence[Piece]) -> None:
-        """Fill these pages on every rank. Cancelling leaves the ranks at it: ``work`` tells when it is over."""
+        """Fill these pages on every rank, and return when that is done. Cancelling it does not stop the ranks; the
+        batch ``work`` is over when they have ended."""
         if any(len(piece.ids) for piece in pieces):
             self.begin(pieces)
             assert self.work is not None
             await self._cache.batch_ended(self.work)
 
     async def verify(self, pieces: Sequence[Piece]) -> Verdict:
-        """Compare these pages with what they must hold on every rank. Cancelling is as for ``write``."""
+        """Compare these pages on every rank with what they must hold, and return the verdict on all of them. Cancelling
+        it is as for ``write``."""
         if not any(len(piece.ids) for piece in pieces):
             return Verdict(0, 0)
         self.work = self._cache.send_batch(packed(pieces, verifies=True))

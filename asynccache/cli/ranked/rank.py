@@ -1,7 +1,7 @@
-"""One rank: a process that connects, has its pools and stores, and does what batches say. ``python -m ... RANK``.
+"""The program of one rank, ``python -m ... RANK``: it connects, has its pools and stores, and does what batches say.
 
 Its duty comes as JSON on standard input, the secret of the link in the environment. When it ends, it writes its account
-as JSON to standard output. Law: it never outlives the command: who loses the head ends.
+as JSON to standard output. Law: the process never outlives the command, because a rank that loses the head ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARRIVAL = 30.0
 
 
 class Rank:
-    """Mutable state: its account."""
+    """One rank's run, from its duty to its account. Mutable state: the account."""
 
     def __init__(self, duty: Duty) -> None:
         self.account = Account()
@@ -44,7 +44,8 @@ class Rank:
         self._random = random.Random(f"delays {duty.seed}/{duty.rank}")
 
     async def run(self) -> None:
-        """From connecting to the end. Cancelling it leaves the others to find out."""
+        """Connect, do what batches say until the head closes, and complete the account. The head finds out by itself if
+        this is cancelled."""
         account, before = self.account, asyncio.all_tasks()
         meter = Meter()
         meter.start()
@@ -95,7 +96,7 @@ class Rank:
         done.add_done_callback(lambda ended: self._verified(ended, verdicts, batch))
 
     def _verified(self, ended: Future[None], verdicts: list[Verdict], batch: EngineBatch) -> None:
-        """In the engine's thread."""
+        """End a batch that has been verified. Called in the engine's thread."""
         if not verdicts:
             batch.fail(f"verifying failed: {ended.exception()!r}")
             return
@@ -109,7 +110,7 @@ class Rank:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the rank, and return the exit status: 0; 2 for an error of asynccache, which is told on standard error."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

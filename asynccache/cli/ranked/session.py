@@ -1,4 +1,5 @@
-"""A run of several ranks from settings to report: start them, serve requests as ever, ask each for its account."""
+"""A run of several ranks, from settings to report: it starts the ranks, serves requests as with one rank, and reads
+each rank's account."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _NOTHING: dict[str, Any] = {
 
 
 class RankedServer(Server):
-    """Every other request does as an engine with a stream: it goes on while its work is queued."""
+    """A server of which every other request acts like an engine with a stream: it goes on while its work is queued."""
 
     async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[Any]) -> object:
         if request.number % 2:
@@ -48,10 +49,10 @@ class RankedServer(Server):
 
 
 class RankedSession(Session):
-    """As ``Session``; the devices are elsewhere."""
+    """A ``Session`` whose devices are in the processes of the ranks."""
 
     async def run(self) -> report.Report:
-        """The report. Cancelling it kills the ranks."""
+        """Carry out the run, and return its report. Cancelling it kills the ranks."""
         before = asyncio.all_tasks()
         source, config = await self._prepare()
         topology = _topology(self._settings)
@@ -77,7 +78,8 @@ class RankedSession(Session):
     async def _served(
         self, cache: AsyncCache, crew: Crew, workers: Workers, pools: Mapping[ComponentKind, int], source: Source
     ) -> dict[str, Any]:
-        """What is found in the cache when all requests have ended. That the group failed is a problem, not an error."""
+        """Serve all requests, and return what is found in the cache when they have ended. If the group fails meanwhile,
+        that is noted as a problem and not raised."""
         found: dict[str, Any] = {}
         opened = False
         watching = asyncio.create_task(_watch_over(crew, cache))
@@ -113,7 +115,7 @@ class RankedSession(Session):
             print(pids, file=sys.stderr, flush=True)
 
     def _add_up(self, members: Sequence[Member]) -> None:
-        """What ranks have verified counts, not what they were asked to."""
+        """Count the pages that ranks have verified, instead of those that they were asked to verify."""
         accounts = [member.account for member in members if member.account is not None]
         if len(accounts) == len(members):
             self._tally.verified = sum(account["verified"] for account in accounts)
@@ -131,19 +133,20 @@ def _duty(settings: RunSettings, rank: int, address: str) -> Duty:
 
 
 def _pools(shards: Sequence[CacheConfig]) -> Mapping[ComponentKind, int]:
-    """How many pools with bytes of each component all ranks have."""
+    """Return how many pools with bytes of each component all ranks have together."""
     return Counter(spec.component for config in shards for spec in config.pools() if spec.bytes_per_page)
 
 
 async def _watch_over(crew: Crew, cache: AsyncCache) -> None:
-    """A rank that has ended before the cache is open will not come: nobody need wait for it."""
+    """Close the cache when a rank ends. This runs until the cache is open: such a rank will not come, and the cache
+    would wait for it."""
     await crew.ends(1)
     crew.note_ends()
     await cache.aclose(0.0)
 
 
 def _not_opened(crew: Crew, error: Exception) -> Exception:
-    """The words of the rank that could not open, if its process said why."""
+    """Return the error for a cache that did not open: the last words of a rank that ended by itself, else ``error``."""
     if not crew.own_ends:
         return error
     rank, words = next(iter(sorted(crew.own_ends.items())))
@@ -162,7 +165,7 @@ def _lost(crew: Crew, failure: BaseException) -> str:
 
 
 def _about(result: report.Report, crew: Crew, topology: Topology) -> dict[str, Any]:
-    """Every rank's entry, and what all processes took."""
+    """Return the report's part about ranks: every rank's entry, and the CPU seconds and bytes of all processes."""
     accounts = [member.account for member in crew.members if member.account is not None]
     return {
         "topology": {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp},
@@ -173,7 +176,7 @@ def _about(result: report.Report, crew: Crew, topology: Topology) -> dict[str, A
 
 
 def entry(member: Member, topology: Topology, lost: str | None) -> dict[str, Any]:
-    """One rank in the report. ``lost``: how its process ended, if it did so before its time."""
+    """Return the entry of one rank in the report. ``lost``: how its process ended, if it did so too early."""
     account = member.account
     one: dict[str, Any] = {
         "rank": member.rank, **topology.place(member.rank)._asdict(), "pid": member.process.pid,

@@ -12,10 +12,10 @@ PLACE = "{rank}"
 
 
 def shard_config(config: CacheConfig, topology: Topology, rank: int) -> CacheConfig:
-    """``config``, the head's, as ``rank`` has it.
+    """Return the part of the head's ``config`` that ``rank`` has.
 
     Raises:
-        ConfigError: layers or bytes cannot be shared out; the message says of what.
+        ConfigError: layers or bytes of a part cannot be shared out; the message names it.
     """
     return replace(
         config, components=tuple(_component(part, topology, rank) for part in config.components),
@@ -24,8 +24,9 @@ def shard_config(config: CacheConfig, topology: Topology, rank: int) -> CacheCon
 
 
 def store_url(url: str) -> str:
-    """Where ranks store their pages: ``{rank}`` stands for the number of each. Of a folder only one process can be the
-    owner, so that of a rank is one within, unless the URL says which."""
+    """Return the URL under which ranks store their pages; ``{rank}`` in it stands for the number of each. Only one
+    process can own a folder, so each rank gets a folder within that of ``url``, unless ``url`` itself says
+    ``{rank}``."""
     path, mark, options = url.partition("?")
     if PLACE in url or not path.startswith("file:"):
         return url
@@ -49,7 +50,7 @@ def _sidecar(part: Sidecar, topology: Topology, rank: int) -> Sidecar:
 
 
 def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[int, ...]:
-    """The layers of the model that a rank's stage has."""
+    """Return the layers of the model that a rank's stage has of ``part``."""
     stages, stage, layers = topology.pp, topology.place(rank).pp, part.layers
     if not getattr(part, "bytes_per_token", 1):
         return part.covers or tuple(range(layers))       # logical: slots without bytes, the same on every stage
@@ -60,7 +61,8 @@ def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[i
 
 
 def _share(what: str, size: int, part: Component | Sidecar, topology: Topology) -> int:
-    """Bytes of one layer on one rank."""
+    """Return the bytes of one layer on one rank. ``size``: the bytes of all layers on all ranks; ``what``: names them
+    in an error."""
     over = replace(topology, **dict.fromkeys(part.replicated.over, 1))
     parts = part.layers * over.tp * over.cp
     if size % parts:

@@ -30,13 +30,14 @@ _decoder = msgspec.msgpack.Decoder(_Work)
 
 
 def packed(pieces: Sequence[Piece], *, verifies: bool) -> bytes:
-    """Fill these pages, or verify them."""
+    """Return a batch's payload that tells the ranks to verify these pages or, if ``verifies`` is False, to fill
+    them."""
     parts = [_Piece(int(piece.component), piece.ids.tobytes(), piece.values.tobytes(), piece.first) for piece in pieces]
     return _encode(_Work(verifies, parts))
 
 
 def unpacked(payload: bytes) -> tuple[bool, list[Piece]]:
-    """Whether to verify, and which pages."""
+    """Return what a payload says: True to verify pages or False to fill them, and the pages."""
     work = _decoder.decode(payload)
     return work.verifies, [
         Piece(ComponentKind(one.component), np.frombuffer(one.ids, np.int32).copy(),
@@ -46,12 +47,12 @@ def unpacked(payload: bytes) -> tuple[bool, list[Piece]]:
 
 
 def complaint(verdict: Verdict) -> str:
-    """What a rank says when pages are wrong."""
+    """Return what a rank says when pages are wrong."""
     return f"{verdict.wrong} {_WRONG}{'; '.join(verdict.what[:2])}"
 
 
 def understood(rank: int, reason: str) -> Verdict | None:
-    """What a rank has complained of; None if it is something else that went wrong."""
+    """Return the verdict of a ``complaint`` that ``rank`` has sent; None if ``reason`` is no complaint about pages."""
     count, _, what = reason.partition(" ")
     if not (count.isdecimal() and what.startswith(_WRONG)):
         return None

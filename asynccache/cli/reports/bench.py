@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asynccache.cli.reports import svg
-from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, height
+from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, plot
 from asynccache.cli.text import milliseconds, size
 
 
@@ -60,13 +60,8 @@ def _growth(kind: str, sizes: Sequence[Mapping[str, Any]]) -> Figure:
              for name, colour in kinds.items()]
     top = max(y for p in plots for _, y in p.points)
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width), svg.Axis("nodes in the tree", sizes[0]["nodes"], sizes[-1]["nodes"],
-                                                         lambda v: f"{v:g}", log=True),
-                          svg.Axis("", 0, top * 1.1, _micros), left=64)
-        svg.lines(frame, plots)
-        return frame
-
+    nodes = svg.Axis("nodes in the tree", sizes[0]["nodes"], sizes[-1]["nodes"], lambda v: f"{v:g}", log=True)
+    draw = plot(nodes, svg.Axis("", 0, top * 1.1, _micros), lambda frame: svg.lines(frame, plots), left=64)
     first, last = sizes[0], sizes[-1]
     factor = max(last[n]["cpu"]["mean"] / (first[n]["cpu"]["mean"] or 1) for n in kinds)
     return Figure(f"growth-{kind}", f"Does the cost grow with the tree? ({kind})",

@@ -33,9 +33,21 @@ class Figure(NamedTuple):
     source: str = ""
 
 
-def height(width: int, wide: int = 300) -> int:
-    """The height of a plot in pixels: ``wide``, but at most 260 if it is narrow."""
-    return wide if width > 500 else min(wide, 260)
+def plot(
+    x: svg.Axis, y: svg.Axis, paint: Callable[[svg.Frame], None], *, height: int = 300, left: int = 52
+) -> Draw:
+    """Return what draws a plot with these axes; ``paint`` draws what is between them. ``height`` is in pixels, and at
+    most 260 if the plot is narrow; ``left`` is the room for the labels of ``y``."""
+    def draw(width: int) -> svg.Frame:
+        frame = svg.Frame(width, height if width > 500 else min(height, 260), x, y, left)
+        paint(frame)
+        return frame
+    return draw
+
+
+def share(value: float) -> str:
+    """Return a share as the text at a tick: 0.25 is ``25 %``."""
+    return f"{100 * value:.0f} %"
 
 
 def dot_height(width: int, rows: int) -> int:

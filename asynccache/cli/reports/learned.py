@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asynccache.cli.reports import svg
-from asynccache.cli.reports.figures import Figure, Report, Table, height
+from asynccache.cli.reports.figures import Figure, Report, Table, plot, share
 from asynccache.cli.text import number, percent
 from asynccache.runtime.learning import share_at, worth_at
 
@@ -40,12 +40,8 @@ def again(report: Report) -> Figure | None:
              for kind in kinds]
     top = max(y for one in plots for _, y in one.points)
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width, 320), _axis(edges, kinds),
-                          svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), _share))
-        svg.lines(frame, plots)
-        return frame
-
+    draw = plot(_axis(edges, kinds), svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), share),
+                lambda frame: svg.lines(frame, plots), height=320)
     rows = [(kind.name, number(round(kind.blocks)),
              *(percent(share_at(edges, kind.again, age), 1) if age < edges[kind.points - 1] else "" for age in _TOLD))
             for kind in kinds]
@@ -75,12 +71,8 @@ def worth(report: Report) -> Figure | None:
         return None
     least, most = min(points), max(points)
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width, 320), _axis(edges, kinds),
-                          svg.Axis("", least[0] / 1.2, most[0] * 1.2, _small, log=True), left=64)
-        svg.lines(frame, plots)
-        return frame
-
+    draw = plot(_axis(edges, kinds), svg.Axis("", least[0] / 1.2, most[0] * 1.2, _small, log=True),
+                lambda frame: svg.lines(frame, plots), height=320, left=64)
     rows = [(kind.name, *(_small(worth_at(edges, kind.worth, age)) if age < edges[kind.points - 1] else ""
                           for age in _TOLD)) for kind in kinds]
     return Figure("worth", "What is worth keeping?",
@@ -107,10 +99,6 @@ def _axis(edges: Sequence[float], kinds: Sequence[_Kind]) -> svg.Axis:
     last = edges[max(kind.points for kind in kinds) - 1]
     return svg.Axis("time since the last use", edges[1], last, _span, log=True,
                     at=tuple(age for age in _TICKS if edges[1] <= age <= last))
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
 
 
 def _span(seconds: float) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asynccache.cli.reports import learned, svg
-from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, height
-from asynccache.cli.text import ARROWS, HIT_RATIO, milliseconds, number, percent, size
+from asynccache.cli.reports.figures import Draw, Figure, Report, Table, dot_height, plot, share
+from asynccache.cli.text import ARROWS, HIT_RATIO, TIER_NAMES, milliseconds, number, percent, size
 
-HITS = (("L1 device", "device", "l1"), ("L2 host", "host", "l2"), ("L3 storage", "storage", "l3"))
+HITS = tuple((name, key, name[:2].lower()) for key, name in TIER_NAMES.items())
 _BINS = 40
 
 
@@ -18,10 +18,6 @@ def figures(report: Report) -> list[Figure]:
     """The figures that the report has data for."""
     makers = (hits, capacity, first_token, filling, bandwidth, lag, ages, learned.again, learned.worth)
     return [found for make in makers if (found := make(report)) is not None]
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
 
 
 def _seconds(value: float) -> str:
@@ -58,12 +54,8 @@ def hits(report: Report) -> Figure | None:
              for i, (name, _, kind) in enumerate(HITS, 1)]
     top = max(sum(rise[1:]) / rise[0] for _, rise in rises)
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width), svg.Axis("time", 0, series["t_s"][-1], _seconds),
-                          svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), _share))
-        svg.areas(frame, plots)
-        return frame
-
+    draw = plot(svg.Axis("time", 0, series["t_s"][-1], _seconds),
+                svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), share), lambda frame: svg.areas(frame, plots))
     total, hit = report["tokens"]["total"], report["tokens"]["hit"]
     rows = [(name, percent(hit[key], total), number(hit[key])) for name, key, _ in HITS]
     rows.append(("computed", percent(total - sum(hit.values()), total), number(total - sum(hit.values()))))
@@ -89,14 +81,11 @@ def capacity(report: Report) -> Figure | None:
     unit = found["unit_tokens"]
     curves = _curves(found, points)
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width, 320), svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count,
-                                                              log=True), svg.Axis("", 0, top, _share))
-        shown = [one._replace(points=[(x, y) for x, y in [*one.points, (high, most)] if x >= low]) for one in curves]
-        dots = [svg.Series(t["tier"], t["tier"].lower(), [(t["units"], t["measured"])]) for t in tiers]
-        svg.lines(frame, shown, [svg.Mark(t["tier"], t["units"]) for t in tiers], dots)
-        return frame
-
+    shown = [one._replace(points=[(x, y) for x, y in [*one.points, (high, most)] if x >= low]) for one in curves]
+    dots = [svg.Series(t["tier"], t["tier"].lower(), [(t["units"], t["measured"])]) for t in tiers]
+    marks = [svg.Mark(t["tier"], t["units"]) for t in tiers]
+    draw = plot(svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count, log=True),
+                svg.Axis("", 0, top, share), lambda frame: svg.lines(frame, shown, marks, dots), height=320)
     colours = [*((one.name, one.kind) for one in curves),
                *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
     return Figure("capacity", "What would more memory bring, or less memory cost?",
@@ -144,12 +133,8 @@ def first_token(report: Report) -> Figure | None:
     plots = [svg.Series(name, kind, [(max(v, low), i / 100) for i, v in enumerate(found[key])])
              for name, key, kind in (("with the cache", "with", "l1"), ("without", "without", "plain"))]
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width), svg.Axis("time to first token", low, high, _ms, log=True),
-                          svg.Axis("", 0, 1, _share))
-        svg.lines(frame, plots)
-        return frame
-
+    draw = plot(svg.Axis("time to first token", low, high, _ms, log=True), svg.Axis("", 0, 1, share),
+                lambda frame: svg.lines(frame, plots))
     rows = [(f"p{p}" if p < 100 else "max", milliseconds(found["with"][p]), milliseconds(found["without"][p]))
             for p in (10, 25, 50, 75, 90, 99, 100)]
     rows.append(("mean", milliseconds(report["ttft_mean_ms"]), milliseconds(report["ttft_without_cache_mean_ms"])))
@@ -185,12 +170,8 @@ def filling(report: Report) -> Figure | None:
         return None
     plots = [svg.Series(name, kind, list(zip(series["t_s"], series[key], strict=True))) for name, key, kind in tiers]
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, height(width, 240), svg.Axis("time", 0, series["t_s"][-1], _seconds),
-                          svg.Axis("", 0, 1, _share))
-        svg.lines(frame, plots)
-        return frame
-
+    draw = plot(svg.Axis("time", 0, series["t_s"][-1], _seconds), svg.Axis("", 0, 1, share),
+                lambda frame: svg.lines(frame, plots), height=240)
     evicted, last = report["evicted"], {key: series[key][-1] for _, key, _ in tiers}
     rows = [(name, percent(last[key], 1), number(evicted[side])) for (name, key, _), side in
             zip(tiers, ("device", "host"), strict=False)]
@@ -218,7 +199,7 @@ def bandwidth(report: Report) -> Figure | None:
     def draw(width: int) -> svg.Frame:
         frame = svg.Frame(width, dot_height(width, len(found)) + 14, svg.Axis(
             "bytes per second", low, limit * 2, lambda v: size(v) + "/s", log=True, at=_powers(low, limit * 2)),
-            svg.Axis("", 0, 1, _share), left=160 if width > 500 else 14)
+            svg.Axis("", 0, 1, share), left=160 if width > 500 else 14)
         dots = [svg.Row(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)])
                 for name, mean, peak, _ in found]
         svg.rows(frame, dots, [svg.Mark("memcpy", limit)])
@@ -250,10 +231,7 @@ def lag(report: Report) -> Figure | None:
     names = [*(f"≤{bound:g}" for bound in found["bounds_ms"]), f">{found['bounds_ms'][-1]:g}"]
     spread = report["loop_lag_ms"]
 
-    def draw(width: int) -> svg.Frame:
-        return _histogram(width, names, [svg.Series("ticks", "l1", list(enumerate(found["counts"])))],
-                          "milliseconds late")
-
+    draw = _histogram(names, [svg.Series("ticks", "l1", list(enumerate(found["counts"])))], "milliseconds late")
     return Figure("lag", "Does anything block the event loop?",
                   f"Of {number(sum(found['counts']))} ticks of 5 ms, 99 % were at most {milliseconds(spread['p99'])} "
                   f"late; the worst was {milliseconds(spread['max'])}.", draw,
@@ -274,9 +252,7 @@ def ages(report: Report) -> Figure | None:
     names = [_age(found["bounds_s"], i) for i in range(last)]
     plots = [svg.Series(name, kind, list(enumerate(found[key][:last]))) for name, key, kind in sides]
 
-    def draw(width: int) -> svg.Frame:
-        return _histogram(width, names, plots, "seconds since a page was used last")
-
+    draw = _histogram(names, plots, "seconds since a page was used last")
     name, key, _ = sides[0]
     return Figure("ages", "For how long is an unused page kept?",
                   f"Half of the pages that left {name} had not been used for {_half(found['bounds_s'], found[key])}.",
@@ -300,12 +276,11 @@ def _half(bounds: Sequence[float], counts: Sequence[int]) -> str:
     return ""
 
 
-def _histogram(width: int, names: Sequence[str], series: Sequence[svg.Series], label: str) -> svg.Frame:
+def _histogram(names: Sequence[str], series: Sequence[svg.Series], label: str) -> Draw:
     top = max(y for one in series for _, y in one.points)
-    frame = svg.Frame(width, height(width, 260), svg.Axis(label, 0, len(names), lambda value: "", at=(0.0,)),
-                      svg.Axis("", 0.5, max(10.0, top * 1.5), _count, log=True))
-    svg.bars(frame, names, series)
-    return frame
+    return plot(svg.Axis(label, 0, len(names), lambda value: "", at=(0.0,)),
+                svg.Axis("", 0.5, max(10.0, top * 1.5), _count, log=True),
+                lambda frame: svg.bars(frame, names, series), height=260)
 
 
 def _told(names: Sequence[str], columns: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:

@@ -1,6 +1,11 @@
-"""The style sheet of the pages: light, dark and paper."""
+"""The style sheet of the pages: light, dark and paper.
 
-STYLE = """
+What is drawn in a colour has the class of that colour, such as ``l1``, which sets the variable ``--c``.
+"""
+
+KINDS = ("l1", "l2", "l3", "soft", "plain", "ink", *(f"k{i}" for i in range(1, 9)))
+
+STYLE = " ".join(f".{kind} {{ --c: var(--{kind}); }}" for kind in KINDS) + """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1c1d20; --soft: #5a5d66; --grid: #e3e4e8; --card: #ffffff;
   --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e;
   --k1: #8fb8d8; --k2: #5b9bcb; --k3: #2b7fbb; --k4: #0b5e9a; --k5: #083a63;
@@ -36,28 +41,15 @@ td { white-space: nowrap; } #settings td { white-space: normal; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 0; margin: 6px 0 0;
   font-size: .85rem; color: var(--soft); }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
-  vertical-align: -1px; }
-.swatch.l1 { background: var(--l1); } .swatch.l2 { background: var(--l2); } .swatch.l3 { background: var(--l3); }
-.swatch.soft { background: var(--soft); } .swatch.plain { background: var(--plain); }
-.swatch.ink { background: var(--ink); }
-.swatch.k1 { background: var(--k1); } .swatch.k2 { background: var(--k2); } .swatch.k3 { background: var(--k3); }
-.swatch.k4 { background: var(--k4); } .swatch.k5 { background: var(--k5); } .swatch.k6 { background: var(--k6); }
-.swatch.k7 { background: var(--k7); } .swatch.k8 { background: var(--k8); }
+  vertical-align: -1px; background: var(--c); }
 .swatch.limit { width: 3px; background: var(--ink); border-radius: 0; margin: 0 10px 0 5px; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name { fill: var(--ink); }
 .grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
 .mark { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 4 3; }
 .limit { stroke: var(--ink); stroke-width: 2.5; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .area { fill-opacity: .28; stroke: none; }
-.line.l1 { stroke: var(--l1); } .line.l2 { stroke: var(--l2); } .line.l3 { stroke: var(--l3); }
-.line.plain { stroke: var(--plain); stroke-dasharray: 6 4; }
-.line.soft { stroke: var(--soft); stroke-dasharray: 2 3; } .line.ink { stroke: var(--ink); }
-.line.k1 { stroke: var(--k1); } .line.k2 { stroke: var(--k2); }
-.line.k3 { stroke: var(--k3); } .line.k4 { stroke: var(--k4); }
-.line.k5 { stroke: var(--k5); } .line.k6 { stroke: var(--k6); }
-.line.k7 { stroke: var(--k7); } .line.k8 { stroke: var(--k8); }
-.area.l1, .bar.l1, .dot.l1 { fill: var(--l1); } .area.l2, .bar.l2, .dot.l2 { fill: var(--l2); }
-.area.l3, .bar.l3, .dot.l3 { fill: var(--l3); }
+.line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
+.line.plain { stroke-dasharray: 6 4; } .line.soft { stroke-dasharray: 2 3; }
+.area, .bar, .dot { fill: var(--c); } .area { fill-opacity: .28; stroke: none; }
 .dot { stroke: var(--card); stroke-width: 1.5; }
 footer { color: var(--soft); font-size: .85rem; }
 @media (max-width: 900px) { .beside { flex-direction: column; } .table { flex: none; width: 100%; }
@@ -77,5 +69,4 @@ footer { color: var(--soft); font-size: .85rem; }
   .table:has(th:nth-child(6)) { flex: none; width: 100%; }
   table { font-size: .75rem; } th, td { padding: 1px 0 1px 8px; }
   svg.wide { display: none; } svg.narrow { display: block; }
-  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
-""".strip()
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }"""

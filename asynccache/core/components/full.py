@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asynccache.core.components.component import Component
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
-class Full:
-    """Full attention. On each tier its data is closed towards the root, so the run is found from its far end."""
+class Full(Component):
+    """Full attention. On each tier its data is closed towards the root: where a node has it, all nodes above have it.
+    So the run is found from its far end."""
 
-    __slots__ = ("_host", "divides", "index", "kind")
+    __slots__ = ()
 
     def __init__(self, index: int, hosts: int) -> None:
-        self.kind = ComponentKind.FULL
-        self.index = index
-        self.divides = True
-        self._host = index + hosts
+        super().__init__(ComponentKind.FULL, index, hosts, divides=True)
 
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        own, other = self.index, self._host
+        own, other = self.index, self.host
         covered = 0
         for i in range(len(path) - 1, -1, -1):
             if path[i].state[own] in HERE:

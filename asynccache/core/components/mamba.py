@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asynccache.core.components.component import Component
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
-class Mamba:
+class Mamba(Component):
     """Recurrent state. One slot stands for everything up to the node's end, so it stays with the suffix of a split."""
 
-    __slots__ = ("_host", "divides", "index", "kind")
+    __slots__ = ()
 
     def __init__(self, index: int, hosts: int) -> None:
-        self.kind = ComponentKind.MAMBA
-        self.index = index
-        self.divides = False
-        self._host = index + hosts
+        super().__init__(ComponentKind.MAMBA, index, hosts, divides=False)
 
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        own, other = self.index, self._host
+        own, other = self.index, self.host
         for node in reversed(path):
             if node.end > end:
                 continue

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asynccache.core.components.component import Component
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
-class SlidingWindow:
-    """Sliding-window attention; ``window`` in pages, rounded up."""
+class SlidingWindow(Component):
+    """Sliding-window attention. ``window``: its reach in pages, rounded up."""
 
-    __slots__ = ("_host", "divides", "index", "kind", "window")
+    __slots__ = ("window",)
 
     def __init__(self, index: int, hosts: int, window: int) -> None:
-        self.kind = ComponentKind.SWA
-        self.index = index
-        self.divides = True
+        super().__init__(ComponentKind.SWA, index, hosts, divides=True)
         self.window = window
-        self._host = index + hosts
 
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        own, other = self.index, self._host
+        own, other = self.index, self.host
         floor = end - self.window
         for node in reversed(path):
             start = node.parent.end  # type: ignore[union-attr]

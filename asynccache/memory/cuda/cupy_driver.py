@@ -17,7 +17,7 @@ import torch
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.memory.cuda import kernels
-from asynccache.memory.cuda.driver import DriverError, Identity, Spans, Table, Towards
+from asynccache.memory.cuda.driver_protocol import DriverError, Identity, Spans, Table, Towards
 from asynccache.memory.cuda.libcuda import LibCuda
 
 _P = ParamSpec("_P")
@@ -28,13 +28,14 @@ _NON_BLOCKING = 1
 _BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
 _PORTABLE_AND_MAPPED = 1 | 2
 _BATCHED_PER_ENTRY = 8
-"""Copies of one call that are counted as one entry of the driver's queue: what they really take is not documented."""
+"""Copies of one call that count as one entry of the driver's queue. What they really take is not documented."""
 _ENTRIES_OF_A_LAUNCH = 2
-"""Nor is what 4 KiB of parameters take there."""
+"""Entries that a launch counts as. What its 4 KiB of parameters really take is not documented either."""
 
 
 class Found(NamedTuple):
-    """What there is on this machine. ``missing``: why there can be no CUDA device, in a sentence; or empty."""
+    """What there is on this machine; None for what is not. ``missing``: why there can be no CUDA device, in a sentence;
+    "" if there can."""
 
     cupy: str | None
     torch_cuda: str | None
@@ -45,7 +46,7 @@ class Found(NamedTuple):
 
 
 def find() -> Found:
-    """Look once; never raises."""
+    """Return what there is on this machine. Never raises."""
     torch_cuda: str | None = torch.version.cuda
     cupy: Any = None
     try:
@@ -61,7 +62,7 @@ def find() -> Found:
 
 
 def _unusable(cupy: Any, error: Exception) -> str:
-    """What is wrong with what was imported as cupy, or with importing it."""
+    """Return what is wrong with what was imported as cupy, or with importing it."""
     if cupy is not None:  # a folder called cupy is a module without anything in it
         where = getattr(cupy, "__file__", None) or ", ".join(map(str, getattr(cupy, "__path__", ())))
         return f"what is imported as cupy ({where}) is not cupy: {error}"
@@ -79,7 +80,8 @@ def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
 
 
 def _refused_by_torch(driver: int, torch_cuda: str) -> str:
-    """torch says in a warning why it cannot use a driver: too old for its CUDA, as a rule."""
+    """Return why torch cannot use the driver, which torch says in a warning: as a rule, the driver is too old for
+    torch's CUDA. Return "" if torch can."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
@@ -89,7 +91,7 @@ def _refused_by_torch(driver: int, torch_cuda: str) -> str:
 
 
 def spelled_version(number: int) -> str:
-    """13020 is 13.2."""
+    """Return a version of CUDA as people write it: 13.2 for 13020."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -101,13 +103,13 @@ def _or_none(call: Callable[[], int]) -> int | None:
 
 
 def _code(error: RuntimeError) -> int | None:
-    """CUDA's number of an error of cupy (``status``) or of torch (``error_code``)."""
+    """Return CUDA's number of an error of cupy (``status``) or of torch (``error_code``); None if it has none."""
     found = getattr(error, "status", getattr(error, "error_code", None))
     return found if isinstance(found, int) else None
 
 
 def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """cupy's errors (all are RuntimeError) as ours."""
+    """Have ``call`` raise cupy's errors (all are RuntimeError) as ``DriverError``."""
 
     @wraps(call)
     def translated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -120,8 +122,9 @@ def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
-    """For calls that mean the thread's current device: from a thread of somebody else's, which is on another one, too.
-    torch gives that device back without making a context where there is none."""
+    """Have ``call``, which means the thread's current device, mean the driver's device. It may come from somebody
+    else's thread, whose device may be another one: torch gives that device back without making a context where there is
+    none."""
 
     @_translated
     @wraps(call)
@@ -135,12 +138,13 @@ def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Conc
 
 
 def _cupys(name: str) -> Callable[..., Any]:
-    """The call of the CUDA runtime that cupy has by this name, as it is."""
+    """Return the call of the CUDA runtime that cupy has by this name, as it is."""
     return _on_device(lambda driver, *numbers: getattr(driver.runtime, name)(*numbers))
 
 
 class CupyDriver:
-    """One device. ``index`` is CUDA's number of it; ``runtime`` is cupy's. ``_proven``: a batch of copies was tried."""
+    """The driver for one device. ``index`` is CUDA's number of it; ``runtime`` is cupy's. ``_proven``: True once a
+    batch of copies was tried."""
 
     def __init__(self, index: int) -> None:
         found = find()
@@ -161,7 +165,8 @@ class CupyDriver:
 
     @_translated
     def _make_context(self) -> None:
-        """Which torch and cupy share. torch refuses here what it cannot use, and after a fork, in many lines."""
+        """Make the context, which torch and cupy share. What torch cannot use it refuses here, in many lines; so it
+        does after a fork."""
         try:
             torch.empty(1, device=f"cuda:{self.index}")
         except (RuntimeError, AssertionError) as error:
@@ -240,7 +245,8 @@ class CupyDriver:
         return len(spans.size)
 
     def _batched(self, stream: int, spans: Spans) -> bool:
-        """A driver that refuses the first batch is not asked again: the same copies one by one are as good."""
+        """Enqueue the copies as one batch, and return True; return False if they must go one by one, which is as good.
+        A driver that refuses the first batch is not asked for another."""
         if not self._batches:
             return False
         try:
@@ -254,7 +260,7 @@ class CupyDriver:
 
     @_on_device
     def launch(self, stream: int, table: Table, blocks: int) -> int:
-        """The driver copies the parameters before it returns."""
+        """Enqueue the copy kernel. The driver copies the parameters before it returns."""
         places = np.array([table.ctypes.data], np.uint64)
         self._modules.launchKernel(
             self._kernel, blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream, places.ctypes.data, 0

@@ -19,29 +19,30 @@ import numpy as np
 import torch
 
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory import copies as batch
-from asynccache.memory.cuda.driver import Driver, DriverError, Towards
+from asynccache.memory import host_copies as batch
+from asynccache.memory.cuda.choosing_paths import Submission
+from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError, Towards
 from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
 from asynccache.memory.cuda.pinned import pinned_tensor
-from asynccache.memory.cuda.settings import Settings, settings_from
+from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.cuda.streams import AdoptingStream, CudaStream, EngineStream, event_pointer, stream_pointer
-from asynccache.memory.cuda.submission import Submission
 from asynccache.memory.device import Event, PageCopy, Stream
+from asynccache.memory.device_names import parse_device
 from asynccache.memory.faults import Fates, Faults
-from asynccache.memory.naming import parse_device
 from asynccache.memory.pools import available_memory, check_room
 from asynccache.memory.signals import HAPPENED, Happened
 
 
 class CudaDevice:
-    """A GPU. ``open_device`` makes one; ``driver`` is the real one or a simulated one. ``faults``: copies that are late
-    or refused on purpose."""
+    """A GPU. ``open_device`` makes one. ``driver`` is the real one or a simulated one. ``faults``: which copies are
+    late or refused on purpose."""
 
     def __init__(
-        self, driver: Driver, name: str = "cuda:0", *, settings: Settings | None = None, faults: Faults | None = None
-    ) -> None:
+        self, driver: CudaDriver, name: str = "cuda:0", *, settings: CudaSettings | None = None,
+        faults: Faults | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
-        self.settings = settings or Settings()
+        self.settings = settings or CudaSettings()
         self._context = Context(driver)
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # for what follows, up to ``_closed``
@@ -54,18 +55,19 @@ class CudaDevice:
         self._released = False
 
     @property
-    def driver(self) -> Driver:
+    def driver(self) -> CudaDriver:
         return self._context.driver
 
     @property
     def failure(self) -> DriverError | None:
-        """What the device failed of. It does nothing any more after that."""
+        """The error after which the device does nothing any more; None while it works."""
         return self._context.failure
 
     # streams and events
 
     def stream(self, name: str) -> CudaStream:
-        """A new stream, with the thread that submits to it and the one that waits for it. ``release`` ends them."""
+        """Return a new stream, with the thread that submits to it and the one that waits for it. ``release`` ends
+        them."""
         with self._lock:
             self._refuse_if_closed()
             stream = CudaStream(name, self._context, self._streams.discard)
@@ -73,8 +75,8 @@ class CudaDevice:
         return stream
 
     def release(self, stream: Stream) -> None:
-        """Take no more work for a stream of this device. Its threads end, and it is given back, when what it has been
-        given is done; nobody waits for that. For a device that outlives those who use it."""
+        """Take no more work for a stream of this device. When all that it was given is done, its threads end and it is
+        given back; nobody waits for that. This is for a device that outlives those who use it."""
         if isinstance(stream, CudaStream) and stream.context is self._context:
             stream.close()
 
@@ -83,8 +85,9 @@ class CudaDevice:
             raise CacheClosed(f"the device {self.name!r} is closed")
 
     def engine_stream(self, stream: object) -> Stream:
-        """An engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's: it can
-        wait for layers, and its ``record()`` is what ``ready`` and ``after`` want. One of ours is returned as it is.
+        """Return an engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's. It
+        can wait for layers, and its ``record()`` returns what ``ready`` and ``after`` want. A stream of the device's is
+        returned as it is.
 
         Raises:
             ConfigError: it is no CUDA stream.
@@ -99,9 +102,10 @@ class CudaDevice:
             return self._engines[pointer]
 
     def engine_event(self, event: object) -> Event:
-        """An engine's own event (``torch.cuda.Event``, ``cupy.cuda.Event``) as one of this device's, which happens when
-        the work does that was recorded last, as of now, in the engine's. One of ours is returned as it is. An event
-        that was never recorded has happened, as everywhere in CUDA. From any thread.
+        """Return an engine's own event (``torch.cuda.Event``, ``cupy.cuda.Event``) as one of this device's. It happens
+        when the work is done that was recorded last, as of now, in the engine's event. An event of the device's is
+        returned as it is. An event that was never recorded has happened, as everywhere in CUDA. May be called from any
+        thread.
 
         Raises:
             ConfigError: it is no such event, or the driver refuses to wait for it (it was recorded in a stream that is
@@ -118,7 +122,7 @@ class CudaDevice:
             return self._adopt(pointer)
         except DriverError as error:
             if self._context.refused(error) is self.failure:
-                return HAPPENED  # with the device: it does nothing any more
+                return HAPPENED  # the device has failed, and does nothing any more
             raise ConfigError(f"{event!r}: the driver refuses to wait for it: {error}") from error
 
     def _adopt(self, pointer: int) -> Event:
@@ -134,7 +138,7 @@ class CudaDevice:
             return stream.adopt(pointer)
 
     def gate(self) -> CudaGate:
-        """A new event to open by hand; ``aclose`` opens those that were forgotten."""
+        """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""
         gate = CudaGate(self._context.bells, self._gates)
         self._gates[gate] = None
         return gate
@@ -142,10 +146,11 @@ class CudaDevice:
     # memory
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
-        """The device tier has the GPU's memory, the host tier the machine's.
+        """Refuse pools that do not fit: those of the device tier in the GPU's free memory, those of the host tier in
+        the machine's.
 
         Raises:
-            ConfigError: the pools do not fit.
+            ConfigError: they do not fit; the message names the first pool that does not.
         """
         check_room(device.items(), self.driver.free_memory())
         check_room(host.items(), available_memory())
@@ -154,7 +159,7 @@ class CudaDevice:
         return self.driver.device_tensor(shape)
 
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Pinned memory of exactly this size, for as long as the tensor lives."""
+        """Return pinned memory of exactly this size. It stays pinned for as long as the tensor lives."""
         return pinned_tensor(self.driver, shape)
 
     # copies
@@ -182,24 +187,23 @@ class CudaDevice:
     # the end
 
     async def aclose(self) -> None:
-        """Finish all queued work, end the threads, give back what is the device's own, without blocking the loop. Pools
-        stay for as long as somebody has them. Closing again waits again. Cancelling stops the waiting; the threads end
-        by themselves.
-        """
+        """Finish all queued work, end the threads, and give back what is the device's own, without blocking the loop.
+        Pools stay for as long as somebody has them. Closing again waits again. Cancelling stops the waiting; the
+        threads end by themselves."""
         with self._lock:
             self._closed = True
-        for stream in self._open():
+        for stream in self._open_streams():
             stream.close()
         for gate in list(self._gates):
             gate.open()
         await asyncio.to_thread(self._join)
 
-    def _open(self) -> list[CudaStream]:
+    def _open_streams(self) -> list[CudaStream]:
         with self._lock:
             return list(self._streams)
 
     def _join(self) -> None:
-        for stream in self._open():
+        for stream in self._open_streams():
             stream.join()
         with self._releasing:
             if not self._released:
@@ -222,9 +226,9 @@ def _with_pages(copies: Sequence[PageCopy]) -> list[PageCopy]:
     return [copy for copy in copies if len(copy.src) or len(copy.dst)]
 
 
-def open_device(name: str, settings: Settings | None = None, *, faults: Faults | None = None) -> CudaDevice:
-    """The GPU called ``cuda`` or ``cuda:N``; options (``cuda:0?blocks=16``) are its settings. Takes some tenths of a
-    second, in which it blocks: it compiles the kernel.
+def open_device(name: str, settings: CudaSettings | None = None, *, faults: Faults | None = None) -> CudaDevice:
+    """Return the GPU called ``cuda`` or ``cuda:N``; options (``cuda:0?blocks=16``) are its settings. The call blocks
+    for some tenths of a second, in which the kernel is compiled.
 
     Raises:
         ConfigError: there is no such GPU, or what it needs is not installed; the message says what.

@@ -1,11 +1,11 @@
 """CUDA events: points in streams that coroutines, threads and other streams wait for, and the threads that tell them.
 
-Law: an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``; and a handle
-that has fired is used again, so nobody looks at one after that. Both are checked under the stream's lock. An event
-whose recording was refused has no handle, and fires when its stream is empty: nobody is told of an end before it.
+Law: an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``. The handle of
+an event that has fired is used again, so nobody looks at it after that. Both are checked under the stream's lock. An
+event whose recording was refused has no handle, and fires when its stream is empty: nobody is told of an end before it.
 
 Law of the thread that waits for a stream's events: it sleeps in ``event_synchronize`` on the oldest, never in a loop of
-queries; all that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before
+queries. All that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before
 the stream has let go of the buffers of the work before it. The thread outlives every error, so that no event is left
 alone.
 """
@@ -20,36 +20,36 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, forget_frames
-from asynccache.memory.cuda.driver import Driver, DriverError
+from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
 from asynccache.memory.signals import Bells, Signal, Work, call_all
 
 if TYPE_CHECKING:
     from asynccache.memory.cuda.streams import Recorder
 
 PATIENCE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 5.0)
-"""Seconds between the attempts to ask a driver that refuses to tell of an event and has not failed: while an engine
-captures a graph, say."""
+"""Seconds between the attempts to ask a driver that has not failed and still refuses to tell of an event: while an
+engine captures a graph, say."""
 
 
 class Context:
     """What all streams of a device share: the driver, handles of events, which are used again and again, and
-    ``failure``, the error after which the driver does nothing any more. From any thread."""
+    ``failure``, the error after which the driver does nothing any more. Everything may be called from any thread."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self.bells = Bells()
         self.failure: DriverError | None = None
-        self._free: list[int] = []  # handles; what is done with it is one operation of Python's each
+        self._free: list[int] = []  # handles; without a lock, since each use of the list is one operation of Python's
         self._closed = False
 
     def take(self) -> int:
-        """The handle of an event, that nobody else uses."""
+        """Return the handle of an event that nobody else uses."""
         with suppress(IndexError):
             return self._free.pop()
         return self.driver.event_create()
 
     def give(self, handle: int) -> None:
-        """It has fired, and nobody will ask for it again."""
+        """Take back the handle of an event that has fired. Nobody will ask for it again."""
         self._free.append(handle)
         if self._closed:
             self.close()
@@ -57,25 +57,27 @@ class Context:
     def close(self) -> None:
         """Destroy the events that are not in use, and others when they come back."""
         self._closed = True
-        with suppress(IndexError, DriverError):  # the driver tells here, say, of an engine's kernel
+        with suppress(IndexError, DriverError):  # it may tell here that an engine's kernel failed
             while self.failure is None:  # nothing can be given back to a context that is gone
                 self.driver.event_destroy(self._free.pop())
 
     def fail(self, error: DriverError) -> DriverError:
-        """The device has failed; the first error is kept."""
+        """Note that the device has failed. Return the error that it failed with first."""
         if self.failure is None:
             self.failure = error
         return self.failure
 
     def refused(self, error: Exception) -> Exception:
-        """What a refused call tells: the device has failed, or else nothing but the call."""
+        """Return why a call failed that raised ``error``: the device's own failure if this is the end of the device, or
+        else ``error``."""
         if not isinstance(error, DriverError):
             return error
         forget_frames(error)
         return self.fail(error) if error.sticky else error
 
     def use_device(self) -> None:
-        """For a new thread of the device's. If it cannot be chosen, the device has failed: events tell of it."""
+        """Choose the device in a new thread. If the driver refuses that, the device has failed, and events tell of
+        it."""
         try:
             self.driver.use_device()
         except DriverError as error:
@@ -94,43 +96,45 @@ class CudaEvent(Signal):
         self._handle: int | None = None
 
     def record_as(self, handle: int | None) -> None:
-        """It is in the stream now; ``None``: it never will be, and ``failure`` says why."""
+        """Note that the event is in the stream now, as ``handle``. None: it never will be, and ``failure`` says why."""
         with self.stream.condition:
             self._handle, self.recorded = handle, True
             self.stream.condition.notify_all()
 
     def await_recorded(self) -> None:
-        """Hold the thread until the event is on the device: as long as its submission takes, never as long as its work.
+        """Hold the calling thread until the event is on the device. That takes as long as its submission, never as long
+        as its work.
 
         Raises:
             ConfigError: its submission waits for something that the host is to do, which may be the caller.
         """
-        while not self._soon(0.05):
+        while not self._is_recorded_within(0.05):
             gate = self._gate()
             if gate is not None:
                 raise ConfigError(f"an engine's stream cannot wait for {self!r}: the host holds it with {gate!r}")
 
-    def _soon(self, seconds: float | None) -> bool:
+    def _is_recorded_within(self, seconds: float | None) -> bool:
+        """Wait at most ``seconds`` (None: for ever), and return True if the event is recorded, or has fired."""
         with self.stream.condition:
             return self.stream.condition.wait_for(lambda: self.recorded or self._fired, seconds)
 
     def await_submitted(self) -> None:
-        """As ``await_recorded``, however long it takes: for submitters."""
-        self._soon(None)
+        """As ``await_recorded``, but wait for the host, too, however long it takes: for submitters."""
+        self._is_recorded_within(None)
 
     def _gate(self) -> Signal | None:
-        """The gate at the end of the chain of submitters that wait for each other, if there is one."""
+        """Return the gate at the end of the chain of submitters that wait for each other; None if there is none."""
         held: Signal | None = self
         while isinstance(held, CudaEvent):
             held = held.stream.held_by()
         return held
 
     def hold(self, stream: int) -> bool:
-        """Later work of ``stream`` waits for this event, which is recorded, on the device. False: it has no handle, and
-        has not happened.
+        """Have later work of ``stream`` wait on the device for this event, which was recorded. Return False if the
+        device cannot do that, because the event has no handle and has not fired.
 
         Raises:
-            DriverError: the driver refused that.
+            DriverError: the driver refused it.
         """
         with self.stream.condition:
             if self._handle is not None and not self._fired:
@@ -138,7 +142,8 @@ class CudaEvent(Signal):
             return self._handle is not None or self._fired
 
     def happened(self) -> bool:
-        """Whether it has, without waiting. Its failure is noted. For the waiter; never raises."""
+        """Return True if the event has happened, without waiting. Its failure is noted. For the waiter; never
+        raises."""
         context = self.stream.context
         if self._handle is None:
             return context.failure is not None
@@ -149,7 +154,8 @@ class CudaEvent(Signal):
             return self._is_lost()
 
     def synchronize(self) -> None:
-        """Sleep until it has happened, or nobody will ever know. Its failure is noted. For the waiter; never raises."""
+        """Sleep until the event has happened, or nobody will ever know whether it has. Its failure is noted. For the
+        waiter; never raises."""
         for pause in PATIENCE:
             try:
                 self._sleep()
@@ -170,12 +176,13 @@ class CudaEvent(Signal):
             context.driver.stream_synchronize(self.stream.handle)
 
     def _is_lost(self) -> bool:
-        """The device has failed, and this event with it."""
+        """Return True if the device has failed, and this event with it."""
         self.failure = self.stream.context.failure or self.failure
         return self.stream.context.failure is not None
 
     def land(self) -> list[Work]:
-        """It has happened: who is to be told. Its handle goes back, unless the device has failed."""
+        """Note that the event, which has happened, has fired, and return who is to be told. Its handle goes back,
+        unless the device has failed."""
         callbacks = self.settle(self.failure)
         handle, self._handle, self.keep = self._handle, None, None
         if handle is not None and self.stream.context.failure is None:
@@ -184,7 +191,8 @@ class CudaEvent(Signal):
 
 
 class Waiter:
-    """The FIFO of one stream's recorded events and its thread. ``at_end``: what the thread does last."""
+    """The queue of one stream's recorded events, oldest first, and the thread that waits for them. ``at_end``: what the
+    thread does last."""
 
     def __init__(self, name: str, context: Context, at_end: Work) -> None:
         self._context = context
@@ -195,21 +203,21 @@ class Waiter:
         self._thread.start()
 
     def put(self, event: CudaEvent) -> None:
-        """It is recorded, after all that were put before."""
+        """Take ``event``, which was recorded after all that were put before."""
         self._taken += 1
         self._fifo.put(event)
 
     @property
     def pending(self) -> int:
-        """How many events have not been fired. Exact where no two threads put one at the same time."""
+        """How many events have not been fired. The number is exact if no two threads put events at the same time."""
         return self._taken - self._fired
 
     def close(self) -> None:
-        """The thread ends when all that was put has been fired."""
+        """Have the thread end when all that was put has been fired."""
         self._fifo.put(None)
 
     def join(self) -> None:
-        """Block until it has ended."""
+        """Block until the thread has ended."""
         self._thread.join()
 
     def _work(self) -> None:
@@ -225,7 +233,8 @@ class Waiter:
         self._at_end()
 
     def _happened(self, burst: list[CudaEvent]) -> tuple[list[CudaEvent], Sequence[CudaEvent | None]]:
-        """``burst`` and all after it that have happened too; and the first that has not, if one was taken."""
+        """Return ``burst`` with all events behind it that have happened too; and what else was taken from the queue:
+        nothing, the first event that has not happened, or the None at the end."""
         while True:
             try:
                 event = self._fifo.get_nowait()

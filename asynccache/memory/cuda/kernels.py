@@ -2,9 +2,9 @@
 
 Law: one kernel, which moves rows of some layers between any two places that the device can address, pinned host memory
 too. What it moves stands in its parameters, which the driver copies when the kernel is launched: so there is no memory
-for tables to allocate, to upload or to keep. A warp takes a tile of 2 KiB at a time: each lane has four loads of 16
-bytes in flight before its first store, past L1, where nobody would look for them again. A few blocks fill the bus; more
-would only take multiprocessors from whoever computes.
+for tables to allocate, to upload or to keep. A warp takes a tile of 2 KiB at a time. Each of its lanes has four loads
+of 16 bytes in flight before its first store; they go past L1, where nobody would look for the bytes again. A few blocks
+fill the bus; more would only take multiprocessors from whoever computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from asynccache.memory.cuda.driver import Addresses, Table
+    from asynccache.memory.cuda.driver_protocol import Addresses, Table
 
 THREADS = 1024
 NAME = "asynccache_copy_rows"
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(1024) asynccache_copy_rows(const __
 
 
 def table(dst_bases: Addresses, src_bases: Addresses, dst_ids: Any, src_ids: Any, **numbers: int) -> Table:
-    """What one launch moves. ``numbers``: ``width``, ``dst_pitch`` and ``src_pitch``, in bytes."""
+    """Return what one launch moves. ``numbers``: ``width``, ``dst_pitch`` and ``src_pitch``, in bytes."""
     made = np.zeros((), TABLE)
     lists = {"dst_bases": dst_bases, "src_bases": src_bases, "dst_ids": dst_ids, "src_ids": src_ids}
     for name, values in lists.items():
@@ -94,7 +94,7 @@ class NoCompiler(RuntimeError):
 
 
 def image_for(capability: tuple[int, int]) -> bytes:
-    """What a device of this capability loads: machine code; for one that is newer than NVRTC, PTX of the newest
+    """Return what a device of this capability loads: machine code; for one that is newer than NVRTC, PTX of the newest
     architecture below it, which the driver translates.
 
     Raises:
@@ -105,13 +105,13 @@ def image_for(capability: tuple[int, int]) -> bytes:
 
 
 def architectures() -> list[tuple[int, int]]:
-    """The capabilities that NVRTC compiles for."""
+    """Return the capabilities that NVRTC compiles for."""
     with _found() as nvrtc:
         return [divmod(number, 10) for number in nvrtc.getSupportedArchs()]
 
 
 def compile_for(capability: tuple[int, int], *, machine_code: bool = True) -> bytes:
-    """The kernel for a device of this capability: a cubin, or PTX. Needs cupy and NVRTC, and no GPU.
+    """Return the kernel for a device of this capability: a cubin, or PTX. Needs cupy and NVRTC, and no GPU.
 
     Raises:
         NoCompiler: there is no NVRTC.
@@ -132,7 +132,8 @@ def compile_for(capability: tuple[int, int], *, machine_code: bool = True) -> by
 
 @contextmanager
 def _found() -> Iterator[Any]:
-    """cupy tells only at the first call that NVRTC's library is missing."""
+    """Give cupy's ``nvrtc``. cupy tells only at the first call that NVRTC's library is missing: ``NoCompiler`` is
+    raised then, too."""
     try:
         yield import_module("cupy").cuda.nvrtc
     except ImportError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asynccache.memory.cuda.driver import DriverError, Spans
+from asynccache.memory.cuda.driver_protocol import DriverError, Spans
 
 LIBRARY = "libcuda.so.1"
 BATCHES_SINCE = 12080
@@ -35,8 +35,8 @@ class _Attributes(ctypes.Structure):
 
 
 class LibCuda:
-    """The library, by ctypes, which lets go of the GIL for every call. ``batches``: this driver takes many copies in
-    one call."""
+    """The library, by ctypes, which lets go of the GIL for every call. ``batches``: True if this driver takes many
+    copies in one call."""
 
     def __init__(self) -> None:
         try:
@@ -60,16 +60,20 @@ class LibCuda:
         return kind(found.value)
 
     def relax_captures(self, mode: int = _RELAXED) -> int:
-        """While an engine captures a graph in another thread, many calls of this one would be refused, and would spoil
-        the graph. From now on they are not, and do not: none of them has to do with it. Returns the thread's mode of
-        capture until now, which ``mode`` brings back."""
+        """Allow this thread to call the driver while an engine captures a graph in another thread. Otherwise many calls
+        would be refused meanwhile, and would spoil the graph, though none of them has to do with it. Return the
+        thread's mode of capture until now; given as ``mode``, it is brought back."""
         exchanged = ctypes.c_int(mode)
         self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
         return exchanged.value
 
     def event_query(self, event: int) -> bool:
-        """Whether it has happened. Raises ``DriverError`` for every answer but yes and no. It spoils no graph that the
-        calling thread captures, and leaves its mode of capture as it was."""
+        """Return True if ``event`` has happened. This spoils no graph that the calling thread captures, and leaves its
+        mode of capture as it was.
+
+        Raises:
+            DriverError: the driver answers neither yes nor no.
+        """
         before = self.relax_captures()
         try:
             answer: int = self._library.cuEventQuery(event)
@@ -80,7 +84,11 @@ class LibCuda:
         return answer == 0
 
     def copy_batch(self, stream: int, spans: Spans) -> None:
-        """Enqueue all of them, one or more, by one call. Not for the default stream."""
+        """Enqueue all copies of ``spans``, one or more, by one call. Not for the default stream.
+
+        Raises:
+            DriverError: the driver refuses one; the message says which.
+        """
         count = len(spans.size)
         dst, src, size = (np.ascontiguousarray(array, np.uint64) for array in spans)
         attributes = _Attributes(order=IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)

@@ -18,10 +18,11 @@ from functools import partial
 import torch
 
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda.driver import Driver, DriverError
+from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
 from asynccache.memory.pools import BLOCK, Bytes, prefer_huge_pages
 
 CHUNK = 64 << 30
+"""Bytes that are pinned as one, at most, unless a single row has more."""
 TOUCH = 256 << 20
 """Bytes that one thread touches at a time."""
 
@@ -29,7 +30,7 @@ TOUCH = 256 << 20
 class _Mapping(mmap.mmap):
     """Anonymous memory that is unpinned before it is unmapped."""
 
-    driver: Driver
+    driver: CudaDriver
     pinned: tuple[int, ...] = ()
 
     def __del__(self) -> None:
@@ -39,13 +40,14 @@ class _Mapping(mmap.mmap):
 
 
 def chunk_of(stride: int) -> int:
-    """So many bytes of memory whose rows are ``stride`` long are pinned as one: whole rows, and whole system pages."""
+    """Return how many bytes are pinned as one, of memory whose rows are ``stride`` bytes long: whole rows, and whole
+    system pages."""
     whole = math.lcm(max(1, stride), BLOCK)
     return max(whole, CHUNK // whole * whole)
 
 
-def pinned_tensor(driver: Driver, shape: tuple[int, ...]) -> torch.Tensor:
-    """Zeroed uint8 memory of exactly this size, pinned for as long as the tensor lives; rows are pinned whole.
+def pinned_tensor(driver: CudaDriver, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zeroed uint8 memory of exactly this size, pinned for as long as the tensor lives. Rows are pinned whole.
 
     Raises:
         ConfigError: the driver does not pin so much.
@@ -64,7 +66,8 @@ def pinned_tensor(driver: Driver, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _touch(array: Bytes) -> None:
-    """The system finds and zeroes pages when they are first written: several threads wait less for that than one."""
+    """Write to every page of ``array``, from several threads. The system finds and zeroes a page when it is first
+    written, and several threads wait less for that than one."""
     with ThreadPoolExecutor(min(2 * (os.cpu_count() or 1), 16)) as threads:
         list(threads.map(partial(_touch_part, array), range(0, len(array), TOUCH)))
 
@@ -73,7 +76,7 @@ def _touch_part(array: Bytes, start: int) -> None:
     array[start : start + TOUCH : BLOCK] = 0
 
 
-def _pin(memory: _Mapping, driver: Driver, address: int, size: int) -> None:
+def _pin(memory: _Mapping, driver: CudaDriver, address: int, size: int) -> None:
     try:
         driver.host_register(address, size)
     except DriverError as error:

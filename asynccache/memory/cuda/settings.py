@@ -14,9 +14,10 @@ KERNEL_BELOW = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """``kernel_below``: bytes; shorter pieces are moved by the kernel, all others by the copy engines; 0: none by the
-    kernel. ``blocks``: of 1,024 threads, that the kernel may take from whoever computes."""
+class CudaSettings:
+    """``kernel_below``: pieces shorter than so many bytes are moved by the kernel, all others by the copy engines; 0:
+    none by the kernel. ``blocks``: how many blocks, of 1,024 threads each, the kernel may take from whoever
+    computes."""
 
     kernel_below: int = field(default=KERNEL_BELOW, metadata=checks.within(0))
     blocks: int = field(default=8, metadata=checks.within(1, 1024))
@@ -25,13 +26,13 @@ class Settings:
         checks.check_fields(self)
 
 
-def settings_from(options: Mapping[str, str]) -> Settings:
-    """Settings as a device's name gives them: whole numbers, all of them.
+def settings_from(options: Mapping[str, str]) -> CudaSettings:
+    """Return the settings in ``options``, the options of a device's name. All values are whole numbers.
 
     Raises:
-        ConfigError: a value is none, or out of bounds; the message names the option.
+        ConfigError: a value is no such number, or out of bounds; the message names the option.
     """
     for name, value in options.items():
         if not value.isdecimal():
             raise ConfigError(f"device option {name}={value!r} must be a number from 0 on")
-    return Settings(**{name: int(value) for name, value in options.items()})
+    return CudaSettings(**{name: int(value) for name, value in options.items()})

@@ -2,16 +2,16 @@
 which events of an engine's become the device's own.
 
 Law: a stream's own thread does all driver calls of that stream, in the order in which they were asked for, so the loop
-pays for a queue entry and no more. It waits for the device only where the driver's queue would become full, or where
-the driver refuses to order two streams; on the host it waits for gates, and for another stream's submission. It
+pays for a queue entry and no more. This thread waits for the device only where the driver's queue would become full, or
+where the driver refuses to order two streams. On the host it waits for gates, and for another stream's submission. It
 outlives every error: an event tells of it. A stream of the device's is given back when it is empty: its last event is
 behind all that it was given.
 
-Errors: what the driver refuses fails its batch, or is raised in the engine's thread; work in flight runs on, and events
+Errors: what the driver refuses fails its batch, or is raised in the engine's thread. Work in flight runs on, and events
 fire behind it. Only an error after which a context does nothing any more is the end of the device.
 
-Where the mutable state lives: ``_failure``, ``_held`` and ``_backlog`` belong to the submitter; the state of events to
-the stream's ``condition``.
+Where the mutable state lives: ``_failure``, ``_held`` and ``_backlog`` belong to the submitter, the stream's own
+thread; the state of events is under the stream's ``condition``.
 """
 
 from __future__ import annotations
@@ -26,54 +26,58 @@ from queue import SimpleQueue
 
 from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory.copies import Hitch, InjectedFault
-from asynccache.memory.cuda.driver import CAPTURED, DriverError
+from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError
 from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate, Waiter
 from asynccache.memory.device import Event
+from asynccache.memory.host_copies import Hitch, InjectedFault
 from asynccache.memory.signals import Signal, Work
 
 ADOPTED_AT_MOST = 128
-"""Events that are pending on one adopting stream: two entries each of a queue of some 1,024."""
+"""How many events may be pending on one adopting stream. Each takes two entries of the driver's queue, which has some
+1,024."""
 
 CAP = 384
-"""Entries from which on a stream takes no more. The queue has about 1,024, and one call may take 512 of them."""
+"""How many entries of the driver's queue a stream may have taken before it waits. The queue has about 1,024, and one
+call may take 512 of them."""
 APART = 128
-"""Entries after which there is an event to wait for. More events would cost the submitter and the waiter more time."""
+"""After so many entries an event is recorded that can be waited for. More events would cost the submitter and the
+waiter more time."""
 
 Step = Sequence[Work]
 """Calls of the driver that together copy a step."""
 
 
-class Backlog:
-    """How much of a stream's work lies in the driver's queue: counts its entries, and forgets those before an event
-    that has happened. It belongs to the submitter.
+class QueueFill:
+    """How much of a stream's work lies in the driver's queue. It counts entries, and forgets those before an event that
+    has happened. It belongs to the submitter.
 
     Law: a driver whose queue is full blocks whoever calls it next, and perhaps an engine that launches on another
-    stream. So a submitter stops long before that, and waits for older work of its own stream."""
+    stream. So a submitter stops long before that, and waits for older work of its own stream.
+    """
 
     def __init__(self) -> None:
         self._marks: deque[tuple[CudaEvent, int]] = deque()
         self._marked = 0
-        self._since = 0  # the last mark
+        self._since = 0  # entries since the last mark
 
     def admit(self) -> None:
-        """Before a call: hold the thread until the queue has room. That takes as long as the device does."""
+        """Hold the thread until the queue has room for a call. That takes as long as the device does."""
         while self._marks and (self._marks[0][0].done() or self._marked + self._since >= CAP):
             event, entries = self._marks.popleft()
             event.block()
             self._marked -= entries
 
     def took(self, entries: int) -> None:
-        """A call has put so much into the queue."""
+        """Count the entries that a call has put into the queue."""
         self._since += entries
 
     @property
     def due(self) -> bool:
-        """Whether an event should be put behind what came since the last."""
+        """True if an event should be put behind what came since the last one."""
         return self._since >= APART
 
     def mark(self, event: CudaEvent) -> None:
-        """It is behind all that was counted so far."""
+        """Note that ``event`` is behind all that was counted so far."""
         self._marks.append((event, self._since))
         self._marked, self._since = self._marked + self._since, 0
 
@@ -89,7 +93,8 @@ class Recorder:
         self.waiter = Waiter(name, context, self._end)
 
     def _put(self, event: CudaEvent) -> CudaEvent:
-        """``event`` is behind all that the stream was given. It has no place on a device that has failed.
+        """Record ``event`` behind all that the stream was given, and return it. On a device that has failed it is not
+        recorded, and fails as the device did.
 
         Raises:
             DriverError: the driver refuses it.
@@ -110,7 +115,7 @@ class Recorder:
         return handle
 
     def _put_or_fail(self, event: CudaEvent) -> None:
-        """As ``_put``; an event that is refused fails when the stream is empty."""
+        """As ``_put``, but raise nothing: an event that the driver refuses fails once the stream is empty."""
         try:
             self._put(event)
         except Exception as refused:
@@ -119,14 +124,14 @@ class Recorder:
             self.waiter.put(event)
 
     def _end(self) -> None:
-        """The waiter's last act."""
+        """Called by the waiter's thread as its last act."""
 
     def held_by(self) -> Signal | None:
-        """What its submitter waits for on the host."""
+        """Return what the stream's submitter waits for on the host now; None if it does not wait."""
         return None
 
     def give_up(self, error: Exception) -> Exception:
-        """The driver does not tell of the stream's work any more; what the events fail of."""
+        """Note that the driver tells no more of the stream's work, and return the error with which its events fail."""
         return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
 
     def join(self) -> None:
@@ -138,13 +143,14 @@ class Recorder:
 
 
 class OwnStream(Recorder):
-    """A stream of the driver's that is given back at the end."""
+    """A stream that the driver made for the device, and gets back at the end."""
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context.driver.stream_create(), context)
 
     def _last(self) -> None:
-        """Nothing comes any more. What was put on the stream behind its last event is waited for too."""
+        """Record a last event, behind which nothing comes, and end the waiter. So work after the event before it is
+        awaited, too."""
         self._put_or_fail(CudaEvent(self))
         self.waiter.close()
 
@@ -155,13 +161,13 @@ class OwnStream(Recorder):
 
 
 class CudaStream(OwnStream):
-    """A stream of the device, with the thread that submits to it. ``at_end`` is called, by the other thread, when it is
-    closed and everything submitted has ended."""
+    """A stream of the device, with the thread that submits to it. ``at_end`` is called when the stream is closed and
+    everything submitted has ended, by the thread that waits for its events."""
 
     def __init__(self, name: str, context: Context, at_end: Callable[[CudaStream], None] | None = None) -> None:
         self._at_end = at_end
         super().__init__(name, context)
-        self._backlog = Backlog()
+        self._backlog = QueueFill()
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._closed = False
         self._failure: Exception | None = None  # since the last event
@@ -170,7 +176,7 @@ class CudaStream(OwnStream):
         self._thread.start()
 
     def record(self) -> CudaEvent:
-        """An event after all work submitted so far; it reports what failed since the event before it."""
+        """Return an event after all work submitted so far. It reports what failed since the event before it."""
         event = CudaEvent(self)
         self.call(partial(self._report, event))
         return event
@@ -193,8 +199,8 @@ class CudaStream(OwnStream):
     def copy(
         self, steps: Iterable[Step], hitches: Mapping[int, Hitch], keep: object, layers: int = 0
     ) -> Sequence[CudaEvent]:
-        """Enqueue one batch, with an event after each of its ``layers`` steps. ``steps`` is run by the submitter;
-        ``keep``, which owns the memory, is kept until the device has let go of it."""
+        """Enqueue one batch, and return an event after each of its ``layers`` steps; none if that is 0. The submitter
+        runs ``steps``. ``keep``, which owns the memory, is kept until the device has let go of it."""
         events = [CudaEvent(self) for _ in range(layers)]
         self.call(partial(self._copy, steps, hitches, keep, events))
         return events
@@ -275,15 +281,16 @@ class CudaStream(OwnStream):
             for i, step in enumerate(steps):
                 self._issue(step, hitches.get(i))
                 if left:
-                    self._arrived(left.pop(0))
+                    self._record_layer(left.pop(0))
         except Exception as error:
             self._refused(self.context.refused(error), left)
         last = CudaEvent(self)
         last.keep = keep
         self._record(last)
 
-    def _arrived(self, layer: CudaEvent) -> None:
-        """Whose event was refused, nobody on the device waits for it: so the layers after it fail too, as it has."""
+    def _record_layer(self, layer: CudaEvent) -> None:
+        """Record the event ``layer`` behind its step. If the driver refuses that event, raise what it says: nobody on
+        the device can wait for it, so the layers after it fail, too."""
         self._record(layer)
         if layer.failure is not None:
             raise layer.failure
@@ -302,7 +309,8 @@ class CudaStream(OwnStream):
                 self._call(work)
 
     def _call(self, work: Work) -> object:
-        """One call of the driver, when its queue has room: it returns how many entries it takes, or takes one."""
+        """Make one call of the driver once its queue has room, and return what it returned: how many entries it takes,
+        or else it takes one."""
         self._backlog.admit()
         returned = work()
         self._backlog.took(returned if isinstance(returned, int) else 1)
@@ -311,7 +319,8 @@ class CudaStream(OwnStream):
         return returned
 
     def _refused(self, error: Exception, left: Sequence[CudaEvent]) -> None:
-        """What was submitted before still runs: so the failure is told by the events behind it."""
+        """Have events tell that the batch failed: those in ``left``, or else the stream's next one. They come behind
+        what was submitted before, which still runs."""
         if not left:
             self._failure = self._failure or error
         for event in left:
@@ -326,7 +335,7 @@ class EngineStream(Recorder):
     _closed = False
 
     def record(self) -> CudaEvent:
-        """An event after all work that the engine has put on its stream so far.
+        """Return an event after all work that the engine has put on its stream so far.
 
         Raises:
             DriverError: the driver refuses it, or the stream is captured in a graph.
@@ -338,8 +347,8 @@ class EngineStream(Recorder):
 
     def wait_event(self, event: Event) -> None:
         """Hold later work of the engine's stream until ``event`` is done, on the device. The caller is held until the
-        event is submitted: as long as the driver calls that are queued before it take. Where they are more than the
-        driver's queue is given, that is as long as the device works on some of them.
+        event is submitted, which takes as long as the driver calls that are queued before it. If those are more than
+        the driver's queue may hold, it also takes as long as the device works on some of them.
 
         Raises:
             ConfigError: the event belongs to another kind of device, or is one that the host has to fire.
@@ -354,7 +363,8 @@ class EngineStream(Recorder):
         event.hold(self.handle)  # one without a handle has failed: whoever awaits it learns of that
 
     def _check_captured(self) -> None:
-        """A driver that is asked takes the event into the graph: it would never happen, and pull copies in after it."""
+        """Refuse a stream that is captured in a graph. The driver would take the event into the graph, where it would
+        never happen, and would pull copies in after it."""
         if self.context.failure is None and self.context.driver.is_captured(self.handle):
             raise DriverError(f"stream {self.name!r} is captured in a graph: record and wait outside of it", CAPTURED)
 
@@ -364,7 +374,7 @@ class EngineStream(Recorder):
         self.waiter.close()
 
     def give_up(self, error: Exception) -> Exception:
-        """What an engine did to its own stream is no failure of the device."""
+        """Return the error as it is: what an engine did to its own stream is no failure of the device."""
         return error
 
 
@@ -374,12 +384,13 @@ class AdoptingStream(OwnStream):
     such stream has adopted fire in the order in which they were adopted."""
 
     def has_room(self) -> bool:
-        """Whether so few events are pending that the driver's queue is far from full, in which it would block."""
+        """Return True if so few events are pending that the driver's queue is far from full. A full one would block the
+        caller."""
         return self.waiter.pending < ADOPTED_AT_MOST
 
     def adopt(self, handle: int) -> CudaEvent:
-        """An event that happens when what was recorded last in the event ``handle`` has happened. One thread calls it
-        at a time.
+        """Return an event that happens when what was recorded last in the event ``handle`` has happened. One thread
+        calls it at a time.
 
         Raises:
             DriverError: the driver refuses it.
@@ -393,7 +404,7 @@ class AdoptingStream(OwnStream):
 
 
 def event_pointer(event: object) -> int:
-    """The ``cudaEvent_t`` of an event of torch or of cupy. 0: it is one of torch's that was never recorded.
+    """Return the ``cudaEvent_t`` of an event of torch or of cupy; 0 for one of torch's that was never recorded.
 
     Raises:
         ConfigError: it is none of these.
@@ -411,7 +422,8 @@ def event_pointer(event: object) -> int:
 
 
 def stream_pointer(stream: object) -> int:
-    """The ``cudaStream_t`` of a stream of torch, of cupy or of whatever speaks ``__cuda_stream__``, or the number.
+    """Return the ``cudaStream_t`` of a stream of torch, of cupy or of whatever speaks ``__cuda_stream__``; a number is
+    returned as it is.
 
     Raises:
         ConfigError: it is none of these.

@@ -1,1 +1,2 @@
-"""The transfer stages: a queue and its workers each. Queues have no bound; the core bounds what is in flight."""
+"""The transfer stages. Each has a queue and the tasks that serve it. Queues have no bound, because the core bounds the
+operations in flight."""

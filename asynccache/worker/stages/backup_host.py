@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from asynccache.core.plan import BackupHost, Move, Outcome, Status
+from asynccache.core.plan import Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
+from asynccache.worker.contract import Work
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import Meter
 
@@ -19,20 +20,21 @@ class Copier(Protocol):
 
 
 class Queued(NamedTuple):
-    """An effect, the events that it waits for on the device, and when it was queued."""
+    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
 
-    effect: BackupHost
+    work: Work
     after: Sequence[Event]
     at: float
 
 
 class BackupHostStage:
-    """A queue of ``BackupHost`` effects and its worker."""
+    """A queue of backups and the task that performs them. ``post``: called with the outcome of each work. ``clock``:
+    returns seconds."""
 
     def __init__(
         self,
         mover: Copier,
-        post: Callable[[Outcome], None],
+        post: Callable[[Status, Sequence[int]], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
     ) -> None:
@@ -47,11 +49,11 @@ class BackupHostStage:
         return f"BackupHostStage({len(self._inbox)} queued, {self.meter!r})"
 
     def __len__(self) -> int:
-        return len(self._inbox)
+        return sum(len(queued.work.ops) for queued in self._inbox)
 
-    def put(self, effect: BackupHost, after: Sequence[Event]) -> None:
-        """Queue the effect; its outcome is posted exactly once."""
-        self._inbox.put(Queued(effect, after, self._clock()))
+    def put(self, work: Work, after: Sequence[Event]) -> None:
+        """Queue ``work``; its outcome is posted exactly once."""
+        self._inbox.put(Queued(work, after, self._clock()))
 
     async def run(self) -> None:
         """Copy batch after batch, for ever. Cancelling it abandons the outcome, never a buffer in use: the device
@@ -59,20 +61,21 @@ class BackupHostStage:
         while True:
             await self._inbox.filled()
             batch = self._inbox.take()
-            moves = [move for queued in batch for move in queued.effect.moves]
+            moves = [move for queued in batch for move in queued.work.moves]
             after = list(dict.fromkeys(event for queued in batch for event in queued.after))
             status = await _copied(self._mover.backup(moves, after))
             self._report(batch, moves, status)
 
     def _report(self, batch: Sequence[Queued], moves: Sequence[Move], status: Status) -> None:
+        count = sum(len(queued.work.ops) for queued in batch)
         if status is Status.DONE:
-            self.meter.count(len(batch), *self._size_of(moves))
+            self.meter.count(count, *self._size_of(moves))
         else:
-            self.meter.errors += len(batch)
+            self.meter.errors += count
         now = self._clock()
         for queued in batch:
-            self.meter.took(now - queued.at)
-            self._post(Outcome(queued.effect.op, status))
+            self.meter.took(now - queued.at, len(queued.work.ops))
+            self._post(status, queued.work.ops)
 
 
 async def _copied(event: Event) -> Status:

@@ -1,8 +1,13 @@
 """load_back: host to device, layer by layer, and the private copies (device to device) that follow it.
 
-Law: one batched load per submission, and clones, on a stream of their own, behind the loads they need. A submission is
-a plain function, because ``wait_layer`` needs the layer's event at once: it submits what is queued and does not wait
-for the worker. A batch that fails fails every load in it: an engine that was ordered behind its layers has seen them.
+Laws:
+
+* A submission is one batched load, and the clones behind it. Clones run on a stream of their own, and each waits for
+  the load that it needs.
+* A submission is a plain function: ``wait_layer`` needs the event of a layer at once, so it submits what is queued and
+  does not wait for the stage's task.
+* If a batched load fails, every load in it fails: an engine whose work was ordered behind its layers may have read
+  them.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from asynccache.core.plan import Clone, LoadBack, Move, Outcome, Status
+from asynccache.core.plan import Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
+from asynccache.worker.contract import Kind, Work
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import Meter
 
@@ -36,29 +42,31 @@ class Copier(Protocol):
 
 
 class Copying(NamedTuple):
-    """One operation on the device: ``layers[i]`` is done when layer i of it is there, ``done`` when all is."""
+    """Operations that the device copies together. ``layers[i]``: fires when layer i of them is there; empty for a
+    private copy. ``done``: fires when all is there. ``needs``: fires when the load that a private copy is made of is
+    there; None: it has ended, or there is none. ``queued``: seconds of the stage's clock."""
 
-    op: int
+    ops: Sequence[int]
     layers: Sequence[Event]
     done: Event
     needs: Event | None
     queued: float
 
     def layer(self, i: int) -> Event:
-        """The event of layer ``i``; a private copy arrives as a whole."""
+        """Return the event of layer ``i``. A private copy arrives as a whole."""
         return self.layers[i] if self.layers else self.done
 
 
 class Queued(NamedTuple):
-    """An effect, the events that it waits for on the device, and when it was queued."""
+    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
 
-    effect: LoadBack | Clone
+    work: Work
     after: Sequence[Event]
     at: float
 
 
 class _Line:
-    """What waits to be submitted to one stream, and what is on it, in order."""
+    """The works that wait to be submitted to one stream, and the copies that are on it, both in order."""
 
     def __init__(self) -> None:
         self.inbox: Inbox[Queued] = Inbox()
@@ -66,17 +74,22 @@ class _Line:
         self.filled = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"{len(self.inbox)} queued, {len(self.flying)} on the device"
+        return f"{len(self)} queued, {sum(len(copying.ops) for copying in self.flying)} on the device"
+
+    def __len__(self) -> int:
+        return sum(len(queued.work.ops) for queued in self.inbox)
 
 
 class LoadBackStage:
-    """Queues of ``LoadBack`` and ``Clone`` effects, what is on the device, and the workers that await it: private
-    copies, which are short, wait for the loads that they need and for no others."""
+    """The queues of loads and of private copies, and the tasks that await what is on the device. The two have a stream
+    each, so that private copies, which are short, wait for the loads that they need and for no others. ``post``: called
+    with the outcome of each work. ``clock``: returns seconds. ``fail``: called with what the device raised when it
+    refused a copy."""
 
     def __init__(
         self,
         mover: Copier,
-        post: Callable[[Outcome], None],
+        post: Callable[[Status, Sequence[int]], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
         fail: Callable[[BaseException], None],
@@ -95,22 +108,22 @@ class LoadBackStage:
         return f"LoadBackStage(loads {self._loads!r}; clones {self._clones!r}; {self.meter!r})"
 
     def __len__(self) -> int:
-        return len(self._loads.inbox) + len(self._clones.inbox)
+        return len(self._loads) + len(self._clones)
 
-    def put(self, effect: LoadBack | Clone, after: Sequence[Event]) -> None:
-        """Queue the effect; its outcome is posted exactly once."""
-        line = self._clones if isinstance(effect, Clone) else self._loads
-        line.inbox.put(Queued(effect, after, self._clock()))
+    def put(self, work: Work, after: Sequence[Event]) -> None:
+        """Queue ``work``; its outcome is posted exactly once."""
+        line = self._clones if work.kind is Kind.CLONE else self._loads
+        line.inbox.put(Queued(work, after, self._clock()))
         line.filled.set()
 
     def copying(self, op: int) -> Copying | None:
-        """Where ``op`` stands on the device, submitting what is queued; None once it has ended."""
+        """Submit what is queued, and return the copy that ``op`` is part of; None once ``op`` has ended."""
         self.submit_now()
         return self._by_op.get(op)
 
     def submit_now(self) -> None:
-        """``submit``, or the end of the cache: of a batch that the device refuses the loads are lost. It is told before
-        anybody can ask for them, and take them for loads that have ended."""
+        """``submit``. If the device refuses a batch, its loads are lost, and that is the end of the cache. ``fail`` is
+        called before anybody can ask for these loads and take them for loads that have ended."""
         try:
             self.submit()
         except BaseException as error:
@@ -122,32 +135,31 @@ class LoadBackStage:
         loads = self._loads.inbox.take()
         if loads:
             self._submit_loads(loads)
-        for effect, after, at in self._clones.inbox.take():
-            assert isinstance(effect, Clone)
-            self._submit_clone(effect, after, at)
+        for queued in self._clones.inbox.take():
+            self._submit_clones(*queued)
 
     def _submit_loads(self, loads: Sequence[Queued]) -> None:
-        moves = [move for queued in loads for move in queued.effect.moves]
+        moves = [move for queued in loads for move in queued.work.moves]
         after = list(dict.fromkeys(event for queued in loads for event in queued.after))
         events = self._mover.load(moves, after)
-        self.meter.count(len(loads), *self._size_of(moves))
-        for effect, _, at in loads:
-            self._fly(self._loads, Copying(effect.op, events.layers, events.done, None, at))
+        self.meter.count(sum(len(queued.work.ops) for queued in loads), *self._size_of(moves))
+        for work, _, at in loads:
+            self._fly(self._loads, Copying(work.ops, events.layers, events.done, None, at))
 
-    def _submit_clone(self, effect: Clone, after: Sequence[Event], at: float) -> None:
-        source = self._by_op.get(effect.after)
+    def _submit_clones(self, work: Work, after: Sequence[Event], at: float) -> None:
+        source = self._by_op.get(work.source)
         needs = source.done if source is not None else None
-        event = self._mover.clone(effect.moves, after if needs is None else (*after, needs))
-        self._fly(self._clones, Copying(effect.op, (), event, needs, at))
+        event = self._mover.clone(work.moves, after if needs is None else (*after, needs))
+        self._fly(self._clones, Copying(work.ops, (), event, needs, at))
 
     def _fly(self, line: _Line, copying: Copying) -> None:
         line.flying.append(copying)
         line.filled.set()
-        self._by_op[copying.op] = copying
+        self._by_op.update(dict.fromkeys(copying.ops, copying))
 
     async def run(self) -> None:
-        """Submit and await, for ever. Cancelling it abandons outcomes, never a buffer in use: the device finishes
-        what was submitted."""
+        """Submit loads and await them, for ever. Cancelling it abandons outcomes, never a buffer in use: the device
+        finishes what was submitted."""
         await self._serve(self._loads)
 
     async def run_clones(self) -> None:
@@ -161,7 +173,8 @@ class LoadBackStage:
             await self._land(line)
 
     async def _something(self, line: _Line) -> None:
-        """Return when there is something to submit or to await: ``wait_layer`` may have emptied the queue already."""
+        """Return when there is something to submit or to await. The queue may be empty even so: ``wait_layer`` has
+        submitted what was in it."""
         while not line.flying and not len(line.inbox):
             line.filled.clear()
             await line.filled.wait()
@@ -170,14 +183,16 @@ class LoadBackStage:
         copying = line.flying[0]
         status = await _copied(copying)
         line.flying.popleft()
-        del self._by_op[copying.op]
-        self.meter.errors += status is Status.FAILED
-        self.meter.took(self._clock() - copying.queued)
-        self._post(Outcome(copying.op, status))
+        for op in copying.ops:
+            del self._by_op[op]
+        if status is Status.FAILED:
+            self.meter.errors += len(copying.ops)
+        self.meter.took(self._clock() - copying.queued, len(copying.ops))
+        self._post(status, copying.ops)
 
 
 async def _copied(copying: Copying) -> Status:
-    """FAILED also where a clone's source failed to arrive."""
+    """Return how the copy ended, when it has: FAILED also for a private copy of a load that failed."""
     try:
         await copying.done.wait()
         if copying.needs is not None:

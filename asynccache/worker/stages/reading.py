@@ -1,4 +1,4 @@
-"""prefetch, as a worker does it: which pages the stores have, and reading them into the host's slots."""
+"""A worker's part of prefetch: it looks up which pages the stores have, and reads them into host slots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BATCH_PAGES = 128
 
 
 class Store(Protocol):
-    """The part of ``TieredStore`` that is read."""
+    """The part of ``TieredStore`` that this stage uses."""
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
     async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
 
 
 class Reading:
-    """Asks and reads, ``BATCH_PAGES`` pages of a pool in a call of the store."""
+    """Looks up and reads pages, at most ``BATCH_PAGES`` pages of a pool in one call of the store."""
 
     def __init__(self, store: Store, pools: PoolMap) -> None:
         self._store = store
@@ -64,10 +64,11 @@ class Reading:
 
 
 def _nothing_lacks(hashes: bytes) -> bytes:
-    """For a pool of which this worker has no bytes: whatever others have of it suffices."""
+    """The answer for a pool of which this worker has no bytes: a HIT for each page, since other workers' answers
+    decide."""
     return bytes([Result.HIT]) * (len(hashes) // HASH_BYTES)
 
 
 def _run(answer: bytes) -> int:
-    """How many pages were read before the first one that was not."""
+    """Return how many pages of ``answer`` come before the first that is not a HIT."""
     return len(answer) - len(answer.lstrip(bytes([Result.HIT])))

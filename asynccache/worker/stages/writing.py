@@ -1,10 +1,11 @@
-"""backup_storage, as a worker does it: one batch of host pages to the stores.
+"""A worker's part of backup_storage: it writes a batch of host pages to the stores.
 
-Pages that several workers hold alike: one of them writes to stores that they share, each of them to a store of its own.
+Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
+worker writes.
 
-Auxiliary components and sidecars go before FULL (``PoolMap.written``): an order that helps a reader who looks at FULL
-alone, never a proof. Of an operation that has failed, nothing more is written. Which operations make a batch, and when
-one is given up, the head decides.
+Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL mostly
+finds the rest; it is no proof. Of an operation that has failed, nothing more is written. The head decides which
+operations make a batch, and when a batch is given up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH_PAGES = 128
 
 
 class Store(Protocol):
-    """The part of ``TieredStore`` that is written."""
+    """The part of ``TieredStore`` that this stage uses."""
 
     async def put(
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
@@ -33,9 +34,8 @@ class Store(Protocol):
 
 
 class Run(NamedTuple):
-    """Neighbouring pages of one operation in one pool, on their way: what is said of a page is said once for all of
-    them. ``ours``: no other worker writes them to the stores that workers share. ``full``: whether they count as pages
-    of FULL."""
+    """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
+    them to the stores that workers share. ``full``: True if they count as pages of FULL."""
 
     op: int
     ours: bool
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 class Writing:
-    """Writes batches. Mutable state: those under way that were given up, by their first operation."""
+    """Writes batches. Mutable state: the batches that were given up while they were written, by first operation."""
 
     def __init__(self, store: Store, pools: PoolMap) -> None:
         self._store = store
@@ -56,11 +56,12 @@ class Writing:
         return f"Writing({self._pools!r})"
 
     def give_up(self, op: int) -> None:
-        """Of the batch that begins with ``op``, write nothing after the call of the store that is under way."""
+        """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way."""
         self._given_up.add(op)
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
-        """Write the batch. Cancelling it returns after the store has let go of the pages."""
+        """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
+        pages."""
         first = batch[0].op
         try:
             return await _Batch(self._store, self._pools, batch).write(lambda: first in self._given_up)
@@ -69,7 +70,8 @@ class Writing:
 
 
 class _Batch:
-    """``left``: by operation, the pages that are not stored yet. ``failed``: operations of which one could not be."""
+    """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
+    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``Stored``."""
 
     def __init__(self, store: Store, pools: PoolMap, batch: Sequence[BackupStorage]) -> None:
         self._store = store
@@ -116,7 +118,7 @@ class _Batch:
                 self.failed.add(run.op)
 
     def _weight(self, effect: BackupStorage) -> int:
-        """How many pages storing it writes, in all pools."""
+        """Return how many pages ``effect`` writes, in all pools."""
         return sum(
             len(pages.slots) // SLOT_BYTES * len(pools.get(pages.component, ()))
             for pools in self._pools.written
@@ -124,7 +126,8 @@ class _Batch:
         )
 
     def _parts(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[list[Run]]:
-        """The pages of ``pools``, ``BATCH_PAGES`` at a time; of operations that have not failed by their turn."""
+        """Yield the pages of ``pools``, at most ``BATCH_PAGES`` at a time, without those of operations that have failed
+        by then."""
         part: list[Run] = []
         room = BATCH_PAGES
         for effect in self._batch:

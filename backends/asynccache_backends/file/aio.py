@@ -26,7 +26,7 @@ class Files(NamedTuple):
     direct: int | None
 
 
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they are read
     into or written from."""
 
@@ -50,11 +50,11 @@ class Moved(NamedTuple):
 class BatchIO(Protocol):
     """File I/O in the background. It refers to files and buffers until the future of their call is done."""
 
-    def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
+    def write(self, files: Files, run: FileRun) -> asyncio.Future[Moved]:
         """Write one run. If not all of it was written, the outcome has an error."""
         ...
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
         """Read runs of one file. Where the file ends early a run has fewer bytes, which is no error."""
         ...
 
@@ -73,11 +73,11 @@ class ThreadIO:
     def __init__(self, threads: int = 4) -> None:
         self._workers = Workers(threads, "asynccache-file")
 
-    def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
+    def write(self, files: Files, run: FileRun) -> asyncio.Future[Moved]:
         """As ``BatchIO.write``, by one pwritev or as many as it takes."""
         return self._workers.call(write_run, files, run)
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
         """As ``BatchIO.read``, by one preadv for each run or as many as it takes."""
         return self._workers.call(read_runs, files, runs)
 
@@ -90,7 +90,7 @@ class ThreadIO:
         self._workers.close()
 
 
-def write_run(files: Files, run: Run) -> Moved:
+def write_run(files: Files, run: FileRun) -> Moved:
     """Write a run, by direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
     moved = _move(os.pwritev, files, [run])
     if moved.error is None and moved.bytes[0] < run.length:
@@ -98,12 +98,12 @@ def write_run(files: Files, run: Run) -> Moved:
     return moved
 
 
-def read_runs(files: Files, runs: Sequence[Run]) -> Moved:
+def read_runs(files: Files, runs: Sequence[FileRun]) -> Moved:
     """Read each run up to its end or the end of the file."""
     return _move(os.preadv, files, runs)
 
 
-def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, runs: Sequence[Run]) -> Moved:
+def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, runs: Sequence[FileRun]) -> Moved:
     fd = files.buffered if files.direct is None else files.direct
     counts: list[int] = []
     error: OSError | None = None
@@ -122,7 +122,7 @@ def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, r
     return Moved(counts, error, files.direct is not None and fd == files.buffered)
 
 
-def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: Run) -> int:
+def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: FileRun) -> int:
     """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved."""
     moved = move(fd, run.buffers, run.offset)
     while moved < run.length:

@@ -43,7 +43,7 @@ from asynccache_backends.file.files import Folder
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest, note_capacity, noted_capacity
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.listing import stored_pages, written_before
-from asynccache_backends.file.operations import Operations
+from asynccache_backends.file.operations import OpenCalls
 from asynccache_backends.file.reads import ReadBatch, find_stretches, plan_reads
 from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
@@ -79,7 +79,7 @@ class FileBackend:
         self._janitor = Janitor(state)
         self._breaker = Breaker(threshold=1)
         self._puts = OncePerKey()
-        self._operations = Operations(f"store folder {str(state.folder.path)!r}")
+        self._operations = OpenCalls(f"store folder {str(state.folder.path)!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:

@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 from asynccache.errors import Unavailable
 from asynccache.storage import completed, settled
 from asynccache_backends.file import deletions, snapshot
-from asynccache_backends.file.aio import Run
+from asynccache_backends.file.aio import FileRun
 from asynccache_backends.file.blocks import Group, group_bytes
 from asynccache_backends.file.folder import replace_file
 from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend, segment_name
@@ -285,7 +285,7 @@ class Janitor:
     ) -> list[tuple[int, memoryview]]:
         """Read pages of a group into ``buffers``. Returns those that could be read completely, each with its buffer."""
         offsets = map(group.payload_offset, pages)
-        runs = [Run(at, group.length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
+        runs = [FileRun(at, group.length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
         segment.enter()
         future = self._state.io.read(self._state.files_for(segment, group.length), runs)
         try:

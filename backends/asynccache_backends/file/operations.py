@@ -9,7 +9,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import settled
 
 
-class Operations:
+class OpenCalls:
     """Every call runs in ``with operations:``, which raises Unavailable once the store is closed. ``name`` is what
     errors call the store."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.storage import PageKey, Record
-from asynccache_backends.file.aio import Run
+from asynccache_backends.file.aio import FileRun
 from asynccache_backends.file.blocks import Group
 from asynccache_backends.file.index import Index
 
@@ -31,7 +31,7 @@ class ReadBatch(NamedTuple):
     segment: int
     length: int
     stretches: list[Stretch]
-    runs: list[Run]
+    runs: list[FileRun]
 
 
 def find_stretches(
@@ -79,6 +79,6 @@ def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[
             stretch = Stretch(group, page, which[:fits])
             which, size = stretch.which, fits * length
         batch.stretches.append(stretch)
-        batch.runs.append(Run(group.payload_offset(page), size, [records[i].payload for i in which]))
+        batch.runs.append(FileRun(group.payload_offset(page), size, [records[i].payload for i in which]))
         room -= size
     return batches

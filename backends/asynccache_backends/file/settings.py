@@ -27,7 +27,7 @@ FEWEST_SEGMENTS = 32
 MOST_SEGMENTS = 128
 
 
-class Settings(NamedTuple):
+class FileSettings(NamedTuple):
     """The settings of a file store. Sizes are in bytes.
 
     ``mode``: permissions of the folder and, without the bits for execution, of its files; None: those that the folder
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     used: bool
 
 
-def settings_of(url: ParsedUrl, layout: StoreLayout) -> Settings:
+def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
     """Return the settings in ``url``. If the layout has no pools, the store is only looked at.
 
     Raises:
@@ -55,7 +55,7 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> Settings:
     capacity, segment = _sizes(url, layout)
     used = bool(layout.page_bytes)
     mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
-    return Settings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
+    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
 
 
 def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:

@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<8s16s")
 _PAIR = struct.Struct("<QQ")
 
 
-class Snapshot(NamedTuple):
+class IndexSnapshot(NamedTuple):
     """The content of a snapshot. ``groups`` are those that it has. ``scan_from`` has for each segment the offset from
     which on it must be scanned for later ones."""
 
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
     groups: Sequence[Group]
 
 
-EMPTY = Snapshot({}, ())
+EMPTY = IndexSnapshot({}, ())
 
 
 def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> list[bytes]:
@@ -47,7 +47,7 @@ def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> li
     return [_HEAD.pack(MAGIC, xxh3_128_digest(body, seed)), body]
 
 
-def load(folder: Folder, seed: int, most: int) -> Snapshot:
+def load(folder: Folder, seed: int, most: int) -> IndexSnapshot:
     """Return the snapshot in ``folder``. It is empty if the file is missing, does not verify, or has more than ``most``
     bytes. It blocks.
 
@@ -63,7 +63,7 @@ def load(folder: Folder, seed: int, most: int) -> Snapshot:
     return parse(data, seed) or EMPTY
 
 
-def parse(data: bytes, seed: int) -> Snapshot | None:
+def parse(data: bytes, seed: int) -> IndexSnapshot | None:
     """Return the snapshot in ``data``; None if it does not verify."""
     if len(data) < _HEAD.size:
         return None
@@ -77,7 +77,7 @@ def parse(data: bytes, seed: int) -> Snapshot | None:
     table = _PAIR.size * (1 + segments)
     if len(body) < table + count * HEAD_BYTES:
         return None
-    return Snapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
+    return IndexSnapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
 
 
 def _groups(data: memoryview, at: int, count: int, seed: int) -> list[Group]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache_backends.file.aio import BatchIO, Files, Moved, Run
+from asynccache_backends.file.aio import BatchIO, FileRun, Files, Moved
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, pack_block
 from asynccache_backends.file.files import Folder
 from asynccache_backends.file.index import Index
@@ -72,7 +72,7 @@ class StoreState:
         packed = pack_block(group, self.seed)
         block[: len(packed)] = packed
         segment.enter()
-        run = Run(offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
+        run = FileRun(offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
         done = self.io.write(self.files_for(segment, length), run)
         segment.writing[offset] = done
         return Writing(group, segment, block, done)

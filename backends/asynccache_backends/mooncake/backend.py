@@ -32,15 +32,15 @@ from asynccache.storage import (
     completed,
     settled,
 )
-from asynccache_backends.file.operations import Operations
+from asynccache_backends.file.operations import OpenCalls
 from asynccache_backends.mooncake import codes as meaning
 from asynccache_backends.mooncake.client import library
 from asynccache_backends.mooncake.listing import object_names
 from asynccache_backends.mooncake.probe import greet
 from asynccache_backends.mooncake.regions import copy
-from asynccache_backends.mooncake.settings import Settings, settings_of
+from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
 from asynccache_backends.mooncake.shared import Shared, acquire
-from asynccache_backends.mooncake.transfers import Attempt, Transfers
+from asynccache_backends.mooncake.transfers import Attempt, ClientCalls
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,13 +58,13 @@ class MooncakeBackend:
 
     shared = True
 
-    def __init__(self, settings: Settings, shared: Shared) -> None:
+    def __init__(self, settings: MooncakeSettings, shared: Shared) -> None:
         self._settings = settings
         self._shared = shared
-        self._transfers = Transfers(shared, settings.replicas)
+        self._transfers = ClientCalls(shared, settings.replicas)
         self._reading = Workers(settings.threads, "asynccache-mooncake-read")
         self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
-        self._operations = Operations("the Mooncake store")
+        self._operations = OpenCalls("the Mooncake store")
         self._counts: Counter[str] = Counter()
 
     @classmethod

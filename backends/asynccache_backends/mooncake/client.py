@@ -32,7 +32,7 @@ INSTALL = install("mooncake")
 LIBRARIES = "apt-get install libibverbs1 libnuma1"
 
 
-class State(Enum):
+class ClientState(Enum):
     """The state of a client."""
 
     NEW = auto()
@@ -45,7 +45,7 @@ class Client:
     """A client of the library. Every call to the library's object is made inside ``with client as store:``."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.state = State.NEW
+        self.state = ClientState.NEW
         self._make = make
         self._store: Any = None
         self._calls = 0
@@ -61,9 +61,9 @@ class Client:
             Unavailable: the client could not be set up, or was set up before.
         """
         with self._changed:
-            if self.state is not State.NEW:
+            if self.state is not ClientState.NEW:
                 raise Unavailable(f"mooncake: a client is set up once; this one is {self.state.name}")
-            self.state = State.CLOSED
+            self.state = ClientState.CLOSED
             self._store = self._make()
             code = self._store.setup(
                 host, options.metadata, options.segment, options.buffer, options.protocol, options.device,
@@ -71,11 +71,11 @@ class Client:
             )  # fmt: skip
             if code != 0:
                 raise Unavailable(f"mooncake: the client could not be set up at master {options.master} ({code})")
-            self.state = State.READY
+            self.state = ClientState.READY
 
     def __enter__(self) -> Any:
         with self._changed:
-            if self.state is not State.READY:
+            if self.state is not ClientState.READY:
                 raise Unavailable(f"mooncake: the client is {self.state.name}")
             self._calls += 1
             return self._store
@@ -89,12 +89,12 @@ class Client:
         """Refuse new calls, wait until none is under way, and close the client, which holds the GIL. Calling it twice
         is fine."""
         with self._changed:
-            if self.state is not State.READY:
+            if self.state is not ClientState.READY:
                 return
-            self.state = State.CLOSING
+            self.state = ClientState.CLOSING
             self._changed.wait_for(lambda: self._calls == 0)
             self._store.close()
-            self.state = State.CLOSED
+            self.state = ClientState.CLOSED
 
 
 def prepare() -> None:

@@ -7,7 +7,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from time import monotonic
 
 from asynccache.errors import Unavailable
-from asynccache_backends.mooncake.settings import Place
+from asynccache_backends.mooncake.settings import HostPort
 
 WITHIN = 10.0
 ANSWER_WITHIN = 60.0
@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 20
 PATH = "/get_all_keys"
 
 
-def object_names(admin: Place) -> list[str]:
+def object_names(admin: HostPort) -> list[str]:
     """Ask the admin server for the names of all objects and return them. It blocks.
 
     Raises:
@@ -36,7 +36,7 @@ def object_names(admin: Place) -> list[str]:
     return text.split()
 
 
-def _body(admin: Place, response: HTTPResponse) -> bytes:
+def _body(admin: HostPort, response: HTTPResponse) -> bytes:
     """Read the body of a response. Raises Unavailable if it is too long or takes too long."""
     parts, size, end = list[bytes](), 0, monotonic() + ANSWER_WITHIN
     while part := response.read1(PIECE_BYTES):

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 
 from asynccache.errors import Timeout, Unavailable
-from asynccache_backends.mooncake.settings import Place
+from asynccache_backends.mooncake.settings import HostPort
 
 WITHIN = 1.0
 
 _HELLO = b"\x15" + bytes(19)  # the header of a request without a function: the master refuses it, so it answers
 
 
-async def greet(master: Place, within: float = WITHIN) -> str:
+async def greet(master: HostPort, within: float = WITHIN) -> str:
     """Wait for an answer of the master, and return the address of this machine from which it was reached. Cancelling it
     closes the connection.
 
@@ -30,7 +30,7 @@ async def greet(master: Place, within: float = WITHIN) -> str:
         raise Unavailable(f"mooncake: master {master} cannot be reached: {error.strerror or error}") from error
 
 
-async def _exchange(master: Place) -> str:
+async def _exchange(master: HostPort) -> str:
     reader, writer = await asyncio.open_connection(master.host, master.port)
     try:
         host: str = writer.get_extra_info("sockname")[0]

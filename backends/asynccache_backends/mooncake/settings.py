@@ -22,7 +22,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _METADATA = re.compile(r"P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+")
 
 
-class Place(NamedTuple):
+class HostPort(NamedTuple):
     """A host and a port."""
 
     host: str
@@ -40,7 +40,7 @@ class ClientOptions(NamedTuple):
     buffer.
     """
 
-    master: Place
+    master: HostPort
     metadata: str
     host: str
     segment: int
@@ -49,7 +49,7 @@ class ClientOptions(NamedTuple):
     device: str
 
 
-class Settings(NamedTuple):
+class MooncakeSettings(NamedTuple):
     """All settings in a URL.
 
     ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page. ``threads``:
@@ -61,7 +61,7 @@ class Settings(NamedTuple):
     namespace: str
     replicas: int
     threads: int
-    admin: Place | None
+    admin: HostPort | None
 
     def name(self, key: bytes) -> str:
         """Return the name of a page's object: the namespace and the key in hex."""
@@ -79,7 +79,7 @@ class Settings(NamedTuple):
         return f"^{self.namespace.replace('.', '[.]')}[0-9a-f]{{{2 * KEY_BYTES}}}$"
 
 
-def settings_of(url: ParsedUrl) -> Settings:
+def settings_of(url: ParsedUrl) -> MooncakeSettings:
     """Return the settings in ``url``.
 
     Raises:
@@ -87,7 +87,7 @@ def settings_of(url: ParsedUrl) -> Settings:
     """
     url.allow_only(OPTIONS)
     options = url.options
-    return Settings(
+    return MooncakeSettings(
         ClientOptions(
             place("the master", url.path.rstrip("/"), DEFAULT_PORT),
             _matching("metadata", options.get("metadata", HANDSHAKE), _METADATA),
@@ -104,7 +104,7 @@ def settings_of(url: ParsedUrl) -> Settings:
     )
 
 
-def place(what: str, text: str, default: int | None = None) -> Place:
+def place(what: str, text: str, default: int | None = None) -> HostPort:
     """Parse ``host:port`` or ``[v6]:port``; or ``host`` alone if there is a default port. ``what`` names it in errors.
 
     Raises:
@@ -115,7 +115,7 @@ def place(what: str, text: str, default: int | None = None) -> Place:
     if found is None or port is None:
         shown = redacted(f"mooncake://{text}").removeprefix("mooncake://")
         raise ConfigError(f"mooncake: {what} is named {shown!r}; expected host:port, as in mooncake://10.0.0.1:50051")
-    return Place(found.host, port)
+    return HostPort(found.host, port)
 
 
 def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from asynccache.errors import ConfigError
 from asynccache.storage import Workers, settled
-from asynccache_backends.mooncake.client import Client, State, library
+from asynccache_backends.mooncake.client import Client, ClientState, library
 from asynccache_backends.mooncake.probe import greet
 from asynccache_backends.mooncake.regions import Regions
 from asynccache_backends.mooncake.settings import ClientOptions
@@ -69,7 +69,7 @@ async def acquire(options: ClientOptions) -> Shared:
 def _acquire(options: ClientOptions, host: str) -> Shared:
     global _current
     with _lock:
-        if _current is not None and _current.client.state is State.READY:
+        if _current is not None and _current.client.state is ClientState.READY:
             if _current.options == options:
                 _current.users += 1
                 return _current

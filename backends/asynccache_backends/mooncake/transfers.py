@@ -37,7 +37,7 @@ class Attempt:
         self.given_up = False
 
 
-class Transfers:
+class ClientCalls:
     """The calls of one cache to the shared client. Mutable state: the regions of this cache, and a stage for each
     thread. ``lost_master``: whether the master did not answer in the last call that has ended. ``staged``: pages that
     were copied through a stage. ``refused``: regions that the client has refused."""

@@ -35,11 +35,11 @@ from asynccache.storage import (
     Workers,
     settled,
 )
-from asynccache_backends.file.operations import Operations
+from asynccache_backends.file.operations import OpenCalls
 from asynccache_backends.object_store.catalog import Catalog
 from asynccache_backends.object_store.client import Client, NoRoom
 from asynccache_backends.object_store.collect import Collector
-from asynccache_backends.object_store.connect import Settings, check, connect, settings_of
+from asynccache_backends.object_store.connect import ObjectSettings, check, connect, settings_of
 from asynccache_backends.object_store.fetches import Fetches
 from asynccache_backends.object_store.keeper import Keeper
 from asynccache_backends.object_store.names import INDEX, PACKS, Clock
@@ -65,7 +65,7 @@ class ObjectBackend:
 
     shared = True
 
-    def __init__(self, client: Client, clock: Clock, settings: Settings, schema: bytes, *, lends: bool) -> None:
+    def __init__(self, client: Client, clock: Clock, settings: ObjectSettings, schema: bytes, *, lends: bool) -> None:
         self._client = client
         self._clock = clock
         self._settings = settings
@@ -80,7 +80,7 @@ class ObjectBackend:
         self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
         self._puts = OncePerKey()
         self._room = Breaker(threshold=1, backoff=FULL_BACKOFF, max_backoff=FULL_MOST)  # open while the store is full
-        self._operations = Operations(f"object store {client.shown!r}")
+        self._operations = OpenCalls(f"object store {client.shown!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:

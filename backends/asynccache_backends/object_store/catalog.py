@@ -24,8 +24,14 @@ from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import Client, Meta
 from asynccache_backends.object_store.index import Index
 from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, Clock, first_name, is_name, stamp_of
-from asynccache_backends.object_store.packs import MOST_PACK_BYTES, Pack, Verdict, footer_bytes, parse_footer
-from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, pack_tomb, parse_snapshot, parse_tomb
+from asynccache_backends.object_store.packs import MOST_PACK_BYTES, FooterCheck, Pack, footer_bytes, parse_footer
+from asynccache_backends.object_store.snapshot import (
+    IndexSnapshot,
+    pack_snapshot,
+    pack_tomb,
+    parse_snapshot,
+    parse_tomb,
+)
 
 OVERLAP = 600.0
 AHEAD = 24 * 3600.0  # seconds; a snapshot's cursor that is further ahead of this clock is taken for an error
@@ -53,7 +59,7 @@ class Catalog:
     def __init__(self, client: Client, clock: Clock, workers: Workers, schema: bytes, parallel: int) -> None:
         self.index = Index()
         self.counts: Counter[str] = Counter()
-        self.unread: dict[str, tuple[Verdict, Meta]] = {}
+        self.unread: dict[str, tuple[FooterCheck, Meta]] = {}
         self.lock = asyncio.Lock()
         self._client = client
         self._clock = clock
@@ -148,7 +154,7 @@ class Catalog:
             Unavailable: the store refuses.
         """
         index, name, unsaved = self.index, self._clock.name(), self._unsaved
-        snapshot = Snapshot(self._cursor, index.packs(), dict(index.tombs))
+        snapshot = IndexSnapshot(self._cursor, index.packs(), dict(index.tombs))
         packed = await self._workers.run(pack_snapshot, snapshot, self._schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
         await self._client.create(f"{INDEX}/{name}", packed)
@@ -160,7 +166,7 @@ class Catalog:
         found = [meta async for metas in self._client.list(INDEX) for meta in metas if is_name(meta.name)]
         return sorted(found, key=lambda meta: meta.name, reverse=True)
 
-    async def _load_snapshot(self) -> Snapshot | None:
+    async def _load_snapshot(self) -> IndexSnapshot | None:
         """Return the newest undamaged snapshot, or None."""
         for meta in await self._snapshots():
             if meta.size > MOST_BYTES:
@@ -206,7 +212,7 @@ class Catalog:
     async def _read_footer(self, meta: Meta) -> None:
         path = f"{PACKS}/{meta.name}"
         if meta.size > MOST_PACK_BYTES:
-            self.unread[meta.name] = Verdict.DAMAGED, meta
+            self.unread[meta.name] = FooterCheck.DAMAGED, meta
             return
         try:
             tail = await self._tail(path, meta.size, TAIL_BYTES)
@@ -216,7 +222,7 @@ class Catalog:
             return
         self.counts["footers_read"] += 1
         verdict, entries = parse_footer(tail, meta.size, self._schema)
-        if verdict is Verdict.GOOD:
+        if verdict is FooterCheck.GOOD:
             self._unsaved += 1
             self.index.add(Pack(meta.name, meta.size, entries))
         else:

@@ -24,7 +24,7 @@ from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, Catalog, gently
 from asynccache_backends.object_store.client import Client
 from asynccache_backends.object_store.names import DEAD, PACKS, Clock, name_at, stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, Entry, Pack, Verdict, pack_entries, trailer_of
+from asynccache_backends.object_store.packs import MAX_RECORDS, FooterCheck, FooterEntry, Pack, pack_entries, trailer_of
 
 
 class Collector:
@@ -102,7 +102,7 @@ class Collector:
         self._add(waste=len(there))
         await self._remove(there)
 
-    async def _store(self, name: str, entries: Sequence[Entry], payloads: Sequence[object]) -> None:
+    async def _store(self, name: str, entries: Sequence[FooterEntry], payloads: Sequence[object]) -> None:
         keys, headers = [entry.key for entry in entries], [entry.header for entry in entries]
         lengths = [entry.length for entry in entries]
         table = pack_entries(keys, headers, lengths, [entry.born for entry in entries])
@@ -114,7 +114,7 @@ class Collector:
 
     async def _remove_damaged(self) -> None:
         for name, (verdict, meta) in list(self._catalog.unread.items()):
-            if verdict is Verdict.DAMAGED and self._clock.now() - meta.written > OVERLAP:
+            if verdict is FooterCheck.DAMAGED and self._clock.now() - meta.written > OVERLAP:
                 await self._client.delete([f"{PACKS}/{name}"])
                 del self._catalog.unread[name]
                 self._add(waste=1, size=meta.size)

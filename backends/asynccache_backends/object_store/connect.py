@@ -54,7 +54,7 @@ _RETRY = {"max_retries": 2, "backoff": _BACKOFF}
 _LINGER = 0.05
 
 
-class Settings(NamedTuple):
+class ObjectSettings(NamedTuple):
     """The options of a URL.
 
     ``pack``: bytes of a full pack. ``capacity``: bytes that all packs may have together; None: no limit. ``refresh``:
@@ -71,7 +71,7 @@ class Settings(NamedTuple):
     mode: int | None
 
 
-def settings_of(url: ParsedUrl) -> Settings:
+def settings_of(url: ParsedUrl) -> ObjectSettings:
     """Return the settings in ``url``.
 
     Raises:
@@ -94,7 +94,7 @@ def settings_of(url: ParsedUrl) -> Settings:
         raise ConfigError(f"storage option parallel={parallel:g}: a whole number, at least 1")
     timeout = _number(url, "request_timeout", 30, least=0.1)
     mode = url.permissions("mode", PRIVATE)
-    return Settings(pack, capacity, _number(url, "refresh", 5), int(parallel), timeout, mode)
+    return ObjectSettings(pack, capacity, _number(url, "refresh", 5), int(parallel), timeout, mode)
 
 
 def check(url: ParsedUrl) -> None:
@@ -107,7 +107,7 @@ def check(url: ParsedUrl) -> None:
         _made(library, url, bucket, settings)
 
 
-def connect(url: ParsedUrl, settings: Settings) -> Client:
+def connect(url: ParsedUrl, settings: ObjectSettings) -> Client:
     """Return a client for ``url``. Nothing is sent yet. The folder of ``object-file`` is made.
 
     Raises:
@@ -141,14 +141,14 @@ def place_of(url: ParsedUrl) -> tuple[str, str]:
     return place, prefix
 
 
-def _folder(place: str, settings: Settings) -> LocalFolder:
+def _folder(place: str, settings: ObjectSettings) -> LocalFolder:
     try:
         return LocalFolder(Path(place), settings.mode)
     except OSError as error:
         raise Unavailable(f"storage=object-file:{place}: {redacted(error)}") from None
 
 
-def _made(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
+def _made(library: Any, url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
     try:
         return _store(library, url, place, settings)
     except Exception as error:
@@ -171,7 +171,7 @@ def refuse_secrets(url: ParsedUrl) -> None:
             )
 
 
-def _store(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
+def _store(library: Any, url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
     if url.scheme == "object-memory":
         return library.MemoryStore()
     if url.scheme == "object-file":

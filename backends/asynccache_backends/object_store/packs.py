@@ -31,7 +31,7 @@ TRAILER_BYTES = _HEAD.size + 16
 ENTRY_BYTES = _ENTRY.size
 
 
-class Verdict(Enum):
+class FooterCheck(Enum):
     """Whether a footer can be used."""
 
     GOOD = "good"
@@ -42,11 +42,11 @@ class Verdict(Enum):
 class Footer(NamedTuple):
     """A footer that was read. ``entries`` is empty unless the verdict is GOOD."""
 
-    verdict: Verdict
+    verdict: FooterCheck
     entries: bytes
 
 
-class Entry(NamedTuple):
+class FooterEntry(NamedTuple):
     """One record of a pack. ``offset`` and ``length`` are those of its payload, in bytes."""
 
     key: bytes
@@ -78,9 +78,9 @@ class Pack:
         """How many records it has, live or not."""
         return len(self.entries) // ENTRY_BYTES
 
-    def entry(self, at: int) -> Entry:
+    def entry(self, at: int) -> FooterEntry:
         """Return the record at position ``at``."""
-        return Entry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES))
+        return FooterEntry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES))
 
     def length(self, at: int) -> int:
         """Return the bytes of the payload of the record at position ``at``."""
@@ -126,13 +126,13 @@ def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
     """Parse the footer of an object of ``size`` bytes. ``tail`` is the end of the object, with at least the footer."""
     length = footer_bytes(tail)
     if not 0 < length <= min(len(tail), size):
-        return Footer(Verdict.DAMAGED, b"")
+        return Footer(FooterCheck.DAMAGED, b"")
     entries, trailer = tail[len(tail) - length : -TRAILER_BYTES], tail[-TRAILER_BYTES:]
     if xxh3_128_digest(entries + trailer[: _HEAD.size]) != trailer[_HEAD.size :]:
-        return Footer(Verdict.DAMAGED, b"")
+        return Footer(FooterCheck.DAMAGED, b"")
     if trailer[len(MAGIC) : len(MAGIC) + len(schema)] != schema:
-        return Footer(Verdict.FOREIGN, b"")
-    return Footer(Verdict.GOOD, entries) if in_bounds(entries, size) else Footer(Verdict.DAMAGED, b"")
+        return Footer(FooterCheck.FOREIGN, b"")
+    return Footer(FooterCheck.GOOD, entries) if in_bounds(entries, size) else Footer(FooterCheck.DAMAGED, b"")
 
 
 def in_bounds(entries: bytes, size: int) -> bool:

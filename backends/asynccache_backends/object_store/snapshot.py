@@ -33,7 +33,7 @@ _TOMB = struct.Struct("<32sQ")
 _TOMB_HEAD = struct.Struct("<8sQ16s")
 
 
-class Snapshot(NamedTuple):
+class IndexSnapshot(NamedTuple):
     """The content of an index. ``tombs`` has the keys of each tombstone by its name."""
 
     cursor: float
@@ -41,7 +41,7 @@ class Snapshot(NamedTuple):
     tombs: Mapping[str, Sequence[bytes]]
 
 
-def pack_snapshot(snapshot: Snapshot, schema: bytes) -> bytes:
+def pack_snapshot(snapshot: IndexSnapshot, schema: bytes) -> bytes:
     """Return the content of the object. It may run in a thread, since it reads only fields of packs that never
     change."""
     packs, tombs = snapshot.packs, snapshot.tombs
@@ -55,7 +55,7 @@ def pack_snapshot(snapshot: Snapshot, schema: bytes) -> bytes:
     return b"".join((head, _checksum(head, body), body))
 
 
-def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
+def parse_snapshot(data: memoryview, schema: bytes) -> IndexSnapshot | None:
     """Return the snapshot in ``data``; None if it is damaged or has another schema."""
     head, checksum = data[: _HEAD.size], data[_HEAD.size : _HEAD.size + _CHECKSUM]
     body = data[_HEAD.size + _CHECKSUM :]
@@ -76,7 +76,7 @@ def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
     found = list(_packs(heads, rest))
     if not all(pack.size <= MOST_PACK_BYTES and in_bounds(pack.entries, pack.size) for pack in found):
         return None
-    return Snapshot(cursor, found, dict(_tombs(names, rest[end:])))
+    return IndexSnapshot(cursor, found, dict(_tombs(names, rest[end:])))
 
 
 def _are_names(heads: Sequence[tuple[bytes, Any]]) -> bool:

@@ -1,9 +1,9 @@
 """Turns page copies into calls of the driver. Runs in a stream's submitter; nothing here calls the driver itself.
 
 A page copy is rows: row ``i`` of each layer. There are two paths. Neighbouring rows that lie behind each other on both
-sides are one piece, since the driver never merges them. Pieces of ``Settings.kernel_below`` bytes and more go by the
-copy engines, which take nothing from whoever computes. Shorter ones, if there are enough of them for a launch to pay,
-go by the copy kernel, straight from or to pinned memory.
+sides are one piece, since the driver never merges them. Pieces of ``CudaSettings.kernel_below`` bytes and more go by
+the copy engines, which take nothing from whoever computes. Shorter ones, if there are enough of them for a launch to
+pay, go by the copy kernel, straight from or to pinned memory.
 
 A step is a list of calls, so that whoever runs it can stop half-way. Copies of pieces go in groups of at most
 ``GROUP``: larger ones only make the driver hold its locks for longer.
@@ -18,32 +18,34 @@ from typing import NamedTuple
 import numpy as np
 
 from asynccache.errors import InvariantViolation
-from asynccache.memory.copies import Ids, Part
-from asynccache.memory.cuda.driver import Addresses, Driver, Spans, Towards
+from asynccache.memory.cuda.driver_protocol import Addresses, CudaDriver, Spans, Towards
 from asynccache.memory.cuda.kernels import LAYERS, PAGES, table
 from asynccache.memory.cuda.pinned import chunk_of
-from asynccache.memory.cuda.settings import Settings
+from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import Step
+from asynccache.memory.host_copies import CheckedCopy, Ids
 from asynccache.memory.signals import Work
 
 GROUP = 512
+"""Copies in one call of the driver, at most."""
 FEW = 8
-"""Fewer short pieces than these go by the copy engines too: a launch takes as long as some descriptors."""
+"""Fewer short pieces than these go by the copy engines, too: a launch takes as long as some descriptors."""
 ALL = slice(None)
 
 
 class Side(NamedTuple):
-    """Row ``i`` of a layer is at ``base + ids[i] * pitch``. ``chunk``: so many pages are pinned as one, and no copy may
-    go beyond; 0: all of them."""
+    """Where rows lie: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each layer.
+    ``pitch``: bytes. ``chunk``: so many pages are pinned as one, and no copy may reach from one such run into the next;
+    0: all are one."""
 
-    bases: Addresses  # one for each layer
+    bases: Addresses
     ids: Ids
     pitch: int
     chunk: int = 0
 
 
-class Rows(NamedTuple):
-    """``width`` bytes of each row of ``src`` go to the row with its number of ``dst``."""
+class RowCopies(NamedTuple):
+    """Copies of rows: ``width`` bytes of row ``i`` of ``src`` go to row ``i`` of ``dst``, in every layer."""
 
     towards: Towards
     dst: Side
@@ -51,7 +53,7 @@ class Rows(NamedTuple):
     width: int
 
     def runs(self) -> tuple[Ids, Ids]:
-        """Pieces of one layer: the row that each begins with, and how many rows it has."""
+        """Return the pieces of one layer: the row that each begins with, and how many rows it has."""
         count = len(self.src.ids)
         if not self.dst.pitch == self.src.pitch == self.width:
             return np.arange(count), np.ones(count, np.intp)
@@ -63,18 +65,18 @@ class Rows(NamedTuple):
         return starts, np.diff(starts, append=count)
 
     def aligned(self) -> bool:
-        """Whether all of it can be moved 16 bytes at a time."""
+        """Return True if all of it can be moved 16 bytes at a time."""
         numbers = (self.width, self.dst.pitch, self.src.pitch, *self.dst.bases.tolist(), *self.src.bases.tolist())
         return all(number % 16 == 0 for number in numbers)
 
 
-def rows_of(towards: Towards, part: Part) -> Rows:
-    """The rows that one pool's pages are made of."""
+def rows_of(towards: Towards, part: CheckedCopy) -> RowCopies:
+    """Return the rows that the copied pages of one pool are made of."""
     spec = part.device.spec
     width = spec.bytes_per_page // spec.layers
     layers = np.array([part.device.layer(i).data_ptr() for i in range(spec.layers)], np.uint64)
     if towards is Towards.WITHIN:
-        return Rows(towards, Side(layers, part.dst, width), Side(layers, part.src, width), width)
+        return RowCopies(towards, Side(layers, part.dst, width), Side(layers, part.src, width), width)
     if part.host is None or part.host.tensor is None:
         raise InvariantViolation(f"{part.device!r} has no host pool to copy from or to")
     pages, stride = part.host.tensor.shape
@@ -82,15 +84,16 @@ def rows_of(towards: Towards, part: Part) -> Rows:
     chunk = chunk_of(stride) // stride
     host = partial(Side, places, pitch=stride, chunk=chunk if chunk < pages else 0)
     if towards is Towards.OUT:
-        return Rows(towards, host(ids=part.dst), Side(layers, part.src, width), width)
-    return Rows(towards, Side(layers, part.dst, width), host(ids=part.src), width)
+        return RowCopies(towards, host(ids=part.dst), Side(layers, part.src, width), width)
+    return RowCopies(towards, Side(layers, part.dst, width), host(ids=part.src), width)
 
 
-class Plan:
-    """How some rows go: ``spans`` by the copy engines, as distances from a layer's bases, and the rows with the numbers
-    ``scattered`` by the kernel. All layers share it. ``together``: how many layers go in one step."""
+class Paths:
+    """Which rows go by which path, the same for all layers. ``spans``: what goes by the copy engines, as distances in
+    bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel. ``together``: how many
+    layers go in one step."""
 
-    def __init__(self, rows: Rows, settings: Settings, together: int) -> None:
+    def __init__(self, rows: RowCopies, settings: CudaSettings, together: int) -> None:
         self._rows, self._blocks = rows, settings.blocks
         starts, lengths = rows.runs()
         short = lengths * rows.width < settings.kernel_below
@@ -100,8 +103,8 @@ class Plan:
         first, sizes = starts[~short], (lengths[~short] * rows.width).astype(np.uint64)
         self.spans = Spans(_distances(rows.dst, first), _distances(rows.src, first), sizes)
 
-    def calls(self, driver: Driver, stream: int, layers: slice = ALL) -> Iterator[Work]:
-        """The calls that move these layers."""
+    def calls(self, driver: CudaDriver, stream: int, layers: slice = ALL) -> Iterator[Work]:
+        """Yield the calls that move these layers."""
         towards, dst, src, _ = self._rows
         to, of = dst.bases[layers], src.bases[layers]
         spans = Spans(np.add.outer(to, self.spans.dst).ravel(), np.add.outer(of, self.spans.src).ravel(),
@@ -113,7 +116,7 @@ class Plan:
                 some, rows = slice(i, i + LAYERS), self.scattered[j : j + PAGES]
                 yield partial(self._launch, driver, stream, to[some], of[some], rows)
 
-    def _launch(self, driver: Driver, stream: int, to: Addresses, of: Addresses, rows: Ids) -> int:
+    def _launch(self, driver: CudaDriver, stream: int, to: Addresses, of: Addresses, rows: Ids) -> int:
         _, dst, src, width = self._rows
         one = table(to, of, dst.ids[rows], src.ids[rows], width=width, dst_pitch=dst.pitch, src_pitch=src.pitch)
         return driver.launch(stream, one, self._blocks)
@@ -124,19 +127,19 @@ def _distances(side: Side, rows: Ids) -> Addresses:
 
 
 class Submission:
-    """What batches of a stream are made with."""
+    """Makes the steps of a stream's batches."""
 
-    def __init__(self, driver: Driver, stream: int, settings: Settings) -> None:
+    def __init__(self, driver: CudaDriver, stream: int, settings: CudaSettings) -> None:
         self._driver, self._stream, self._settings = driver, stream, settings
 
-    def at_once(self, towards: Towards, parts: Sequence[Part]) -> Iterator[Step]:
-        """All layers in one step."""
-        plans = [Plan(rows_of(towards, part), self._settings, part.device.spec.layers) for part in parts]
+    def at_once(self, towards: Towards, parts: Sequence[CheckedCopy]) -> Iterator[Step]:
+        """Yield one step with all layers."""
+        plans = [Paths(rows_of(towards, part), self._settings, part.device.spec.layers) for part in parts]
         yield [call for plan in plans for call in plan.calls(self._driver, self._stream)]
 
-    def by_layer(self, parts: Sequence[Part], layers: int) -> Iterator[Step]:
-        """Host to device, in a step for each layer of the model."""
-        loads = [(part.device.spec, Plan(rows_of(Towards.IN, part), self._settings, 1)) for part in parts]
+    def by_layer(self, parts: Sequence[CheckedCopy], layers: int) -> Iterator[Step]:
+        """Yield a step for each layer of the model, host to device."""
+        loads = [(part.device.spec, Paths(rows_of(Towards.IN, part), self._settings, 1)) for part in parts]
         for layer in range(layers):
             yield [
                 call

@@ -13,18 +13,18 @@ from collections import deque
 from enum import IntEnum
 
 
-class Kind(IntEnum):
+class Purpose(IntEnum):
     """What a place is wanted for, and so in which line a call waits."""
 
     READ = 0
     WRITE = 1
 
 
-READ, WRITE = Kind
+READ, WRITE = Purpose
 
 
 class Places:
-    """``count`` places. Mutable state: how many are taken for each kind, and who waits."""
+    """``count`` places. Mutable state: how many are taken for each purpose, and who waits."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -45,38 +45,38 @@ class Places:
         """How many calls wait for a place."""
         return sum(map(len, self._lines))
 
-    def take_now(self, kind: Kind) -> bool:
+    def take_now(self, purpose: Purpose) -> bool:
         """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
-        if self._lines[kind] or not self._is_free(kind):
+        if self._lines[purpose] or not self._is_free(purpose):
             return False
-        self._taken[kind] += 1
+        self._taken[purpose] += 1
         return True
 
-    async def take(self, kind: Kind) -> None:
+    async def take(self, purpose: Purpose) -> None:
         """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
-        if self.take_now(kind):
+        if self.take_now(purpose):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines[kind].append(turn)
+        self._lines[purpose].append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give(kind)
-            elif turn in self._lines[kind]:
-                self._lines[kind].remove(turn)
+                self.give(purpose)
+            elif turn in self._lines[purpose]:
+                self._lines[purpose].remove(turn)
             raise
 
-    def give(self, kind: Kind) -> None:
-        """Give back a place that was taken for ``kind``. The next call in line takes it before this returns."""
-        self._taken[kind] -= 1
-        for kind in Kind:
-            line = self._lines[kind]
-            while line and self._is_free(kind):
+    def give(self, purpose: Purpose) -> None:
+        """Give back a place that was taken for ``purpose``. The next call in line takes it before this returns."""
+        self._taken[purpose] -= 1
+        for purpose in Purpose:
+            line = self._lines[purpose]
+            while line and self._is_free(purpose):
                 turn = line.popleft()
                 if not turn.cancelled():
-                    self._taken[kind] += 1
+                    self._taken[purpose] += 1
                     turn.set_result(None)
 
-    def _is_free(self, kind: Kind) -> bool:
-        return self._taken[0] + self._taken[1] < self.count and self._taken[kind] < self._most[kind]
+    def _is_free(self, purpose: Purpose) -> bool:
+        return self._taken[0] + self._taken[1] < self.count and self._taken[purpose] < self._most[purpose]

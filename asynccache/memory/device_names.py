@@ -1,6 +1,5 @@
-"""What a device is called, parsed once at the edge: ``cpu``, ``cuda``, ``cuda:N``, and with options, as a store's URL
-has them, ``cuda:0?blocks=16``. Pure, and without torch: a command line is checked before anything is loaded.
-"""
+"""What a device is called: ``cpu``, ``cuda``, ``cuda:N``, and with options behind it, as in a store's URL,
+``cuda:0?blocks=16``. This module needs no torch, so a command line can be checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,11 +10,12 @@ from urllib.parse import parse_qsl
 from asynccache.errors import ConfigError
 
 OPTIONS = ("blocks", "kernel_below")
-"""Of a GPU; what they mean: ``memory.cuda.settings.Settings``."""
+"""Options of a GPU. ``memory.cuda.settings.CudaSettings`` says what they mean."""
 
 
 class DeviceName(NamedTuple):
-    """``kind``: cpu or cuda; ``number``: CUDA's number of a GPU."""
+    """A device's name, taken apart. ``kind``: "cpu" or "cuda". ``number``: CUDA's number of a GPU. ``options``: by
+    name, as text."""
 
     kind: str
     number: int = 0
@@ -26,7 +26,7 @@ class DeviceName(NamedTuple):
 
 
 def parse_device(text: str) -> DeviceName:
-    """Take ``text`` apart.
+    """Return the parts of the name ``text``.
 
     Raises:
         ConfigError: it is no name of a device, or an option is unknown; the message says which there are.

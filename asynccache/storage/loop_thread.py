@@ -48,7 +48,7 @@ class Verb(Enum):
     PUT = "put"
 
 
-class State(Enum):
+class CallState(Enum):
     """Where a call stands. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
     cancelled at its deadline or by ``close``, and the stores have not let go yet. ``DONE``: the stores have
     answered."""
@@ -59,7 +59,7 @@ class State(Enum):
     DONE = "done"
 
 
-class Call:
+class PendingCall:
     """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS has none. ``until`` is its
     deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has."""
 
@@ -74,14 +74,14 @@ class Call:
         self.rows = rows
         self.slots = slots
         self.until = until
-        self.state = State.WAITING
+        self.state = CallState.WAITING
         self.known: list[Result] = []
         self.loan: Loan | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Call({self.verb.value}, {len(self.keys)} pages of {self.rows.pool!r}, {self.state.value})"
+        return f"PendingCall({self.verb.value}, {len(self.keys)} pages of {self.rows.pool!r}, {self.state.value})"
 
     def so_far(self) -> list[Result]:
         """Return the results of a call that is cut short now: HIT and CORRUPT as the stores have answered, FAILED for
@@ -103,10 +103,10 @@ class Serving:
         self.counts: Counter[str] = Counter()
         self.error: BaseException | None = None
         self._lock = Lock()
-        self._queue: deque[Call] = deque()
+        self._queue: deque[PendingCall] = deque()
         self._waking = False
         self._refusing = False
-        self._under_way: dict[Call, None] = {}
+        self._under_way: dict[PendingCall, None] = {}
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._over = False
@@ -141,7 +141,7 @@ class Serving:
             self._thread.join()
             raise
 
-    def submit(self, call: Call) -> Future[list[Result]]:
+    def submit(self, call: PendingCall) -> Future[list[Result]]:
         """Put ``call`` into the queue and return its future.
 
         Raises:
@@ -303,7 +303,7 @@ class Serving:
             if call.future.set_running_or_notify_cancel():
                 self._begin_call(call)
 
-    def _begin_call(self, call: Call) -> None:
+    def _begin_call(self, call: PendingCall) -> None:
         left = None if call.until is None else call.until - time.monotonic()
         if left is not None and left <= 0:
             self.counts["late_calls"] += 1
@@ -316,13 +316,13 @@ class Serving:
                 forget_frames(error)
                 self._end_future(partial(call.future.set_exception, error))
                 return
-        call.state = State.ASKING
+        call.state = CallState.ASKING
         self._under_way[call] = None
         call.task = self._loop.create_task(self._serve(call))
         if left is not None:
             call.timer = self._loop.call_later(left, self._late, call)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: PendingCall) -> None:
         results: list[Result] | None = None
         try:
             results = await self._asked(call)
@@ -330,13 +330,13 @@ class Serving:
             forget_frames(error)
         if call.timer is not None:
             call.timer.cancel()
-        call.state = State.DONE
+        call.state = CallState.DONE
         if call.loan is not None:
             await self._let_go(call.loan, len(call.keys))
         del self._under_way[call]
         self._answer(call, call.so_far() if results is None else results)
 
-    async def _asked(self, call: Call) -> list[Result]:
+    async def _asked(self, call: PendingCall) -> list[Result]:
         if call.loan is not None and call.verb is Verb.PUT:
             return await self.tiers.put(call.keys, call.loan.views)
         call.known = [Result.MISS] * len(call.keys)
@@ -344,7 +344,7 @@ class Serving:
             return await self.tiers.get(call.keys, call.loan.views, call.known)
         return await self.tiers.exists(call.keys, call.known)
 
-    def _late(self, call: Call) -> None:
+    def _late(self, call: PendingCall) -> None:
         """End a call whose deadline is over. An EXISTS call has no memory, so it is answered at once and goes on
         unheard."""
         if call.future.done():
@@ -355,9 +355,9 @@ class Serving:
         else:
             self._end(call)
 
-    def _end(self, call: Call) -> None:
-        if call.state is State.ASKING and call.task is not None:
-            call.state = State.ENDED
+    def _end(self, call: PendingCall) -> None:
+        if call.state is CallState.ASKING and call.task is not None:
+            call.state = CallState.ENDED
             call.task.cancel()
 
     async def _let_go(self, loan: Loan, pages: int) -> None:
@@ -370,7 +370,7 @@ class Serving:
         if not free:
             self.counts["kept_pages"] += pages
 
-    def _answer(self, call: Call, results: list[Result]) -> None:
+    def _answer(self, call: PendingCall, results: list[Result]) -> None:
         """Set the results of the call's future, unless it is done already."""
         if not call.future.done():
             self._end_future(partial(call.future.set_result, results))

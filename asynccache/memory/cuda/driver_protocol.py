@@ -31,8 +31,8 @@ CAPTURED = 905
 
 
 class DriverError(AsyncCacheError):
-    """The driver refused a call, or reports that earlier work failed. ``code``: CUDA's number of it, where it has one.
-    """
+    """The driver refused a call, or reports that earlier work failed. ``code``: CUDA's number of the error; None if it
+    has none."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,8 @@ class DriverError(AsyncCacheError):
 
     @property
     def sticky(self) -> bool:
-        """Whether it is the end of the context. Otherwise the call alone was refused, and work in flight runs on."""
+        """True if this error is the end of the context. Otherwise the call alone was refused, and work in flight runs
+        on."""
         return self.code in STICKY
 
 
@@ -53,7 +54,7 @@ class Towards(Enum):
 
 
 class Spans(NamedTuple):
-    """Copies of runs of bytes, one by one."""
+    """Runs of bytes to copy: ``size[i]`` bytes from the address ``src[i]`` to the address ``dst[i]``."""
 
     dst: Addresses
     src: Addresses
@@ -64,7 +65,9 @@ class Spans(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Which device, and what it can do. ``batches``: the driver takes many copies in one call."""
+    """Which device this is, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
+    bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
+    ``batches``: True if the driver takes many copies in one call."""
 
     name: str
     capability: tuple[int, int]
@@ -74,23 +77,23 @@ class Identity(NamedTuple):
     batches: bool
 
 
-class Driver(Protocol):
+class CudaDriver(Protocol):
     """A CUDA driver for one device."""
 
     def identity(self) -> Identity:
-        """Which device this is."""
+        """Return which device this is."""
         ...
 
     def use_device(self) -> None:
-        """Make it the calling thread's device. For threads that nobody else uses."""
+        """Make this device the calling thread's own. For threads that nobody else uses."""
         ...
 
     def free_memory(self) -> int:
-        """Bytes of device memory that can be had."""
+        """Return how many bytes of device memory can be had."""
         ...
 
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Zeroed uint8 memory on the device; it is zeroed when the call returns."""
+        """Return uint8 memory on the device, which is zeroed when the call returns."""
         ...
 
     def host_register(self, address: int, size: int) -> None:
@@ -102,11 +105,11 @@ class Driver(Protocol):
         ...
 
     def stream_create(self) -> int:
-        """A stream that does not wait for the default stream."""
+        """Return a new stream, which does not wait for the default stream."""
         ...
 
     def stream_destroy(self, stream: int) -> None:
-        """Give it back. Nothing is in it any more."""
+        """Give a stream back. Nothing is in it any more."""
         ...
 
     def stream_synchronize(self, stream: int) -> None:
@@ -114,38 +117,41 @@ class Driver(Protocol):
         ...
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Later work of ``stream`` waits for what ``event`` recorded last, as of now."""
+        """Have later work of ``stream`` wait for what was recorded last, as of now, in ``event``."""
         ...
 
     def is_captured(self, stream: int) -> bool:
-        """Whether what ``stream`` is given goes into a graph instead of being done."""
+        """Return True if what ``stream`` is given goes into a graph instead of being done."""
         ...
 
     def event_create(self) -> int:
-        """An event without timing, for which ``event_synchronize`` sleeps."""
+        """Return a new event without timing, for which ``event_synchronize`` sleeps."""
         ...
 
     def event_destroy(self, event: int) -> None: ...
 
     def event_record(self, event: int, stream: int) -> None:
-        """After all work that ``stream`` was given so far."""
+        """Record ``event`` behind all work that ``stream`` was given so far."""
         ...
 
     def event_query(self, event: int) -> bool:
-        """Whether it has happened; also while the calling thread captures a graph, which it leaves as it is. Raises
-        ``DriverError`` if the event's work failed, or is in a graph: that is not the same as "not yet"."""
+        """Return True if ``event`` has happened. A thread may ask while it captures a graph, which stays as it is.
+
+        Raises:
+            DriverError: the event's work failed, or is in a graph: that is not the same as "not yet".
+        """
         ...
 
     def event_synchronize(self, event: int) -> None:
-        """Sleep until it has happened."""
+        """Sleep until ``event`` has happened."""
         ...
 
     def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
-        """Enqueue copies of runs. Sources are read in the order of the stream. Returns how many entries of the driver's
-        queue they take."""
+        """Enqueue copies of runs, which read their sources in the order of the stream. Return how many entries of the
+        driver's queue they take."""
         ...
 
     def launch(self, stream: int, table: Table, blocks: int) -> int:
-        """Enqueue the copy kernel. ``table`` has been read when the call returns. Returns entries, as ``copy``. Every
-        other call takes one."""
+        """Enqueue the copy kernel. ``table`` has been read when the call returns. Return how many entries it takes, as
+        ``copy`` does. Every call without such an answer takes one."""
         ...

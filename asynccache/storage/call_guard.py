@@ -20,15 +20,15 @@ from typing import TypeVar
 from asynccache.errors import BackendError, Timeout
 from asynccache.settle import settled
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit, Report
+from asynccache.storage.call_limits import READ, WRITE, Places, Purpose
 from asynccache.storage.contract import PageKey, Result
-from asynccache.storage.places import READ, WRITE, Kind, Places
 
 _T = TypeVar("_T")
 
-Ask = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
+BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
 
 
-class Call(Enum):
+class CallSort(Enum):
     """The sorts of calls. ``failure_kind``: under which kind the breaker counts its failures. ``place``: whether it
     waits for a place as a read or as a write."""
 
@@ -38,7 +38,7 @@ class Call(Enum):
     PUT = "put", WRITE
     OTHER = "other", WRITE
 
-    def __init__(self, failure_kind: str, place: Kind) -> None:
+    def __init__(self, failure_kind: str, place: Purpose) -> None:
         self.failure_kind = failure_kind
         self.place = place
 
@@ -56,7 +56,7 @@ class Guard:
     """
 
     def __init__(
-        self, name: object, ask: Ask, breaker: Breaker, *, timeout: float, slow: float, concurrency: int,
+        self, name: object, ask: BackendCall, breaker: Breaker, *, timeout: float, slow: float, concurrency: int,
         clock: Callable[[], float] | None,
     ) -> None:  # fmt: skip
         self.breaker = breaker
@@ -101,7 +101,7 @@ class Guard:
         self._counts["refused_calls"] += 1
         return True
 
-    async def answers(self, call: Call, keys: Sequence[PageKey], act: Ask) -> list[Result]:
+    async def answers(self, call: CallSort, keys: Sequence[PageKey], act: BackendCall) -> list[Result]:
         """Make the call ``act(keys)`` and return its answers. Returns FAILED for every key if the call is refused, gets
         no place in time, raises, misses its deadline, or answers something else than a result for each key.
 
@@ -127,7 +127,7 @@ class Guard:
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
-        place = Call.OTHER.place
+        place = CallSort.OTHER.place
         if not (self.places.take_now(place) or await self._has_place(place)):
             raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
         try:
@@ -135,17 +135,19 @@ class Guard:
         finally:
             self.places.give(place)
 
-    async def _has_place(self, kind: Kind) -> bool:
+    async def _has_place(self, purpose: Purpose) -> bool:
         """Wait for a place and take it; False if none came free in time."""
         try:
             async with asyncio.timeout(self._timeout):
-                await self.places.take(kind)
+                await self.places.take(purpose)
         except TimeoutError:
             self._counts["crowded_calls"] += 1
             return False
         return True
 
-    async def _answered(self, report: Report, keys: Sequence[PageKey], act: Ask, timeout: float) -> list[Result]:
+    async def _answered(
+        self, report: Report, keys: Sequence[PageKey], act: BackendCall, timeout: float
+    ) -> list[Result]:
         watch = self._watch(report)
         try:
             async with asyncio.timeout(timeout):
@@ -166,7 +168,7 @@ class Guard:
         return results
 
     async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        report = Report(self.breaker, self.breaker.allow(self._now()), Call.OTHER.failure_kind)
+        report = Report(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
         try:
             async with asyncio.timeout(self._timeout):
                 result = await _answer(act())
@@ -196,7 +198,7 @@ class Guard:
         report.failure(self._now())
 
     def _begin_probe(self, permit: Permit, keys: Sequence[PageKey]) -> None:
-        report = Report(self.breaker, permit, Call.ASK.failure_kind)
+        report = Report(self.breaker, permit, CallSort.ASK.failure_kind)
         timeout = min(self._timeout, self._slow or self._timeout)
         work = self._answered(report, keys, self._ask, timeout)
         self._probing = asyncio.get_running_loop().create_task(work, name="asynccache-probe")

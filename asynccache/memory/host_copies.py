@@ -1,8 +1,9 @@
 """How a batch of page copies moves its bytes between arrays in host memory.
 
-Shared by the devices whose memory is host memory. A batch is a list of steps (a load has one per layer), a step a list
-of transfers, a transfer a list of pieces: index lists of 256 KiB or runs of up to 1 MiB, which one numpy call copies
-without the GIL. Nothing here knows threads or time; pauses are yielded to whoever runs the batch.
+This is for devices whose memory is host memory; the checks of page ids are for others, too. A batch is a list of steps
+(a load has one for each layer), a step a list of transfers, a transfer a list of pieces: index lists of 256 KiB or runs
+of up to 1 MiB, which one numpy call copies without the GIL. Nothing here knows threads or time; pauses are yielded to
+whoever runs the batch.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ Ids = npt.NDArray[np.intp]
 Piece = tuple[Ids | slice, Ids | slice]
 
 GATHER_BYTES = 256 << 10
-"""One numpy call over an index list: it passes through a temporary, which should stay in a core's own cache."""
+"""Bytes that one numpy call copies by an index list: they pass through a temporary, which should stay in a CPU core's
+own cache."""
 DIRECT_BYTES = 256 << 10
-"""From here on a run of neighbours is worth a call of its own, which needs no temporary."""
+"""From so many bytes on, a run of neighbours is worth a call of its own, which needs no temporary."""
 RUN_BYTES = 1 << 20
-"""Longer runs are cut, so that no call keeps its thread for much longer than 0.2 ms."""
+"""Bytes of the longest run: longer ones are cut, so that no call keeps its thread for much longer than 0.2 ms."""
 
 
-class Part(NamedTuple):
-    """A PageCopy whose ids were checked, kept, and widened to what numpy indexes with unless asked otherwise."""
+class CheckedCopy(NamedTuple):
+    """A PageCopy whose ids were checked, and have become integers of the kind that was asked for, which nobody
+    changes."""
 
     device: DevicePool
     host: HostPool | None
@@ -38,7 +41,7 @@ class Part(NamedTuple):
     dst: Ids
 
 
-class Transfer(NamedTuple):
+class ArrayCopy(NamedTuple):
     """``dst[i] = src[j]`` for every piece ``(i, j)``."""
 
     dst: Bytes
@@ -46,11 +49,11 @@ class Transfer(NamedTuple):
     pieces: Sequence[Piece]
 
 
-Step = Sequence[Transfer]
+Step = Sequence[ArrayCopy]
 
 
 class Hitch(NamedTuple):
-    """What goes wrong in one step: pauses (seconds) before and between its two halves, and then perhaps an error."""
+    """What goes wrong in one step: pauses (seconds) before it and between its two halves, and then perhaps an error."""
 
     before: float
     between: float
@@ -69,77 +72,91 @@ class Fires(Protocol):
         ...
 
 
-def device_to_host_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[Part]:
-    """Raises InvariantViolation if an id lies outside its pool."""
+def device_to_host_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[CheckedCopy]:
+    """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
+
+    Raises:
+        InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
+    """
     return [_checked(c, c.device.spec.device_pages, c.device.spec.host_pages, ids) for c in copies]
 
 
-def host_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[Part]:
-    """Raises InvariantViolation if an id lies outside its pool."""
+def host_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[CheckedCopy]:
+    """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
+
+    Raises:
+        InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
+    """
     return [_checked(c, c.device.spec.host_pages, c.device.spec.device_pages, ids) for c in copies]
 
 
-def device_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[Part]:
-    """Raises InvariantViolation if an id lies outside its pool."""
+def device_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[CheckedCopy]:
+    """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
+
+    Raises:
+        InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
+    """
     return [_checked(c, c.device.spec.device_pages, c.device.spec.device_pages, ids) for c in copies]
 
 
-def _checked(copy: PageCopy, src_pages: int, dst_pages: int, kind: type[np.signedinteger[Any]]) -> Part:
+def _checked(copy: PageCopy, src_pages: int, dst_pages: int, kind: type[np.signedinteger[Any]]) -> CheckedCopy:
     for ids, pages in ((copy.src, src_pages), (copy.dst, dst_pages)):
         # As unsigned numbers negative ids are huge: one pass finds both kinds of error.
         if len(ids) and int(ids.view(np.uint32).max()) >= pages:
             raise InvariantViolation(f"{copy.device!r}: a page id lies outside 0..{pages - 1}")
     if len(copy.src) != len(copy.dst):
-        raise InvariantViolation(f"{copy.device!r}: {len(copy.src)} pages do not fit {len(copy.dst)} pages")
-    return Part(copy.device, copy.host, _kept(copy.src, kind), _kept(copy.dst, kind))
+        raise InvariantViolation(f"{copy.device!r}: {len(copy.src)} pages cannot be copied to {len(copy.dst)}")
+    return CheckedCopy(copy.device, copy.host, _kept(copy.src, kind), _kept(copy.dst, kind))
 
 
 def _kept(ids: npt.NDArray[np.int32], kind: type[np.signedinteger[Any]]) -> Ids:
-    """What nobody can write to any more, such as the ids of a plan's moves, needs no copy."""
+    """Return ``ids`` in an array that nobody changes. Those that nobody can write to, such as a plan's, need no
+    copy."""
     return ids.astype(kind, copy=ids.flags.writeable)
 
 
-def device_to_host_steps(parts: Sequence[Part]) -> Iterator[Step]:
-    """One step: all layers of every part."""
+def device_to_host_steps(parts: Sequence[CheckedCopy]) -> Iterator[Step]:
+    """Yield one step with all layers of every part."""
     yield [t for part in parts for t in _whole_pages(part, host=_host(part).array)]
 
 
-def device_to_device_steps(parts: Sequence[Part]) -> Iterator[Step]:
-    """One step: all layers of every part."""
+def device_to_device_steps(parts: Sequence[CheckedCopy]) -> Iterator[Step]:
+    """Yield one step with all layers of every part."""
     yield [t for part in parts for t in _whole_pages(part, host=None)]
 
 
-def host_to_device_steps(parts: Sequence[Part], layers: int) -> Iterator[Step]:
-    """A step per layer of the model: every pool's layers that belong to it."""
+def host_to_device_steps(parts: Sequence[CheckedCopy], layers: int) -> Iterator[Step]:
+    """Yield a step for each layer of the model, with the layers of every pool that belong to it."""
     pieces = [cut(p.src, p.dst, p.device.spec.bytes_per_page // p.device.spec.layers) for p in parts]
     for layer in range(layers):
         yield [
-            Transfer(part.device.arrays[i], _host(part).array[:, i], at)
+            ArrayCopy(part.device.arrays[i], _host(part).array[:, i], at)
             for part, at in zip(parts, pieces, strict=True)
             for i, belongs in enumerate(part.device.spec.model_layers)
             if belongs == layer
         ]
 
 
-def _host(part: Part) -> HostPool:
+def _host(part: CheckedCopy) -> HostPool:
     if part.host is None:
         raise InvariantViolation(f"{part.device!r} has no host pool to copy from or to")
     return part.host
 
 
-def _whole_pages(part: Part, host: Bytes | None) -> list[Transfer]:
-    """Device pages to the host, or to other device pages: in one transfer if the layers lie in one block."""
+def _whole_pages(part: CheckedCopy, host: Bytes | None) -> list[ArrayCopy]:
+    """Return the transfers of device pages to ``host``, or to other device pages (None): one transfer if the layers lie
+    in one block, else one for each layer."""
     spec, stacked = part.device.spec, part.device.stacked
     if stacked is not None:
         at = cut(part.src, part.dst, spec.bytes_per_page)
-        return [Transfer(stacked if host is None else host, stacked, at)]
+        return [ArrayCopy(stacked if host is None else host, stacked, at)]
     at = cut(part.src, part.dst, spec.bytes_per_page // spec.layers)
     arrays = part.device.arrays
-    return [Transfer(a if host is None else host[:, i], a, at) for i, a in enumerate(arrays)]
+    return [ArrayCopy(a if host is None else host[:, i], a, at) for i, a in enumerate(arrays)]
 
 
 def cut(src: Ids, dst: Ids, row_bytes: int) -> list[Piece]:
-    """Pieces that together copy every row once: long runs of neighbours as slices, the rest as index lists."""
+    """Return pieces that together copy every row once: long runs of neighbours as slices, the rest as index lists."""
     ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
     edges = np.concatenate(([0], ends, [len(src)]))
     long = np.diff(edges) * row_bytes >= DIRECT_BYTES
@@ -166,8 +183,8 @@ def _slices(src: int, dst: int, count: int, row_bytes: int) -> list[Piece]:
 def perform(
     steps: Iterable[Step], hitches: Mapping[int, Hitch], events: Sequence[Fires]
 ) -> Generator[float, None, Exception | None]:
-    """Run a batch, yielding each pause. ``events[i]``, if there are any, fires after step ``i``. After an error nothing
-    more is moved: the events that are left report it, and so does the result."""
+    """Run a batch, yielding each pause in seconds. If there are ``events``, ``events[i]`` fires after step ``i``. After
+    an error nothing more is moved; the events that are left report it, and it is returned. Else None is returned."""
     try:
         for i, step in enumerate(steps):
             hitch = hitches.get(i)
@@ -186,7 +203,7 @@ def perform(
 
 
 def _move_torn(step: Step, hitch: Hitch) -> Iterator[float]:
-    """In two halves with the pause between them: who reads without waiting finds half of every page."""
+    """Move a step in two halves with a pause between them: who reads without waiting finds half of every page."""
     yield hitch.before
     move([_columns(t, slice(None, t.dst.shape[-1] // 2)) for t in step])
     yield hitch.between
@@ -195,8 +212,8 @@ def _move_torn(step: Step, hitch: Hitch) -> Iterator[float]:
     move([_columns(t, slice(t.dst.shape[-1] // 2, None)) for t in step])
 
 
-def _columns(transfer: Transfer, columns: slice) -> Transfer:
-    return Transfer(transfer.dst[..., columns], transfer.src[..., columns], transfer.pieces)
+def _columns(transfer: ArrayCopy, columns: slice) -> ArrayCopy:
+    return ArrayCopy(transfer.dst[..., columns], transfer.src[..., columns], transfer.pieces)
 
 
 def move(step: Step) -> None:

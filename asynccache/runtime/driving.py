@@ -1,0 +1,129 @@
+"""The coroutines around the driver: holding the tree lock, core calls in slices, the ack task, sleeping in line.
+
+Laws:
+* Under the tree lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
+* A cancellation that arrives between two slices is kept until the last one is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from asynccache.core.plan import More, Plan
+from asynccache.runtime.driver import Driver, nothing
+from asynccache.runtime.line import Place
+from asynccache.runtime.treelock import TreeLock
+
+T = TypeVar("T")
+
+
+class holding:
+    """``async with holding(lock)``: takes the tree lock as ``acquire`` does, and releases it at the end."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, lock: TreeLock) -> None:
+        self._lock = lock
+
+    async def __aenter__(self) -> None:
+        await acquire(self._lock)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+async def acquire(lock: TreeLock) -> None:
+    """Take the tree lock, after those who came before. Cancelling it takes nothing."""
+    if lock.take():
+        return
+    waiter = lock.wait()
+    try:
+        await waiter
+    except BaseException:  # a cancellation, or the coroutine is closed
+        lock.withdraw(waiter)
+        raise
+
+
+async def slices(
+    driver: Driver, call: Callable[[], T | More], check: Callable[[], object] = nothing
+) -> tuple[T, asyncio.CancelledError | None]:
+    """Under the lock: make the core call ``call`` until it answers, with a turn of the loop between slices. ``check``
+    is called before each slice, and raises if there is no point in the call any more.
+
+    Returns the answer, and the cancellation that came meanwhile; None: none came. The caller first performs the
+    answer's plan, and then raises the cancellation.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while True:
+        check()
+        if not isinstance(result := driver.locked(call), More):
+            return result, cancelled
+        driver.perform(result.plan)
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        if driver.closed is None:
+            driver.settle()
+
+
+async def drive(
+    driver: Driver, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = nothing
+) -> T:
+    """Take the lock, settle, make the core call ``call`` in slices, and return its answer. ``done`` is called with the
+    answer under the lock, and performs its plan.
+
+    If the lock is free and one slice suffices, nothing is waited for. If it is cancelled before the first slice, no
+    core call is made; later, the call is finished first, and ``done`` is called. ``check``: as in ``slices``.
+    """
+    if not driver.lock.take():
+        await acquire(driver.lock)
+    try:
+        driver.settle()
+        answer, cancelled = await slices(driver, call, check)
+        done(answer)
+    finally:
+        driver.lock.release()
+    if cancelled is not None:
+        raise cancelled
+    return answer
+
+
+async def transact(driver: Driver, call: Callable[[], Plan | More]) -> None:
+    """``drive``, for a core call whose answer is a plan."""
+    await drive(driver, call, driver.perform)
+
+
+async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None:
+    """The ack task, which applies outcomes when nobody else comes by: for ever, wait for one, take the lock once, apply
+    all that wait by then, and call ``then``. An acquisition for each outcome would starve behind calls in slices.
+    Cancelling it leaves what waits to the next holder of the lock.
+
+    Raises:
+        CacheClosed: the cache is closed.
+    """
+    while True:
+        driver.take_in_hand(await driver.acks.get())
+        async with holding(driver.lock):
+            driver.settle()
+        then()
+
+
+async def woken(place: Place, until: float | None = None) -> None:
+    """Return when ``place`` was woken after ``Line.sleep``. Cancelling stops the waiting; the place stays taken.
+
+    Raises:
+        TimeoutError: ``until``, in the loop's time, came first.
+    """
+    signal = place.signal
+    if signal is not None:
+        try:
+            async with asyncio.timeout_at(until):
+                await signal
+        finally:
+            place.signal = None
