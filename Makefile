@@ -25,6 +25,8 @@ BENCH    := build/bench
 PYTEST   := $(BIN)/python -m pytest -q --durations=20 --durations-min=1
 # Every core; a process that has finished takes tests from another. Slow tests are dealt out first: tests/workers.py.
 SPREAD   := -n $(JOBS) --dist worksteal
+# What is done when tests have failed; if it succeeds, the run has passed. `.ci/run` tries those tests again.
+AGAIN    ?= false
 # The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
 SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
@@ -66,7 +68,7 @@ define beside
 	@mkdir -p build; status=0; parts=; \
 	    for part in $(1); do setsid make --no-print-directory $$part >build/$$part.log 2>&1 & parts="$$parts $$part:$$!"; done; \
 	    trap 'for part in $$parts; do kill -- -$${part#*:}; done 2>/dev/null; exit 130' INT TERM; \
-	    $(PYTEST) $(SPREAD) -m "$(2)" || status=1; \
+	    $(PYTEST) $(SPREAD) -m "$(2)" || { [ $$? = 1 ] && $(AGAIN); } || status=1; \
 	    for part in $$parts; do \
 	        wait $${part#*:} || status=1; sed "s/^/$${part%:*}: /" build/$${part%:*}.log; \
 	    done; exit $$status

@@ -128,7 +128,8 @@ def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no torch here')"))
     assert main(options(TP2, "none", tmp_path / "report.json", "--quiet")) == 2
-    assert capsys.readouterr().err == "asynccache: rank 0: ended with status 1: no torch here\n"
+    said = capsys.readouterr().err                     # by the one that ended first
+    assert said in {f"asynccache: rank {rank}: ended with status 1: no torch here\n" for rank in range(2)}
 
 
 # looking in

@@ -227,3 +227,14 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, tmp_path: 
     untried = bad in ("NO_VLLM", "TIME")
     assert ("4 passed in 8.88s" in lines) == (not untried)
     assert ("our tier was not tried under vLLM" in done.stdout) == untried
+
+
+@pytest.mark.parametrize(("tests", "again", "status"), [
+    (0, "false", 0), (1, "true", 0), (1, "false", 1), (2, "true", 1), (5, "true", 1),
+])  # fmt: skip
+def test_only_tests_that_failed_may_be_tried_again(tests: int, again: str, status: int, tmp_path: Path) -> None:
+    """Not a run that was interrupted, broke, or found no tests."""
+    (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\nprobe:\n\t$(call beside,,not soak)\n")
+    settings = [f"PYTEST=sh -c 'exit {tests}'", f"AGAIN={again}", "SPREAD="]
+    done = subprocess.run(["make", "-C", tmp_path, "probe", *settings], capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == bool(status), done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from contextlib import suppress
 from typing import Self
 
@@ -21,6 +22,8 @@ class SlowProxy:
         self.port = 0
         self._target = target
         self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._transports: weakref.WeakSet[asyncio.WriteTransport] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="slow-proxy", daemon=True)
         self._ready = threading.Event()
 
@@ -37,36 +40,40 @@ class SlowProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(10)
-        self._loop.close()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, HOST, 0))
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._listen())
+
+    async def _listen(self) -> None:
+        server = await asyncio.start_server(self._serve, HOST, 0)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
-        self._loop.run_forever()
+        await self._over.wait()
         server.close()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        await asyncio.sleep(0.01)                      # who was accepted last has a writer by then
+        for transport in self._transports:
+            transport.abort()                          # what is not sent yet would keep it open for longer than the loop
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        pumps: list[asyncio.Task[None]] = []
+        self._transports.add(writer.transport)
         try:
             their_reader, their_writer = await asyncio.open_connection(HOST, self._target)
+            writers.append(their_writer)
+            self._transports.add(their_writer.transport)
+            pumps.append(asyncio.create_task(self._forward(reader, their_writer, writer)))
+            pumps.append(asyncio.create_task(self._pump(their_reader, writer, late=True)))
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         except OSError:
-            writer.close()
-            return
-        there = asyncio.create_task(self._forward(reader, their_writer, writer))
-        back = asyncio.create_task(self._pump(their_reader, writer, late=True))
-        try:
-            await asyncio.wait((there, back), return_when=asyncio.FIRST_COMPLETED)
+            pass                                       # nobody listens there: the client is let go, too
         finally:
-            for task in (there, back):
-                task.cancel()
-            for one in (writer, their_writer):
+            for pump in pumps:
+                pump.cancel()
+            for one in writers:
                 one.close()
 
     async def _forward(
