@@ -280,7 +280,8 @@ class EvictionPolicy:
     """Has a say in which candidate is evicted. A policy overrides ``choose``, and of the rest what it wants to.
 
     ``queues``: how many queues each order has for it. What is idle or ended waits in none of them and goes before.
-    ``learns``: whether it is to be told of uses, and of nodes that leave.
+    ``learns``: whether it is to be told of uses, and of nodes that leave. ``full_only``: whether it chooses among pages
+    of FULL alone; of windows and states what was used least recently goes then.
 
     A policy that learns keeps what it knows of a node in ``node.heat``, an integer, and in ``node.used``, the stamp of
     the last use that it was told of; 0: it was told of none. Both are copied on a split. It must not change anything
@@ -289,6 +290,7 @@ class EvictionPolicy:
 
     queues: ClassVar[int] = 1
     learns: ClassVar[bool] = False
+    full_only: ClassVar[bool] = False
 
     def queue(self, node: Node, c: int) -> int:
         """Return in which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are

@@ -17,6 +17,9 @@ The policy learns these times while it runs; nothing need be known before.
 
 Amounts are blocks of 512 tokens, so that curves do not depend on the page size. Counts fade, so that a new workload is
 learned anew. Before a hundred requests have been seen, all is worth the same, and the oldest goes.
+
+What is learned is of nodes, and every request that passes through a node uses it. The window or state at a node's end
+is used only by a match that ends there. So its worth is not known, and windows and states go by recency.
 """
 
 from __future__ import annotations
@@ -261,6 +264,7 @@ class P2c(EvictionPolicy):
 
     queues: ClassVar[int] = len(CLASSES)
     learns: ClassVar[bool] = True
+    full_only: ClassVar[bool] = True                   # a node is used far more often than the state at its end
 
     def __init__(self, config: CoreConfig) -> None:
         full = config.components[0]

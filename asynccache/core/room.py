@@ -121,7 +121,7 @@ class RoomMaker:
         if other is None:
             return False
         world.offer(other, host)
-        return world.policy.sooner(node, other, place, world.recency.time, self._share(node))
+        return world.shelves[host].policy.sooner(node, other, place, world.recency.time, self._share(node))
 
     def _share(self, node: Node) -> float:
         """Return what part, up to 1, of the room that a copy of ``node`` takes on the host is its own. The rest is for

@@ -44,10 +44,10 @@ class Shelf:
     the cells that may be evicted, those that go EARLY and those that go LATE.
 
     On the device, what was condemned goes early. On the host, copies of what stays on the device go early. ``policy``
-    chooses among the rest. The policy of the cache chooses only where pages leave the last tier. What leaves a device
-    above a host is not lost, and there the least recently used goes: so the pages of a path leave the device together.
-    Otherwise the host, where data is closed towards the root, would also have to hold pages above them that are still
-    on the device.
+    chooses among the rest. The policy of the cache chooses only where pages leave the last tier, and among windows and
+    states only if it wants to. What leaves a device above a host is not lost, and there the least recently used goes:
+    so the pages of a path leave the device together. Otherwise the host, where data is closed towards the root, would
+    also have to hold pages above them that are still on the device.
     """
 
     __slots__ = ("evictable", "orders", "policy", "slots")
@@ -100,9 +100,10 @@ class World:
         self.recency = Recency()
         self.policy = make_policy(config)
         above = self.count if self.has_host else 0
-        self.shelves = [
-            Shelf(place, capacity, Lru() if place < above else self.policy) for place, capacity in enumerate(capacities)
-        ]
+        self.shelves: list[Shelf] = []
+        for place, capacity in enumerate(capacities):
+            chooses = place >= above and not (place % self.count and self.policy.full_only)
+            self.shelves.append(Shelf(place, capacity, self.policy if chooses else Lru()))
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}

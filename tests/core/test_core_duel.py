@@ -11,10 +11,12 @@ import pytest
 from asynccache.core import duel
 from asynccache.core.duel import HEAT, Duel, _Usual
 from asynccache.core.eviction import Lru, Order
+from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import _EDGES, BINS, CLASSES, P2c
 from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node, Root, cut, link, walk
+from asynccache.core.world import LATE
 from tests.core.test_core_reuse import conversations, fresh, hits, insert_and_end, lately, loop, once, runtime, then
 from tests.simulated.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
 
@@ -333,7 +335,32 @@ def test_a_change_of_the_lead_is_noticed_by_the_next_choice() -> None:
 def test_with_a_host_below_it_the_device_gives_up_what_was_used_least_recently(eviction: str) -> None:
     world = runtime(eviction, "full,swa", device=16, host=8).core.world
     assert [type(shelf.policy) for shelf in world.shelves[: world.count]] == [Lru, Lru]
-    assert {shelf.policy for shelf in world.shelves[world.count :]} == {world.policy}
+    assert world.shelves[world.count].policy is world.policy
+
+
+@pytest.mark.parametrize("host", [0, 8])
+def test_windows_and_states_go_by_recency_because_uses_of_a_node_are_no_uses_of_the_state_at_its_end(host: int) -> None:
+    """With states chosen by the uses of their nodes, 600 requests of a chat on all three components found .27 of their
+    tokens, where ``lru`` found .41."""
+    world = runtime("p2c", "full,swa,mamba", device=16, host=host).core.world
+    first, *others = world.shelves[world.count if host else 0 :][: world.count]
+    assert first.policy is world.policy
+    assert [type(shelf.policy) for shelf in others] == [Lru, Lru]
+    assert [len(shelf.orders[LATE].rest) for shelf in (first, *others)] == [len(CLASSES), 1, 1]
+
+
+def test_a_policy_of_ones_own_chooses_among_windows_and_states_unless_it_says_otherwise() -> None:
+    class Own(Lru):
+        pass
+
+    class OfFull(Lru):
+        full_only = True
+
+    for made, count in ((Own, 3), (OfFull, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(POLICIES, "own", lambda config, made=made: made())
+            world = runtime("own", "full,swa,mamba", device=16).core.world
+        assert sum(type(shelf.policy) is made for shelf in world.shelves[: world.count]) == count
 
 
 TEXTS = ("abcd", "efgh", "ijkl", "ABCD", "EFGH", "IJKL")
@@ -460,7 +487,8 @@ def test_of_a_leaf_the_first_component_without_a_copy_says_whether_it_is_copied(
     would keep goes there with the window before it."""
     run = runtime("lru", "full,swa,mamba", device=16, host=16, states=4, storage=False, window=1024)
     leaf = leaf_with_a_copy_of_full_alone(run)
-    run.core.world.policy = Sooner(wanted)
+    for shelf in run.core.world.shelves:
+        shelf.policy = Sooner(wanted)
     assert run.core._transfers.room.is_outdone(leaf, 2) is outdone
 
 
