@@ -59,7 +59,7 @@ class Replicated(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
+class _PoolFields:
     """What every pool has. ``pool``: the name of a component's pool and of its table in a file."""
 
     pool: ClassVar[str] = ""
@@ -78,7 +78,7 @@ class _Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attention(_Pool):
+class _Attention(_PoolFields):
     """What the pools of attention have."""
 
     bytes_per_token: int = field(metadata=setting(
@@ -113,7 +113,7 @@ class SlidingWindow(_Attention):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba(_Pool):
+class Mamba(_PoolFields):
     """Recurrent states, beside full attention: one state stands for a whole prefix.
 
     The table ``[components.mamba]`` of docs/configuration.md has the fields.
@@ -134,7 +134,7 @@ _KIND = {name: kind for kind, name in POOL_NAME.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sidecar(_Pool):
+class Sidecar(_PoolFields):
     """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots. In a file
     each one is a table of its own, whose name is the pool's name.
 
@@ -342,7 +342,7 @@ def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, .
     return tuple(checks.instance(f"{name}[{at}]", value, kinds) for at, value in enumerate(values))
 
 
-def _check_pool(pool: _Pool, where: str) -> None:
+def _check_pool(pool: _PoolFields, where: str) -> None:
     """Check and convert all fields of a pool that can be checked without knowing the other pools. ``where`` names the
     pool in errors."""
     checks.check_fields(pool, f"{where}: ")

@@ -146,7 +146,7 @@ def _nobody(_: object) -> tuple[()]:
 def _frame(size: int) -> bytes:
     """Return as many bytes as go over each link for ``size`` operations of one plan."""
     plan = joined([_effect(1000 + op) for op in range(size)], _nobody)
-    frame = messages.encode([messages.Perform(work) for work in plan])
+    frame = messages.encode([messages.PerformWork(work) for work in plan])
     return bytes(4) + frame
 
 

@@ -31,7 +31,7 @@ BACKFILL_SHARE = 0.25
 storage. The rest is for pages that are published meanwhile."""
 
 
-class Stores:
+class StoreAttachments:
     """Attaches and detaches stores. ``backlog``: how many pages of FULL may wait for storage."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Stores:
         self._backfill_pages = int(backlog * BACKFILL_SHARE)
 
     def __repr__(self) -> str:
-        return f"Stores({', '.join(entry.options.name for entry in self._worker.stores)})"
+        return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores)})"
 
     def begin(self) -> None:
         """Use the stores that were opened with the cache."""

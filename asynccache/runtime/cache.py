@@ -25,7 +25,7 @@ from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.parts import OnEvent, Parts
+from asynccache.runtime.parts import CacheParts, OnEvent
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.tokens import Tokens, as_key
@@ -120,7 +120,7 @@ class AsyncCache:
         self._given = Given(device, storage) if workers is None else Given(device, storage, workers.locate)
         self._on_event = on_event
         self._worker: Worker | None = None
-        self._parts: Parts | None = None
+        self._parts: CacheParts | None = None
         self._opening: Interruptible | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
         self._limit: SavingLimit
@@ -167,7 +167,7 @@ class AsyncCache:
 
     async def _open(self) -> None:
         self._worker = worker = await self._open_worker()
-        self._parts = parts = Parts(self.config, self.config.pools(), worker, self._on_event)
+        self._parts = parts = CacheParts(self.config, self.config.pools(), worker, self._on_event)
         await parts.start()
         for sentence in wasted(self.core.config):
             _log.warning(sentence)
@@ -226,10 +226,10 @@ class AsyncCache:
                 return closer.result()
             self._limit.shorten(0.0)
 
-    async def _close(self, parts: Parts) -> CloseReport:
+    async def _close(self, parts: CacheParts) -> CloseReport:
         driver = parts.driver
         driver.draining = True
-        parts.door.shut(lambda: CacheClosed("the cache is closing"))
+        parts.lease_parts.shut(lambda: CacheClosed("the cache is closing"))
         try:
             if driver.closed is None:
                 await parts.saving.save(self._limit)
@@ -238,9 +238,9 @@ class AsyncCache:
             await self._stop(parts, max(MOMENT, self._limit.left()))
         return CloseReport(left.host, left.storage, parts.supervisor.error)
 
-    async def _stop(self, parts: Parts, patience: float) -> None:
+    async def _stop(self, parts: CacheParts, patience: float) -> None:
         try:
-            parts.keeper.close()
+            parts.kept_prefixes.close()
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
@@ -252,12 +252,12 @@ class AsyncCache:
             parts.close(None)
             await parts.worker.aclose(patience)
 
-    def _opened(self) -> Parts:
+    def _opened(self) -> CacheParts:
         if self._parts is None:
             raise RuntimeError("the cache is not open: use it in 'async with'")
         return self._parts
 
-    def _ready(self) -> Parts:
+    def _ready(self) -> CacheParts:
         parts = self._opened()
         parts.driver.check_ready()
         return parts
@@ -332,14 +332,14 @@ class AsyncCache:
         Raises:
             ConfigError: an argument is unusable.
         """
-        door = self._opened().door
-        handle = None if prefetch is None else door.prefetching.own(prefetch)
+        parts = self._opened().lease_parts
+        handle = None if prefetch is None else parts.prefetching.own(prefetch)
         wait = checks.flag("wait", wait)
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
-        ask = ask_for(door, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
+        ask = ask_for(parts, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
         caller = sys._getframe(1)
-        return Lease(door, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
+        return Lease(parts, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. The ``tokens`` of
@@ -350,7 +350,7 @@ class AsyncCache:
         """
         parts = self._ready()
         ttl = checks.number("ttl", ttl, above=0)
-        return await parts.keeper.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
+        return await parts.kept_prefixes.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
 
     # the engine's batches, where there are several workers
 
@@ -556,7 +556,7 @@ class AsyncCache:
             prefetches=parts.prefetching.read_outcomes(),
             leases=core.leases,
             waiting=len(parts.driver.line),
-            kept_tokens=parts.keeper.tokens(),
+            kept_tokens=parts.kept_prefixes.tokens(),
             tasks=len(parts.supervisor),
             storage=dict(storage),
             stores=stores,

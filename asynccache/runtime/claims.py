@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELD_FOR = 30.0
 
 
-class Claims:
+class HandleClaims:
     """The claims of one cache, by the ticket of their handle. All methods but ``abandon`` are for the cache's
     thread."""
 
@@ -27,7 +27,7 @@ class Claims:
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
 
     def __repr__(self) -> str:
-        return f"Claims({len(self._timers)} held)"
+        return f"HandleClaims({len(self._timers)} held)"
 
     def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None:
         """Claim the pages of ``key`` that the host has. ``leases``: how many leases are in line with the handle."""

@@ -11,7 +11,7 @@ from asynccache.errors import CacheClosed, RankFailure
 from asynccache.runtime.saving import drain
 
 if TYPE_CHECKING:
-    from asynccache.runtime.claims import Claims
+    from asynccache.runtime.claims import HandleClaims
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.prefetching import Prefetching
 
@@ -50,7 +50,7 @@ class SavingLimit:
 class Saving:
     """What a closing cache does before it stops its tasks: prefetches are cancelled, pages are backed up."""
 
-    def __init__(self, driver: Driver, prefetching: Prefetching, claims: Claims) -> None:
+    def __init__(self, driver: Driver, prefetching: Prefetching, claims: HandleClaims) -> None:
         self._driver = driver
         self._prefetching = prefetching
         self._claims = claims

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from asynccache.core.plan import More, Plan
 from asynccache.runtime.driver import Driver, nothing
-from asynccache.runtime.line import Place
+from asynccache.runtime.line import LinePlace
 from asynccache.runtime.treelock import TreeLock
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None
         then()
 
 
-async def woken(place: Place, until: float | None = None) -> None:
+async def woken(place: LinePlace, until: float | None = None) -> None:
     """Return when ``place`` was woken after ``Line.sleep``. Cancelling stops the waiting; the place stays taken.
 
     Raises:

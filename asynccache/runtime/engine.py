@@ -19,7 +19,7 @@ from asynccache.core.plan import BackupHost, Copy, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.runtime.fences import Fences, not_over
-from asynccache.worker.contract import Batch, Worker
+from asynccache.worker.contract import BatchInFlight, Worker
 from asynccache.worker.joining import joined
 
 SWEEP = 64
@@ -27,7 +27,7 @@ SWEEP = 64
 forgets the batches that are over."""
 
 
-class Engine:
+class EngineBatches:
     """Mutable state: the fences, and the batches that commits named (``ready``) and that may not be over."""
 
     def __init__(self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec]) -> None:
@@ -37,11 +37,11 @@ class Engine:
         kinds = {component.kind for component in core.config.components}
         self._tables = sorted(int(kind) for kind in kinds if kind is not ComponentKind.MAMBA)
         self._has_states = ComponentKind.MAMBA in kinds
-        self._ready: dict[int, Batch] = {}
+        self._ready: dict[int, BatchInFlight] = {}
         self._sweep_at = SWEEP
 
     def __repr__(self) -> str:
-        return f"Engine({self.fences!r}, {len(self._ready)} batches that commits named)"
+        return f"EngineBatches({self.fences!r}, {len(self._ready)} batches that commits named)"
 
     def event(self, name: str, event: object | None) -> object | None:
         """Return the engine's ``event`` as it is now, in the form that ``batch`` takes; None if ``event`` is None.
@@ -57,13 +57,13 @@ class Engine:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
 
-    def batch(self, name: str, event: object | None) -> Batch | None:
+    def batch(self, name: str, event: object | None) -> BatchInFlight | None:
         """Return the batch that ends with the engine's ``event``; None if ``event`` is None. ``name`` and errors are as
         for the method ``event``."""
         taken = self.event(name, event)
         return None if taken is None else self._worker.batch(taken)
 
-    def fence(self, lease: CoreLease, *batches: Batch) -> None:
+    def fence(self, lease: CoreLease, *batches: BatchInFlight) -> None:
         """Note that the engine may use the lease's pages until ``batches`` are over. Any copy into these pages that is
         asked for later waits for that, on the device."""
         pending = not_over(*batches)
@@ -74,14 +74,14 @@ class Engine:
             for batch in pending:
                 self.fences.add(batch, slots)
 
-    def expect(self, ready: Batch) -> None:
+    def expect(self, ready: BatchInFlight) -> None:
         """Note that a commit is about to publish pages that the batch ``ready`` writes."""
         if not ready.done():
             self._ready[ready.number] = ready
             if len(self._ready) >= self._sweep_at:  # without a host tier nothing else forgets those that are over
                 self._sweep_at = 2 * len(self.pending()) + SWEEP
 
-    def pending(self) -> list[Batch]:
+    def pending(self) -> list[BatchInFlight]:
         """Return the batches that commits named and that are not over, each once. The others are forgotten."""
         alive = not_over(*self._ready.values())
         self._ready = {batch.number: batch for batch in alive}
@@ -91,7 +91,7 @@ class Engine:
         """Hand the copies of a plan to the worker, with the batches that each has to wait for."""
         self._worker.perform(joined(effects, self._before))
 
-    def _before(self, effect: Copy) -> Sequence[Batch]:
+    def _before(self, effect: Copy) -> Sequence[BatchInFlight]:
         if isinstance(effect, BackupHost):
             return self.pending()
         if not len(self.fences):

@@ -15,8 +15,8 @@ from asynccache.core.settings import ComponentKind
 from asynccache.runtime import learning
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
-from asynccache.worker.contract import Asked, Result
-from asynccache.worker.layout import Layout
+from asynccache.worker.contract import Result, StoreQuestion
+from asynccache.worker.layout import PoolLayout
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore
@@ -89,7 +89,7 @@ def _plain_span(span: Span) -> dict[str, Any]:
     return values if judged is None else {**values, "judged": judged._asdict()}
 
 
-async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes) -> Explained:
+async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
     found = core.explain(space, key)
     stores = worker.has_stores
@@ -106,15 +106,16 @@ async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, 
 
 
 async def _stored(
-    core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes, found: Explanation
+    core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
 ) -> dict[str, bytes]:
     """By pool, for every page of the prompt, what the stores say of it."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
-    asked = [Asked(name, hashes[: found.length // core.config.page_size * HASH_BYTES]) for name, _ in pools.named()]
+    whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
+    asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
     return dict(zip([pool for pool, _ in asked], await worker.ask(asked), strict=True))
 
 
-def _of_full(pools: Layout, present: Mapping[str, bytes]) -> list[int]:
+def _of_full(pools: PoolLayout, present: Mapping[str, bytes]) -> list[int]:
     """For every page, what is known of all the pools together that FULL consists of."""
     parts = [present[spec.name] for spec in pools.lead if spec.name in present]
     return [int(Result.FAILED) if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
@@ -146,7 +147,7 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
         yield together[0]._replace(stop=together[-1].stop)
 
 
-def _reach(core: CacheCore, pools: Layout, found: Explanation, present: Mapping[str, bytes]) -> int:
+def _reach(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapping[str, bytes]) -> int:
     if not present:
         return found.host
     config = core.config

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.core.plan import Outcome, Status
-from asynccache.worker.contract import Batch
+from asynccache.worker.contract import BatchInFlight
 
 Stamps = npt.NDArray[np.int64]
 
@@ -30,7 +30,7 @@ class Fences:
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._stamps = {component: np.zeros(count, np.int64) for component, count in slots.items()}
-        self._sets: dict[int, list[Batch]] = {}  # by rising number
+        self._sets: dict[int, list[BatchInFlight]] = {}  # by rising number
         self._number = 0
         self._sweep_at = SWEEP
 
@@ -40,7 +40,7 @@ class Fences:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def add(self, batch: Batch, slots: Mapping[int, bytes]) -> None:
+    def add(self, batch: BatchInFlight, slots: Mapping[int, bytes]) -> None:
         """``batch`` stands before ``slots`` from now on. ``slots``: int32 numbers by component; -1 is no slot."""
         if batch.done():
             return
@@ -49,17 +49,17 @@ class Fences:
         for component, table in slots.items():
             self._stamp(self._stamps[component], _slots(table), batch, made)
 
-    def before(self, wanted: Iterable[tuple[int, bytes]]) -> list[Batch]:
+    def before(self, wanted: Iterable[tuple[int, bytes]]) -> list[BatchInFlight]:
         """The batches that stand before any of the slots in ``wanted`` and are not over, each once. ``wanted``: pairs
         of a component and its slots, as in ``add``."""
         self._forget()
         numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
-        found: dict[int, Batch] = {}
+        found: dict[int, BatchInFlight] = {}
         for number in sorted(numbers):
             found |= {id(batch): batch for batch in not_over(*self._sets.get(number, ()))}
         return list(found.values())
 
-    def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], batch: Batch, made: dict[int, int]) -> None:
+    def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], batch: BatchInFlight, made: dict[int, int]) -> None:
         """Put ``batch`` into the sets of ``slots``. ``made``: the new number of each set that the batch has joined, by
         the number before. Nothing is sorted: tables are long, and one iteration of an engine adds a hundred of them."""
         base, at, found = self._places(stamps, slots)
@@ -74,7 +74,7 @@ class Fences:
         if any(becomes[place] != place + base for place in found):
             stamps[slots] = becomes[at]
 
-    def _join(self, old: int, batch: Batch) -> int:
+    def _join(self, old: int, batch: BatchInFlight) -> int:
         alive = not_over(*self._sets.get(old, ()))
         if any(batch is one for one in alive):
             return old
@@ -117,14 +117,14 @@ class RetireStage:
         self._post = post
         self._spawn = spawn
 
-    def put(self, ops: Sequence[int], batches: Sequence[Batch]) -> None:
+    def put(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
         """Post ``ops`` as DONE when all ``batches`` are over; at once, if there are none."""
         if batches and ops:
             self._spawn(self._when_over(tuple(ops), tuple(batches)), "asynccache-retire")
         else:
             self._done(ops)
 
-    async def _when_over(self, ops: Sequence[int], batches: Sequence[Batch]) -> None:
+    async def _when_over(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
         for batch in batches:
             await batch.wait()
         self._done(ops)
@@ -134,7 +134,7 @@ class RetireStage:
             self._post(Outcome(op, Status.DONE))
 
 
-def not_over(*batches: Batch | None) -> list[Batch]:
+def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:
     """Those of ``batches`` that are not over, without the None among them."""
     return [batch for batch in batches if batch is not None and not batch.done()]
 

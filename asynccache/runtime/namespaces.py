@@ -10,7 +10,7 @@ from asynccache.config import CacheConfig
 from asynccache.runtime.hashing import namespace_digest
 
 
-class Names(Protocol):
+class NamespaceListener(Protocol):
     """Who is told what a namespace is called."""
 
     def name(self, space: bytes, extra_key: str | bytes) -> None: ...
@@ -20,7 +20,7 @@ class Namespaces:
     """Mutable state: how often each was invalidated, and when. ``changes``: how many invalidations there were by now,
     of one or of all. Who finds it unchanged need not ask ``valid``."""
 
-    def __init__(self, config: CacheConfig, names: Names | None) -> None:
+    def __init__(self, config: CacheConfig, names: NamespaceListener | None) -> None:
         self.changes = 0
         self._reset_at = 0
         self._outdated_at: dict[str | bytes | None, int] = {}

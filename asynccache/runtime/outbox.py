@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 from asynccache.core.plan import BackupStorage, Outcome, Status
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.worker.contract import Stored
+from asynccache.worker.contract import StoredBatch
 from asynccache.worker.inbox import Inbox
-from asynccache.worker.stats import Meter
+from asynccache.worker.stats import StageMeter
 
 WORKERS = 16  # a batch takes several turns of a busy loop, so few in flight leave the store idle where pages are small
 BATCH_OPS = 16
@@ -31,14 +31,14 @@ PATIENCE = 0.1
 TOO_LATE = 1.0
 
 
-class Writer(Protocol):
+class OutboxWorker(Protocol):
     """The part of ``Worker`` that is used here."""
 
-    async def store(self, batch: Sequence[BackupStorage]) -> Stored: ...
+    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch: ...
     def give_up(self, op: int) -> None: ...
 
 
-class Queued(NamedTuple):
+class QueuedBackup(NamedTuple):
     """``at``: when the effect was queued, by the outbox's clock."""
 
     effect: BackupStorage
@@ -108,15 +108,15 @@ class Outbox:
     """
 
     def __init__(
-        self, worker: Writer, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
+        self, worker: OutboxWorker, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
         late: Callable[[bool], None],
     ) -> None:  # fmt: skip
         self.backlog = backlog
-        self.meter = Meter()
+        self.meter = StageMeter()
         self._worker = worker
         self._post = post
         self._clock = clock
-        self._inbox: Inbox[Queued] = Inbox()
+        self._inbox: Inbox[QueuedBackup] = Inbox()
         self._changed = asyncio.Event()
         self._late = late
         self._is_late = False
@@ -131,7 +131,7 @@ class Outbox:
 
     def put(self, effect: BackupStorage) -> None:
         """Queue the effect; its outcome is posted exactly once."""
-        self._inbox.put(Queued(effect, self._clock()))
+        self._inbox.put(QueuedBackup(effect, self._clock()))
         self.backlog.add(effect)
         self._inbox.take_while(self._dropped)
         self._changed.set()
@@ -149,7 +149,7 @@ class Outbox:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _dropped(self, oldest: Queued) -> bool:
+    def _dropped(self, oldest: QueuedBackup) -> bool:
         """Whether the effect that has waited longest was dropped: the bound was exceeded, and others wait besides."""
         if not self.backlog.over or len(self._inbox) == 1:
             return False
@@ -157,11 +157,11 @@ class Outbox:
         self._post(Outcome(oldest.effect.op, Status.FAILED))
         return True
 
-    def _take(self) -> list[Queued]:
+    def _take(self) -> list[QueuedBackup]:
         """The operations of the next batch, taken from the queue; none, if too much is in flight."""
         pages = ops = 0
 
-        def wanted(queued: Queued) -> bool:
+        def wanted(queued: QueuedBackup) -> bool:
             nonlocal pages, ops
             pages, ops = pages + _pages_of(queued.effect), ops + 1
             fits = ops == 1 or (ops <= BATCH_OPS and pages <= BATCH_PAGES)
@@ -169,7 +169,7 @@ class Outbox:
 
         return self._inbox.take_while(wanted)
 
-    async def _store_in_time(self, batch: Sequence[Queued]) -> None:
+    async def _store_in_time(self, batch: Sequence[QueuedBackup]) -> None:
         loop, first = asyncio.get_running_loop(), batch[0].effect.op
         timers = (
             loop.call_later(PATIENCE, self._note_late, first), loop.call_later(TOO_LATE, self._note_too_late, first),
@@ -206,7 +206,7 @@ class Outbox:
                 self._worker.give_up(first)
             self._too_late.clear()
 
-    def _end(self, queued: Queued, failed: frozenset[int]) -> None:
+    def _end(self, queued: QueuedBackup, failed: frozenset[int]) -> None:
         effect, at = queued
         self.meter.took(self._clock() - at)
         self.backlog.land(effect)

@@ -15,17 +15,17 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.events import Notice
 from asynccache.runtime.announcing import Announcing, EventStage
-from asynccache.runtime.attaching import Stores
-from asynccache.runtime.claims import Claims
+from asynccache.runtime.attaching import StoreAttachments
+from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
-from asynccache.runtime.door import Door
+from asynccache.runtime.door import LeaseParts
 from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.driving import run_acks
-from asynccache.runtime.engine import Engine
+from asynccache.runtime.engine import EngineBatches
 from asynccache.runtime.fences import RetireStage
 from asynccache.runtime.freezing import Freezer
-from asynccache.runtime.keeping import Keeper
+from asynccache.runtime.keeping import KeptPrefixes
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.namespaces import Namespaces
 from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
@@ -33,8 +33,8 @@ from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.publishing import Publisher
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker.contract import Reports
-from asynccache.worker.layout import Layout
-from asynccache.worker.stats import Meter
+from asynccache.worker.layout import PoolLayout
+from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import Worker
@@ -44,7 +44,7 @@ OnEvent = Callable[[Notice], None]
 REMEMBERED = 1 << 14
 
 
-class Parts:
+class CacheParts:
     """All parts of a cache, built when it opens. ``start`` makes their tasks; after ``close`` every call is refused."""
 
     def __init__(
@@ -53,37 +53,37 @@ class Parts:
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         self.core = CacheCore(settings)
         self.worker = worker
-        self.pools = Layout(pools)
+        self.pools = PoolLayout(pools)
         self.lookups = Lookups(self.core)
         self.driver = driver = Driver(self.core)
         driver.clock = asyncio.get_running_loop().time
         self.supervisor = Supervisor(self.close)
         driver.on_failure = self.supervisor.fail
-        self.engine = Engine(worker, self.core, pools)
+        self.engine = EngineBatches(worker, self.core, pools)
         self.events = EventStage(on_event) if on_event is not None else None
         self.announcing = (
             Announcing(self.events.put, config.page_size, worker, self.core.world.roots)
             if self.events is not None else None
         )  # fmt: skip
         self.namespaces = Namespaces(config, self.announcing)
-        self.claims = Claims(driver)
+        self.claims = HandleClaims(driver)
         self.outbox, self.clearing = self._to_storage(config.backup_quota)
         self.prefetching = Prefetching(
             config, driver, worker, self.pools, self.claims, self.clearing, self.supervisor.spawn, time.perf_counter
         )
         self.publisher = self._publisher()
-        self.door = Door(
+        self.lease_parts = LeaseParts(
             driver, worker, self.prefetching, self.namespaces, self.engine, self.publisher, self.lookups,
             self.supervisor,
         )
-        self.keeper = Keeper(config, self.door)
-        self.stores = Stores(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
+        self.kept_prefixes = KeptPrefixes(config, self.lease_parts)
+        self.stores = StoreAttachments(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
         self.saving = Saving(driver, self.prefetching, self.claims)
         self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else nothing
         self._route()
 
     def __repr__(self) -> str:
-        return f"Parts({self.driver!r}, {self.door!r}, {self.supervisor!r})"
+        return f"CacheParts({self.driver!r}, {self.lease_parts!r}, {self.supervisor!r})"
 
     def _to_storage(self, quota: float) -> tuple[Outbox, Clearing]:
         backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
@@ -139,14 +139,14 @@ class Parts:
         driver = self.driver
         if driver.closed is None:
             driver.close(cause)
-            self.door.shut(driver.closed_error)
+            self.lease_parts.shut(driver.closed_error)
             if self.announcing is not None:
                 self.announcing.stop()
             self.prefetching.fail(driver.closed_error)
 
     # looking at it
 
-    def meters(self) -> Mapping[str, Meter]:
+    def meters(self) -> Mapping[str, StageMeter]:
         """Return the counters of the transfer stages, by stage."""
         return {
             **self.worker.meters(), "backup_storage": self.outbox.meter, "prefetch": self.prefetching.meter,

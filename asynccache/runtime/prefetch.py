@@ -55,7 +55,7 @@ class Cut(Enum):
     ROOM = "the host had no room"
 
 
-class Held(NamedTuple):
+class CachedOnArrival(NamedTuple):
     """How many tokens of a prompt were cached when its request arrived: on the device, and on device and host
     together."""
 
@@ -63,14 +63,14 @@ class Held(NamedTuple):
     host: int
 
 
-class Shared(Protocol):
+class ServingFetch(Protocol):
     """The fetch that serves a prefetch now."""
 
     def told(self, handle: Prefetch) -> None: ...
 
 
 class Claiming(Protocol):
-    """The part of ``Claims`` that a prefetch uses."""
+    """The part of ``HandleClaims`` that a prefetch uses."""
 
     def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None: ...
     def note(self, ticket: int, leases: int) -> None: ...
@@ -86,7 +86,7 @@ class Prefetch:
     """
 
     def __init__(
-        self, space: bytes, key: bytes, chain: Chain, arrival: Held, started: float, ticket: int,
+        self, space: bytes, key: bytes, chain: Chain, arrival: CachedOnArrival, started: float, ticket: int,
         check: Callable[[], None], claims: Claiming,
     ) -> None:
         self.space = space
@@ -101,7 +101,7 @@ class Prefetch:
         self.began = 0.0
         self.result: PrefetchResult | None = None
         self.asleep: asyncio.Future[Any] | None = None
-        self.fetch: Shared | None = None
+        self.fetch: ServingFetch | None = None
         self._check = check
         self._claims = claims
         self._leases = 0

@@ -22,19 +22,27 @@ from asynccache.config import CacheConfig
 from asynccache.core.cache import Begin, Join, Opened, Skip
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
-from asynccache.runtime.claims import Claims
+from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.clearing import Clearing
-from asynccache.runtime.completions import Completions
+from asynccache.runtime.completions import PrefetchCommits
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding, woken
 from asynccache.runtime.fetching import Fetch
 from asynccache.runtime.hashing import Chain
-from asynccache.runtime.line import Place
-from asynccache.runtime.prefetch import Cut, Held, Prefetch, PrefetchHandle, PrefetchStatus, Wish, prefetch_of
+from asynccache.runtime.line import LinePlace
+from asynccache.runtime.prefetch import (
+    CachedOnArrival,
+    Cut,
+    Prefetch,
+    PrefetchHandle,
+    PrefetchStatus,
+    Wish,
+    prefetch_of,
+)
 from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.worker.contract import Worker
-from asynccache.worker.layout import Layout
-from asynccache.worker.stats import Meter
+from asynccache.worker.layout import PoolLayout
+from asynccache.worker.stats import StageMeter
 
 PATIENCE = 0.5
 MOST_SAVES = 4
@@ -48,8 +56,8 @@ class Prefetching:
     """Makes handles and runs them. Mutable state: the handles and fetches that are under way."""
 
     def __init__(
-        self, config: CacheConfig, driver: Driver, worker: Worker, pools: Layout, claims: Claims, clearing: Clearing,
-        spawn: Spawn, clock: Callable[[], float],
+        self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
+        clearing: Clearing, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config
         self._driver = driver
@@ -63,8 +71,8 @@ class Prefetching:
         self._fetches: dict[int, Fetch] = {}
         self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
-        self.meter = Meter()
-        self.completions = Completions(driver)
+        self.meter = StageMeter()
+        self.completions = PrefetchCommits(driver)
 
     def __repr__(self) -> str:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
@@ -76,7 +84,7 @@ class Prefetching:
             key = _usable_by_a_lease(key, size)
         match = driver.unlocked(driver.core.match, space, key)
         handle = Prefetch(
-            space, key, Chain(space, size), Held(match.device, match.host), self._time(),
+            space, key, Chain(space, size), CachedOnArrival(match.device, match.host), self._time(),
             driver.prefetch_line.ticket(), driver.check_thread, self._claims,
         )  # fmt: skip
         if not self._worker.has_stores:
@@ -217,7 +225,7 @@ class Prefetching:
     async def _open(self, handle: Prefetch) -> Opened | Join | Skip | None:
         """Ask the core for an operation until it has an answer; None if ``handle`` was told to end first."""
         line = self._driver.prefetch_line
-        place: Place | None = None
+        place: LinePlace | None = None
         begin, until = Begin.NEXT, None
         saved = 0
         try:
@@ -260,7 +268,7 @@ class Prefetching:
             self._fetches[answer.op] = fetch
         return answer
 
-    def _give_way(self, handle: Prefetch, place: Place | None, answer: Wait) -> Place | None:
+    def _give_way(self, handle: Prefetch, place: LinePlace | None, answer: Wait) -> LinePlace | None:
         """Where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs; None, and out of
         the line, if it waits for certain operations."""
         line = self._driver.prefetch_line
@@ -285,7 +293,7 @@ class Prefetching:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: Prefetch, place: Place, until: float | None) -> bool:
+    async def _in_line(self, handle: Prefetch, place: LinePlace, until: float | None) -> bool:
         """Return True when ``place`` was woken or ``handle`` was told something; False if ``until`` came first."""
         handle.asleep = place.signal
         try:

@@ -24,16 +24,16 @@ from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
-    from asynccache.runtime.engine import Engine
+    from asynccache.runtime.engine import EngineBatches
     from asynccache.runtime.fences import RetireStage
-    from asynccache.worker.contract import Batch
+    from asynccache.worker.contract import BatchInFlight
 
 
 class Publisher:
     """What the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for storage
     or for events. ``commits``: how many commits there were."""
 
-    def __init__(self, driver: Driver, engine: Engine, retire: RetireStage, *, hashes: bool) -> None:
+    def __init__(self, driver: Driver, engine: EngineBatches, retire: RetireStage, *, hashes: bool) -> None:
         self.driver = driver
         self.engine = engine
         self.retire = retire
@@ -57,7 +57,7 @@ class Publishing:
         self._space = ask.space
         self._key = ask.key
         self._chain = chain or Chain(ask.space, publisher.driver.core.config.page_size)
-        self._ready: list[Batch] = []
+        self._ready: list[BatchInFlight] = []
         self._retiring: list[int] = []
 
     def __repr__(self) -> str:
@@ -78,17 +78,17 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
         return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
 
-    def expect(self, ready: Batch) -> None:
+    def expect(self, ready: BatchInFlight) -> None:
         """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
         whatever becomes of the commit, and so do copies into these pages, some of which the commit may hand to
         others."""
         self._named(ready)
 
-    def _named(self, batch: Batch) -> None:
+    def _named(self, batch: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), batch]
         self._publisher.engine.fence(self._core, batch)
 
-    async def publish(self, key: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None) -> None:
+    async def publish(self, key: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
         it has published everything or nothing."""
         hashes = await self._hashes(key) if self._publisher.hashes else b""
@@ -97,7 +97,7 @@ class Publishing:
             await self._publisher.driver.ops.any(answer.ops)
 
     async def _try(
-        self, key: bytes, hashes: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None
+        self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
         driver = self._publisher.driver
         async with holding(driver.lock):
@@ -115,7 +115,7 @@ class Publishing:
             self._chain.known(key, self._publisher.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
-    def _published(self, key: bytes, ready: Batch | None) -> None:
+    def _published(self, key: bytes, ready: BatchInFlight | None) -> None:
         """Note the commit before its plan is performed: the plan's backups must find ``ready``."""
         if len(key) > len(self._key):
             self._key = key
@@ -123,7 +123,7 @@ class Publishing:
             self._publisher.engine.expect(ready)
         self._publisher.commits += 1
 
-    def adopt(self, after: Batch | None = None) -> None:
+    def adopt(self, after: BatchInFlight | None = None) -> None:
         """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
         over."""
         if after is not None:
@@ -132,7 +132,7 @@ class Publishing:
             retiring, self._retiring = self._retiring, []
             self._publisher.retire.put(retiring, not_over(*self._ready))
 
-    def release(self, after: Batch | None, ended: bool) -> None:
+    def release(self, after: BatchInFlight | None, ended: bool) -> None:
         """Give the lease's pages back when ``after`` and every ``ready`` are over."""
         driver, batches = self._publisher.driver, not_over(*self._ready, after)
         self._publisher.engine.fence(self._core, *batches)

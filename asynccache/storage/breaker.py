@@ -174,7 +174,7 @@ def _permit(permit: Permit) -> Permit:
     return Permit(checks.integer("permit", permit, 0))
 
 
-class Report:
+class CallReport:
     """Reports the outcome of one permitted call to the breaker. Only the first report counts: a call that was reported
     as too slow may still succeed, and that changes nothing."""
 

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from asynccache.errors import BackendError, Timeout
 from asynccache.settle import settled
-from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit, Report
-from asynccache.storage.call_limits import READ, WRITE, Places, Purpose
+from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, CallReport, Permit
+from asynccache.storage.call_limits import READ, WRITE, CallPlaces, PlacePurpose
 from asynccache.storage.contract import PageKey, Result
 
 _T = TypeVar("_T")
@@ -38,7 +38,7 @@ class CallSort(Enum):
     PUT = "put", WRITE
     OTHER = "other", WRITE
 
-    def __init__(self, failure_kind: str, place: Purpose) -> None:
+    def __init__(self, failure_kind: str, place: PlacePurpose) -> None:
         self.failure_kind = failure_kind
         self.place = place
 
@@ -47,7 +47,7 @@ RESULTS = tuple(Result)
 COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_calls", "crowded_calls")
 
 
-class Guard:
+class CallGuard:
     """The guard of one backend, which errors call ``name``. Belongs to one event loop.
 
     ``ask`` makes the probe: it asks the backend for a sign of life (see ``probing``). ``timeout`` and ``slow`` are
@@ -60,7 +60,7 @@ class Guard:
         clock: Callable[[], float] | None,
     ) -> None:  # fmt: skip
         self.breaker = breaker
-        self.places = Places(concurrency)
+        self.places = CallPlaces(concurrency)
         self.last_error: Exception | None = None
         self._name = name
         self._ask = ask
@@ -71,7 +71,7 @@ class Guard:
         self._probing: asyncio.Task[list[Result]] | None = None
 
     def __repr__(self) -> str:
-        return f"Guard({self.breaker!r}, {self.places!r})"
+        return f"CallGuard({self.breaker!r}, {self.places!r})"
 
     def stats(self) -> dict[str, int | float]:
         """Return what was counted here, and the breaker's state."""
@@ -116,7 +116,7 @@ class Guard:
             if self.refuses(keys):
                 return [Result.FAILED] * len(keys)
             permit = self.breaker.allow(self._now())
-            return await self._answered(Report(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
+            return await self._answered(CallReport(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
         finally:
             self.places.give(call.place)
 
@@ -135,7 +135,7 @@ class Guard:
         finally:
             self.places.give(place)
 
-    async def _has_place(self, purpose: Purpose) -> bool:
+    async def _has_place(self, purpose: PlacePurpose) -> bool:
         """Wait for a place and take it; False if none came free in time."""
         try:
             async with asyncio.timeout(self._timeout):
@@ -146,7 +146,7 @@ class Guard:
         return True
 
     async def _answered(
-        self, report: Report, keys: Sequence[PageKey], act: BackendCall, timeout: float
+        self, report: CallReport, keys: Sequence[PageKey], act: BackendCall, timeout: float
     ) -> list[Result]:
         watch = self._watch(report)
         try:
@@ -168,7 +168,7 @@ class Guard:
         return results
 
     async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        report = Report(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
+        report = CallReport(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
         try:
             async with asyncio.timeout(self._timeout):
                 result = await _answer(act())
@@ -185,20 +185,20 @@ class Guard:
         report.success(self._now())
         return result
 
-    def _watch(self, report: Report) -> asyncio.TimerHandle | None:
+    def _watch(self, report: CallReport) -> asyncio.TimerHandle | None:
         return asyncio.get_running_loop().call_later(self._slow, self._too_slow, report) if self._slow else None
 
-    def _too_slow(self, report: Report) -> None:
+    def _too_slow(self, report: CallReport) -> None:
         self._counts["slow_calls"] += 1
         report.failure(self._now())
 
-    def _failed(self, report: Report, error: Exception) -> None:
+    def _failed(self, report: CallReport, error: Exception) -> None:
         self.last_error = _without_frames(error)
         self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
         report.failure(self._now())
 
     def _begin_probe(self, permit: Permit, keys: Sequence[PageKey]) -> None:
-        report = Report(self.breaker, permit, CallSort.ASK.failure_kind)
+        report = CallReport(self.breaker, permit, CallSort.ASK.failure_kind)
         timeout = min(self._timeout, self._slow or self._timeout)
         work = self._answered(report, keys, self._ask, timeout)
         self._probing = asyncio.get_running_loop().create_task(work, name="asynccache-probe")

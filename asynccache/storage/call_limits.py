@@ -13,17 +13,17 @@ from collections import deque
 from enum import IntEnum
 
 
-class Purpose(IntEnum):
+class PlacePurpose(IntEnum):
     """What a place is wanted for, and so in which line a call waits."""
 
     READ = 0
     WRITE = 1
 
 
-READ, WRITE = Purpose
+READ, WRITE = PlacePurpose
 
 
-class Places:
+class CallPlaces:
     """``count`` places. Mutable state: how many are taken for each purpose, and who waits."""
 
     def __init__(self, count: int) -> None:
@@ -33,7 +33,7 @@ class Places:
         self._lines: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = (deque(), deque())
 
     def __repr__(self) -> str:
-        return f"Places({self.taken}/{self.count} taken, {self.waiting} wait)"
+        return f"CallPlaces({self.taken}/{self.count} taken, {self.waiting} wait)"
 
     @property
     def taken(self) -> int:
@@ -45,14 +45,14 @@ class Places:
         """How many calls wait for a place."""
         return sum(map(len, self._lines))
 
-    def take_now(self, purpose: Purpose) -> bool:
+    def take_now(self, purpose: PlacePurpose) -> bool:
         """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
         if self._lines[purpose] or not self._is_free(purpose):
             return False
         self._taken[purpose] += 1
         return True
 
-    async def take(self, purpose: Purpose) -> None:
+    async def take(self, purpose: PlacePurpose) -> None:
         """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
         if self.take_now(purpose):
             return
@@ -67,10 +67,10 @@ class Places:
                 self._lines[purpose].remove(turn)
             raise
 
-    def give(self, purpose: Purpose) -> None:
+    def give(self, purpose: PlacePurpose) -> None:
         """Give back a place that was taken for ``purpose``. The next call in line takes it before this returns."""
         self._taken[purpose] -= 1
-        for purpose in Purpose:
+        for purpose in PlacePurpose:
             line = self._lines[purpose]
             while line and self._is_free(purpose):
                 turn = line.popleft()
@@ -78,5 +78,5 @@ class Places:
                     self._taken[purpose] += 1
                     turn.set_result(None)
 
-    def _is_free(self, purpose: Purpose) -> bool:
+    def _is_free(self, purpose: PlacePurpose) -> bool:
         return self._taken[0] + self._taken[1] < self.count and self._taken[purpose] < self._most[purpose]

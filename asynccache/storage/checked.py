@@ -26,7 +26,7 @@ from asynccache.errors import ConfigError
 from asynccache.settle import settled
 from asynccache.storage.blocking_threads import MOST_THREADS, Workers
 from asynccache.storage.breaker import Breaker
-from asynccache.storage.call_guard import CallSort, Guard
+from asynccache.storage.call_guard import CallGuard, CallSort
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -95,7 +95,7 @@ class CheckedStore:
         concurrency = checks.integer("concurrency", concurrency, 1, MOST_CALLS)
         threads = checks.integer("threads", threads, 0, MOST_THREADS)
         headers = checks.integer("headers", headers, 1, MOST_HEADERS)
-        self._guard = Guard(
+        self._guard = CallGuard(
             backend, lambda keys: probe(self.backend, keys), self.breaker,
             timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
 A backend that knows when its own index changes is ``Watchable``: it tells every change itself, and what it has told is
 true at every moment. Any other backend, say a server to which others write and which evicts on its own, is wrapped in
-``Watched``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit it, and
-gone once one of them has missed it.
+``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit
+it, and gone once one of them has missed it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Watchable(Protocol):
         ...
 
 
-class Watched(WrappedBackend):
+class WatchedBackend(WrappedBackend):
     """A wrapper that tells ``tell`` what the answers of ``inner`` show of its keys."""
 
     def __init__(self, inner: StorageBackend, tell: Tell) -> None:
@@ -88,5 +88,5 @@ def watch(backend: StorageBackend, tell: Tell) -> tuple[StorageBackend, Callable
     if isinstance(backend, Watchable):
         backend.watch(tell)
         return backend, lambda: backend.watch(None)
-    watched = Watched(backend, tell)
+    watched = WatchedBackend(backend, tell)
     return watched, watched.stop

@@ -67,7 +67,7 @@ class WrappedBackend:
         await self.inner.aclose()
 
 
-class Borrowed(WrappedBackend):
+class BorrowedBackend(WrappedBackend):
     """A backend that one cache, or one ``Pages``, uses for as long as it is open, and does not close."""
 
     async def aclose(self) -> None:

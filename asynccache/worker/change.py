@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Change:
+class ChangeSignal:
     """A signal that several tasks of one loop may wait for, any number of times."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from asynccache.core.settings import ComponentKind
 FULL = int(ComponentKind.FULL)
 
 
-class Layout:
+class PoolLayout:
     """The pools, by component index.
 
     ``of``: the pools with bytes of each component. ``components``: the indices of the model's components, FULL's first.

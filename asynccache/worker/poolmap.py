@@ -13,7 +13,7 @@ from asynccache.core.plan import Move
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey
 from asynccache.storage.records import pool_digest, storage_key
-from asynccache.worker.layout import FULL, Layout
+from asynccache.worker.layout import FULL, PoolLayout
 
 Entry = tuple[PageKey, memoryview]
 
@@ -24,7 +24,7 @@ class HostPages(Protocol):
     def page(self, slot: int) -> memoryview: ...
 
 
-class PoolMap(Layout):
+class PoolMap(PoolLayout):
     """The layout, bytes and keys of a worker's pools. ``written``: the pools that are stored, by component, in two
     steps: first the auxiliary components with the pools that derive from them, and the pools that follow FULL; then the
     pools that are FULL."""

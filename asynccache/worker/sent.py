@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
-from asynccache.worker.change import Change
+from asynccache.worker.change import ChangeSignal
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event
@@ -77,7 +77,7 @@ class SentBatches:
         self._events: dict[int, Event] = {}
         self._running: dict[int, EngineBatch] = {}
         self._unread: dict[int, EngineBatch] = {}
-        self._came = Change()
+        self._came = ChangeSignal()
         self._watching: set[asyncio.Task[None]] = set()
         self._finished = False
         self._failure: RankFailure | None = None

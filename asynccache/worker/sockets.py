@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
-from asynccache.worker.link import LENGTH, MOST_FRAME, Link, StreamLink
+from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink, StreamLink
 
 VERSION = 1
 GREETING = b"acachel" + bytes([VERSION])
@@ -48,7 +48,7 @@ RETRY = 0.1
 
 SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
-Answer = Callable[[bytes, Link], bytes]
+Answer = Callable[[bytes, RankLink], bytes]
 """What a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or raises
 ``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
 
@@ -122,7 +122,7 @@ def _proof(secret: bytes, side: bytes, head: bytes, worker: bytes) -> bytes:
 
 async def open_link(
     address: str, secret: bytes | None, hello: bytes, *, timeout: float
-) -> tuple[Link, bytes]:
+) -> tuple[RankLink, bytes]:
     """Connect to the head at ``address``, which may not be there yet, and send ``hello``. Returns the link and the
     head's welcome. ``timeout``: seconds in which the head must have answered; the head chooses the link's own time-out.
     Cancelling it leaves nothing open.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from asynccache.core.plan import Move
 
 
-class Kind(IntEnum):
+class CopyKind(IntEnum):
     """What an effect copies: from the device to the host, back, or on the device."""
 
     BACKUP = 0
@@ -21,7 +21,7 @@ class Work(NamedTuple):
     and end together. ``moves``: all that they copy. ``source``: the load whose pages a private copy is made of; 0: no
     load. ``after``: the numbers of the batches that must be over, on the device, before the copy begins."""
 
-    kind: Kind
+    kind: CopyKind
     ops: list[int]
     moves: tuple[Move, ...]
     source: int = 0

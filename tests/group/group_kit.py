@@ -242,7 +242,7 @@ class GroupWorld:
         worker.perform = noted  # type: ignore[method-assign]
 
     def _note_ends(self, rank: int, tell: Callable[[m.Message], None], message: m.Message) -> None:
-        if isinstance(message, m.Ended):
+        if isinstance(message, m.WorksEnded):
             for first in message.works:
                 for op in self.works.get(first, [first]):
                     self.said[op][rank] = message.status

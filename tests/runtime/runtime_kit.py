@@ -18,7 +18,7 @@ from asynccache.memory.device import Device, Event
 from asynccache.runtime.driving import holding
 from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.parts import Parts
+from asynccache.runtime.parts import CacheParts
 from asynccache.storage import StorageBackend
 from asynccache.worker.local import LocalWorker
 from tests.waiting import turns as turns
@@ -46,7 +46,7 @@ def settings(
     return CacheConfig(model="test", components=tuple(components), page_size=PAGE, **more)
 
 
-def parts(cache: AsyncCache) -> Parts:
+def parts(cache: AsyncCache) -> CacheParts:
     assert cache._parts is not None
     return cache._parts
 

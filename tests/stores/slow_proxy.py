@@ -55,7 +55,7 @@ class SlowProxy:
         server.close()
         await asyncio.sleep(0.01)                      # who was accepted last has a writer by then
         for transport in self._transports:
-            transport.abort()                          # what is not sent yet would keep it open for longer than the loop
+            transport.abort()                          # data not sent yet would keep it open for longer than the loop
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]

@@ -15,7 +15,7 @@ import pytest
 
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import sockets
-from asynccache.worker.link import LENGTH, MOST_FRAME, Link
+from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink
 from asynccache.worker.sockets import (
     GREETING,
     MOST_HELLO,
@@ -41,10 +41,10 @@ class Head:
 
     def __init__(self, *refuse: bytes) -> None:
         self.hellos: list[bytes] = []
-        self.links: list[Link] = []
+        self.links: list[RankLink] = []
         self._refuse = refuse
 
-    def take(self, hello: bytes, link: Link) -> bytes:
+    def take(self, hello: bytes, link: RankLink) -> bytes:
         if hello in self._refuse:
             raise RankFailure(f"{hello.decode()} came late: the group is complete")
         self.hellos.append(hello)
@@ -296,7 +296,7 @@ async def test_a_refusal_reaches_the_worker_as_a_sentence() -> None:
 
 @pytest.mark.asyncio
 async def test_frames_that_are_sent_while_a_worker_is_taken_come_after_its_welcome() -> None:
-    def take(hello: bytes, link: Link) -> bytes:
+    def take(hello: bytes, link: RankLink) -> bytes:
         link.send(b"first of all")
         ears.append(Ear(link))
         return b"welcome"

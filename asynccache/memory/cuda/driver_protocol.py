@@ -45,7 +45,7 @@ class DriverError(AsyncCacheError):
         return self.code in STICKY
 
 
-class Towards(Enum):
+class CopyDirection(Enum):
     """Which way a copy goes."""
 
     OUT = "device to host"
@@ -64,7 +64,7 @@ class Spans(NamedTuple):
         return Spans(self.dst[start:stop], self.src[start:stop], self.size[start:stop])
 
 
-class Identity(NamedTuple):
+class DeviceIdentity(NamedTuple):
     """Which device this is, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
     bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
     ``batches``: True if the driver takes many copies in one call."""
@@ -80,7 +80,7 @@ class Identity(NamedTuple):
 class CudaDriver(Protocol):
     """A CUDA driver for one device."""
 
-    def identity(self) -> Identity:
+    def identity(self) -> DeviceIdentity:
         """Return which device this is."""
         ...
 
@@ -146,7 +146,7 @@ class CudaDriver(Protocol):
         """Sleep until ``event`` has happened."""
         ...
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
         """Enqueue copies of runs, which read their sources in the order of the stream. Return how many entries of the
         driver's queue they take."""
         ...
