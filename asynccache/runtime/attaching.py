@@ -17,7 +17,7 @@ from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.driving import drive, holding
-from asynccache.runtime.saving import drain, unsaved
+from asynccache.runtime.saving_and_forgetting import drain, unsaved
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
 if TYPE_CHECKING:

@@ -18,26 +18,26 @@ from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
+from asynccache.runtime.cache_parts import CacheParts, OnEvent
 from asynccache.runtime.closing import Interruptible, SavingLimit
 from asynccache.runtime.driving import acquire
-from asynccache.runtime.entry import ask_for
 from asynccache.runtime.explaining import Explained, explain
-from asynccache.runtime.keeping import Kept
+from asynccache.runtime.kept_prefixes import Kept
 from asynccache.runtime.lease import Lease
+from asynccache.runtime.lease_wait import ask_for
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.parts import CacheParts, OnEvent
 from asynccache.runtime.prefetch import PrefetchHandle
-from asynccache.runtime.saving import flush, forget, forget_all, unsaved
+from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, unsaved
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.runtime.wasting import wasted
+from asynccache.runtime.wasteful_settings import wasted
+from asynccache.worker.admitting_ranks import Workers
 from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
-from asynccache.worker.gathering import Workers
-from asynccache.worker.given import MOMENT, Given
+from asynccache.worker.embedder import MOMENT, EmbedderParts
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import DevicePool, Worker
-    from asynccache.worker.rank import RankWorker
+    from asynccache.worker.rank_worker import RankWorker
 
 ExtraKey = str | bytes | None
 
@@ -117,7 +117,8 @@ class AsyncCache:
             from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
 
             self._open_local = open_local
-        self._given = Given(device, storage) if workers is None else Given(device, storage, workers.locate)
+        locate = () if workers is None else (workers.locate,)
+        self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
         self._worker: Worker | None = None
         self._parts: CacheParts | None = None

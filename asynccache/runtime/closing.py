@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asynccache.errors import CacheClosed, RankFailure
-from asynccache.runtime.saving import drain
+from asynccache.runtime.saving_and_forgetting import drain
 
 if TYPE_CHECKING:
     from asynccache.runtime.claims import HandleClaims

@@ -16,7 +16,7 @@ from asynccache.runtime import learning
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.worker.contract import Result, StoreQuestion
-from asynccache.worker.layout import PoolLayout
+from asynccache.worker.pool_layout import PoolLayout
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore

@@ -20,13 +20,13 @@ from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.runtime.completions import PrefetchCommits
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import drive
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
+from asynccache.runtime.prefetch_commits import PrefetchCommits
 from asynccache.worker.contract import ReadOrder, Result, StoreQuestion
-from asynccache.worker.layout import FULL, PoolLayout
+from asynccache.worker.pool_layout import FULL, PoolLayout
 from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Fetch:
 
     def __init__(
         self, driver: Driver, worker: FetchWorker, pools: PoolLayout, meter: StageMeter, op: int, shape: Shape,
-        threshold: int, completions: PrefetchCommits,
+        threshold: int, commits: PrefetchCommits,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -66,7 +66,7 @@ class Fetch:
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
-        self._completions = completions
+        self._commits = commits
 
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
@@ -281,7 +281,7 @@ class Fetch:
         return await drive(self._driver, call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
-        await self._completions.committed(partial(self._try_to_commit, end))
+        await self._commits.committed(partial(self._try_to_commit, end))
 
     def _try_to_commit(self, end: int) -> Sequence[int]:
         """Under the lock: hang the pages up to ``end`` into the tree. Returns the operations of which one must end

@@ -31,14 +31,14 @@ from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.driving import drive
-from asynccache.runtime.entry import LeaseWait
 from asynccache.runtime.handoff import hand_over
+from asynccache.runtime.lease_wait import LeaseWait
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
 from asynccache.runtime.publishing import Publishing
 from asynccache.runtime.tokens import Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.door import LeaseParts
+    from asynccache.runtime.lease_parts import LeaseParts
     from asynccache.worker.contract import BatchInFlight
 
 Pages = npt.NDArray[np.int32]

@@ -24,7 +24,6 @@ from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.clearing import Clearing
-from asynccache.runtime.completions import PrefetchCommits
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding, woken
 from asynccache.runtime.fetching import Fetch
@@ -39,9 +38,10 @@ from asynccache.runtime.prefetch import (
     Wish,
     prefetch_of,
 )
+from asynccache.runtime.prefetch_commits import PrefetchCommits
 from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.worker.contract import Worker
-from asynccache.worker.layout import PoolLayout
+from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter
 
 PATIENCE = 0.5
@@ -72,7 +72,7 @@ class Prefetching:
         self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = StageMeter()
-        self.completions = PrefetchCommits(driver)
+        self.commits = PrefetchCommits(driver)
 
     def __repr__(self) -> str:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
@@ -262,7 +262,7 @@ class Prefetching:
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
-                self._config.prefetch_threshold, self.completions,
+                self._config.prefetch_threshold, self.commits,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch

@@ -18,14 +18,13 @@ from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import Wait
 from asynccache.errors import ConfigError
 from asynccache.runtime.driving import holding
-from asynccache.runtime.fences import not_over
+from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
-    from asynccache.runtime.engine import EngineBatches
-    from asynccache.runtime.fences import RetireStage
+    from asynccache.runtime.engine_batches import EngineBatches, RetireStage
     from asynccache.worker.contract import BatchInFlight
 
 

@@ -27,9 +27,8 @@ from asynccache.core.slots import SLOT_BYTES
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.options import StoreOptions, check_name
-from asynccache.worker import fold
+from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
-from asynccache.worker.change import ChangeSignal
 from asynccache.worker.contract import (
     CopyKind,
     ReadOrder,
@@ -40,17 +39,18 @@ from asynccache.worker.contract import (
     StoreQuestion,
     Work,
 )
-from asynccache.worker.holdings import WatchedKeys
-from asynccache.worker.layout import FULL
+from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Wire, slices
-from asynccache.worker.performing import Performer
-from asynccache.worker.rank import RankWorker
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.rank_worker import RankWorker
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.watched_keys import WatchedKeys
 
 if TYPE_CHECKING:
+    from asynccache.worker.admitting_ranks import Workers
     from asynccache.worker.contract import DevicePool
-    from asynccache.worker.gathering import Workers
-    from asynccache.worker.given import Given
+    from asynccache.worker.embedder import EmbedderParts
     from asynccache.worker.link import RankLink
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class AwaitedAnswers(RankReports):
         self._changed.tell()
 
 
-async def open_group(config: CacheConfig, given: Given, workers: Workers) -> WorkerGroup:
+async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
     """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
 
     Raises:
@@ -172,7 +172,9 @@ class WorkerGroup:
     """See ``Worker``, and the module. ``own``: the head's own worker; None: it has none. ``face``: what the engine in
     the head's process sees of it. ``failure``: why the group is over, once it is."""
 
-    def __init__(self, config: CacheConfig, given: Given, workers: Workers, links: Mapping[int, RankLink]) -> None:
+    def __init__(
+        self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, RankLink]
+    ) -> None:
         self.layers = 0
         self.own: Performer | None = None
         self.takes_stores = config.pools()[0].host_pages > 0
@@ -373,7 +375,7 @@ class WorkerGroup:
             del self._calls[number]
         failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.CallFailed)}
         if failures:
-            raise fold.error_of(failures)
+            raise combined_answers.error_of(failures)
         found: dict[int, T] = {}
         for rank, one in sorted(call.said.items()):
             if not isinstance(one, kind):
@@ -586,7 +588,7 @@ class WorkerGroup:
                     parts.append(await self._store(part))
         finally:
             self._given_up.discard(first)
-        done = parts[0] if len(parts) == 1 else fold.stored(parts, full_pages=sum)
+        done = parts[0] if len(parts) == 1 else combined_answers.stored(parts, full_pages=sum)
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
@@ -599,7 +601,7 @@ class WorkerGroup:
         for rank, one in said.items():
             if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
                 raise self._nonsense(rank, "wrote a batch of other operations")
-        return fold.stored(list(said.values()), full_pages=max)
+        return combined_answers.stored(list(said.values()), full_pages=max)
 
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
@@ -645,9 +647,9 @@ class WorkerGroup:
         for rank, one in said.items():
             sizes = [len(answer) for answer in one.answers]
             right = len(sizes) == len(counts) and all(map(fits, sizes, counts))
-            if not right or not fold.are_results(one.answers):
+            if not right or not combined_answers.are_results(one.answers):
                 raise self._nonsense(rank, nonsense)
-        answers = fold.all_worst([one.answers for one in said.values()])
+        answers = combined_answers.all_worst([one.answers for one in said.values()])
         self._name([(pages.pool, pages.hashes) for pages in wanted], answers)
         return answers
 
@@ -817,11 +819,13 @@ class WorkerGroup:
             self.own.count()
         parts = list(self._counters.values())
         names = [entry.options.name for entry in self._entries]
-        by_name = {name: fold.sums([part.stores[name] for part in parts if name in part.stores]) for name in names}
-        return fold.sums([part.storage for part in parts]), by_name
+        by_name = {
+            name: combined_answers.sums([part.stores[name] for part in parts if name in part.stores]) for name in names
+        }
+        return combined_answers.sums([part.storage for part in parts]), by_name
 
     def _counted(self, rank: int, news: m.StoreCounters) -> None:
-        if not fold.are_counters([news.storage, *news.stores.values()]):
+        if not combined_answers.are_counters([news.storage, *news.stores.values()]):
             self._nonsense(rank, "counted what nobody can")
             return
         self._counters[rank] = news

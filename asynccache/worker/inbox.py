@@ -1,4 +1,5 @@
-"""The queue in front of a transfer stage. It has no bound, and its reader takes all items at once or the first few."""
+"""Where the tasks of a worker wait: a queue without a bound, whose reader takes all items at once or the first few; and
+a signal that some state has changed."""
 
 from __future__ import annotations
 
@@ -60,3 +61,20 @@ class Inbox(Generic[T]):
         while self._items and wanted(self._items[0]):
             taken.append(self._items.popleft())
         return taken
+
+
+class ChangeSignal:
+    """A signal that several tasks of one loop may wait for, any number of times."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for. Cancelling
+        it stops the waiting."""
+        await self._event.wait()
+
+    def tell(self) -> None:
+        """Wake all tasks that wait now. A task that comes later waits for the next ``tell``."""
+        self._event.set()
+        self._event.clear()

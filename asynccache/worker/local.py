@@ -20,10 +20,10 @@ from asynccache.memory.mover import Mover
 from asynccache.settle import completed
 from asynccache.storage.records import store_layout
 from asynccache.storage.tiers import TieredStore
-from asynccache.worker.batches import LocalBatch, LocalBatches
 from asynccache.worker.contract import CopyKind, Reports, StoreEntry, Work
-from asynccache.worker.given import MOMENT, Given
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.embedder import MOMENT, EmbedderParts
+from asynccache.worker.local_batches import LocalBatch, LocalBatches
+from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages.backup_host import BackupHostStage
 from asynccache.worker.stages.load_back import LoadBackStage
 from asynccache.worker.stages.reading import ReadingStage
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DELETE_PAGES = 32
 
 
-async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> LocalWorker:
+async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
     """Allocate ``pools`` and open the stores. Cancelling it leaves nothing open.
 
     Raises:
@@ -57,7 +57,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Give
 class _Opening:
     """The parts of a worker that are open by now, for whoever has to close them."""
 
-    def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> None:
+    def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: EmbedderParts) -> None:
         self._config = config
         self._pools = pools
         self._given = given

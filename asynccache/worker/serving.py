@@ -17,16 +17,16 @@ from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import messages as m
-from asynccache.worker.given import Given
+from asynccache.worker.embedder import EmbedderParts
 from asynccache.worker.group import OPENING
 from asynccache.worker.link import Wire
-from asynccache.worker.performing import Performer
-from asynccache.worker.rank import RankWorker
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.rank_worker import RankWorker
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
     from asynccache.worker.link import RankLink
-    from asynccache.worker.performing import Shard
+    from asynccache.worker.rank_performer import Shard
 
 ARRIVAL = 300.0
 COUNTED = 5.0
@@ -36,7 +36,9 @@ COUNTED = 5.0
 class WorkerEnd:
     """A worker's end of its link: it hands what the head says to a ``Performer``, and sends what that says."""
 
-    def __init__(self, link: RankLink, rank: int, topology: Topology, given: Given, shard: Shard | None = None) -> None:
+    def __init__(
+        self, link: RankLink, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
+    ) -> None:
         self.performer = Performer(rank, topology, given, shard, self._tell, {
             m.AllOpen: self._all_open, m.CloseWorker: self._is_closing,
             m.GroupLost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
@@ -187,7 +189,7 @@ async def connect(
     link, welcome = await open_link(address, secret, hello, timeout=checks.number("arrival", arrival, above=0))
     try:
         topology = Topology(*m.decode_welcome(welcome).topology)
-        serve = WorkerEnd(link, rank, topology, Given(device), shard)  # type: ignore[arg-type]
+        serve = WorkerEnd(link, rank, topology, EmbedderParts(device), shard)  # type: ignore[arg-type]
     except (RankFailure, ConfigError):
         link.abort()
         raise

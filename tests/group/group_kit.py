@@ -27,7 +27,7 @@ from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Storage, Work
 from asynccache.worker.local import LocalWorker
-from asynccache.worker.performing import Shard
+from asynccache.worker.rank_performer import Shard
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend

@@ -17,14 +17,14 @@ import pytest
 
 from asynccache.core.plan import BackupHost, Status
 from asynccache.core.settings import ComponentKind
-from asynccache.runtime.engine import EngineBatches
+from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
-from asynccache.worker import fold
+from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
 from asynccache.worker.contract import StoredBatch, Work
 from asynccache.worker.group import AwaitedAnswers, WorkerGroup
-from asynccache.worker.performing import Performer
-from asynccache.worker.sent import SentBatches
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.sent_batches import SentBatches
 from asynccache.worker.stages import writing
 from tests.group.random_worlds import Climate, draw, play
 from tests.simulated.links import SimulatedLink
@@ -126,13 +126,13 @@ def one_failure_ends_it(patch: Patch) -> None:
 
 def stored_when_one_has(patch: Patch) -> None:
     """An operation is stored when the first worker has written it."""
-    plain = fold.stored
+    plain = combined_answers.stored
 
     def stored(parts: Sequence[Any], **named: Any) -> StoredBatch:
         failed = frozenset.intersection(*(frozenset(part.failed) for part in parts))
         return plain(parts, **named)._replace(failed=failed)
 
-    patch.setattr(fold, "stored", stored)
+    patch.setattr(combined_answers, "stored", stored)
 
 
 def failed_copies_are_forgotten(patch: Patch) -> None:
@@ -166,12 +166,12 @@ def any_has_it(patch: Patch) -> None:
             Result.HIT if any(answer[i] == Result.HIT for answer in answers) else answers[0][i] for i in range(shortest)
         )
 
-    patch.setattr(fold, "worst", best)
+    patch.setattr(combined_answers, "worst", best)
 
 
 def one_is_asked(patch: Patch) -> None:
     """What the first worker says of pages stands for all."""
-    patch.setattr(fold, "worst", lambda answers: answers[0])
+    patch.setattr(combined_answers, "worst", lambda answers: answers[0])
 
 
 # order

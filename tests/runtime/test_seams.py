@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asynccache.core.plan import Outcome
+from asynccache.runtime.cache_parts import FREEZE_EVERY, Freezer
 from asynccache.runtime.driving import acquire, holding
-from asynccache.runtime.freezing import FREEZE_EVERY, Freezer
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 

@@ -19,7 +19,7 @@ from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, PrefetchHandle
-from asynccache.runtime.saving import unsaved
+from asynccache.runtime.saving_and_forgetting import unsaved
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 

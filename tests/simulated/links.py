@@ -21,12 +21,12 @@ from random import Random
 
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
+from asynccache.worker.admitting_ranks import Workers
 from asynccache.worker.contract import Device, Storage
-from asynccache.worker.gathering import Workers
-from asynccache.worker.given import Given
+from asynccache.worker.embedder import EmbedderParts
 from asynccache.worker.messages import Hello, encode
-from asynccache.worker.performing import Shard
-from asynccache.worker.rank import RankWorker
+from asynccache.worker.rank_performer import Shard
+from asynccache.worker.rank_worker import RankWorker
 from asynccache.worker.serving import WorkerEnd, serving
 from asynccache.worker.topology import Topology
 
@@ -189,7 +189,7 @@ class SimulatedWorker:
         self.link = link
         self.failure: BaseException | None = None
         self.opened = asyncio.Event()
-        self.serving = WorkerEnd(link, rank, group.topology, Given(device, None, locate), shard)
+        self.serving = WorkerEnd(link, rank, group.topology, EmbedderParts(device, None, locate), shard)
         self.task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._run(), name=f"worker {rank}")
 
     def __repr__(self) -> str:

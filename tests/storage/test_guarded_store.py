@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
-from asynccache.storage.call_limits import READ, WRITE, CallPlaces
+from asynccache.storage.call_guard import READ, WRITE, CallPlaces
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend

@@ -11,8 +11,8 @@ import pytest
 from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import Move, Status
 from asynccache.worker import messages as m
-from asynccache.worker.layout import FULL
-from asynccache.worker.sent import EngineBatch, SentBatches
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.sent_batches import EngineBatch, SentBatches
 from asynccache.worker.work import CopyKind, Work
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate

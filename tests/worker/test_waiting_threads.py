@@ -16,9 +16,9 @@ from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker import messages as m
-from asynccache.worker.given import Given
-from asynccache.worker.layout import FULL
-from asynccache.worker.performing import Performer
+from asynccache.worker.embedder import EmbedderParts
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.rank_performer import Performer
 from asynccache.worker.work import CopyKind, Work
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Opened:
         self.told: list[m.Message] = []
         self.heard = asyncio.Event()
         self.stream = device.stream("engine")
-        self.performer = Performer(0, Topology(), Given(device), None, self.tell)
+        self.performer = Performer(0, Topology(), EmbedderParts(device), None, self.tell)
         self.face = RankWorker(self.performer)
         self.loaders: set[int] = set()
 

@@ -14,9 +14,9 @@ from asynccache.core.plan import BackupStorage, StoredPages
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Result
 from asynccache.worker import Topology
-from asynccache.worker.batches import SWEEP, LocalBatches
 from asynccache.worker.contract import ReadOrder, StoredBatch, StoreQuestion
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.local_batches import SWEEP, LocalBatches
+from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages.reading import ReadingStage
 from asynccache.worker.stages.writing import BATCH_PAGES, WritingStage
 

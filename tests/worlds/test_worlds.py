@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from asynccache.errors import CopyFailed
-from asynccache.runtime.engine import EngineBatches
-from asynccache.runtime.fences import Fences, RetireStage, not_over
+from asynccache.runtime.engine_batches import EngineBatches, Fences, RetireStage, not_over
 from asynccache.runtime.publishing import Publishing
 from asynccache.worker.contract import BatchInFlight
 from tests.simulated.loop import Deadlock

@@ -9,7 +9,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey, Result
 from asynccache.worker.contract import ReadOrder, StoreQuestion
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.pool_layout import PoolMap
 
 BATCH_PAGES = 128
 

@@ -19,7 +19,7 @@ from asynccache.core.plan import BackupStorage
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey, Result
 from asynccache.worker.contract import StoredBatch
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.pool_layout import PoolMap
 
 BATCH_PAGES = 128
 

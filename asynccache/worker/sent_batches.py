@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
-from asynccache.worker.change import ChangeSignal
+from asynccache.worker.inbox import ChangeSignal
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event

@@ -20,7 +20,7 @@ from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import Storage
-    from asynccache.worker.performing import Shard
+    from asynccache.worker.rank_performer import Shard
 
 TIMEOUT = 30.0
 ARRIVAL = 300.0

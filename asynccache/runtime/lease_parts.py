@@ -20,7 +20,7 @@ from asynccache.runtime.prefetching import Prefetching
 from asynccache.worker.contract import Worker
 
 if TYPE_CHECKING:
-    from asynccache.runtime.engine import EngineBatches
+    from asynccache.runtime.engine_batches import EngineBatches
     from asynccache.runtime.lookups import Lookups
     from asynccache.runtime.publishing import Publisher
     from asynccache.runtime.supervisor import Supervisor

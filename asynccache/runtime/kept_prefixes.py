@@ -13,7 +13,7 @@ from asynccache.runtime.driving import drive
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig
-    from asynccache.runtime.door import LeaseParts
+    from asynccache.runtime.lease_parts import LeaseParts
 
 
 class Kept:

@@ -27,7 +27,7 @@ from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.door import LeaseParts
+    from asynccache.runtime.lease_parts import LeaseParts
 
 GRACE = 0.5
 

@@ -6,6 +6,7 @@ This module has no mutable state of its own. The state of the parts belongs to o
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +20,11 @@ from asynccache.runtime.attaching import StoreAttachments
 from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
-from asynccache.runtime.door import LeaseParts
 from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.driving import run_acks
-from asynccache.runtime.engine import EngineBatches
-from asynccache.runtime.fences import RetireStage
-from asynccache.runtime.freezing import Freezer
-from asynccache.runtime.keeping import KeptPrefixes
+from asynccache.runtime.engine_batches import EngineBatches, RetireStage
+from asynccache.runtime.kept_prefixes import KeptPrefixes
+from asynccache.runtime.lease_parts import LeaseParts
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.namespaces import Namespaces
 from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
@@ -33,7 +32,7 @@ from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.publishing import Publisher
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker.contract import Reports
-from asynccache.worker.layout import PoolLayout
+from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 OnEvent = Callable[[Notice], None]
 
 REMEMBERED = 1 << 14
+FREEZE_EVERY = 2048
 
 
 class CacheParts:
@@ -125,7 +125,7 @@ class CacheParts:
         if self.events is not None:
             workers.append(("events", self.events.run()))
         if self.worker.takes_stores:
-            workers.append(("prefetch-commits", self.prefetching.completions.run()))
+            workers.append(("prefetch-commits", self.prefetching.commits.run()))
             workers += [("backup-storage", self.outbox.run()) for _ in range(WORKERS)]
         return workers
 
@@ -160,7 +160,26 @@ class CacheParts:
             "backup_storage": len(self.outbox),
             "prefetch": len(self.prefetching.handles),
             "acks": self.driver.unapplied,
-            "completions": len(self.prefetching.completions),
+            "completions": len(self.prefetching.commits),
             "line": len(self.driver.line),
             "saving": len(self.driver.saving),
         }
+
+
+class Freezer:
+    """Moves the tree out of the garbage collector's sight every few thousand commits (a commit makes a node or two).
+
+    The core makes no reference cycles, so nothing that is frozen would ever have been collected; without this, one full
+    collection takes seconds at a million nodes.
+    """
+
+    def __init__(self, commits: Callable[[], int]) -> None:
+        self._commits = commits
+        self._frozen_at = 0
+
+    def look(self) -> None:
+        """Freeze if enough has been published since the last time."""
+        commits = self._commits()
+        if commits - self._frozen_at >= FREEZE_EVERY:
+            self._frozen_at = commits
+            gc.freeze()

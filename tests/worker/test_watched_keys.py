@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.storage.records import storage_key
-from asynccache.worker.holdings import WatchedKeys
+from asynccache.worker.watched_keys import WatchedKeys
 
 PAGE = bytes(range(32))
 ONE, TWO = b"d" * 32, b"e" * 32

@@ -32,7 +32,7 @@ class PrefetchCommit(NamedTuple):
 
 
 class PrefetchCommits:
-    """The queue of completed prefetches of one cache."""
+    """The queue of one cache: fetches that have read their pages, each with its commit."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -52,7 +52,7 @@ class PrefetchCommits:
         await completion.committed
 
     async def run(self) -> None:
-        """Commit completions as they come, for ever.
+        """Make the commits as they come, for ever.
 
         Raises:
             CacheClosed: the cache is closed.

@@ -28,13 +28,13 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import Status
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import messages as m
-from asynccache.worker.change import ChangeSignal
 from asynccache.worker.contract import CopyKind, Reports, Work
-from asynccache.worker.sent import EngineBatch, SentBatches
+from asynccache.worker.inbox import ChangeSignal
+from asynccache.worker.sent_batches import EngineBatch, SentBatches
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
-    from asynccache.worker.given import Given
+    from asynccache.worker.embedder import EmbedderParts
     from asynccache.worker.local import LocalWorker
     from asynccache.worker.stages.load_back import Copying
 
@@ -63,7 +63,7 @@ class Performer:
     """
 
     def __init__(
-        self, rank: int, topology: Topology, given: Given, shard: Shard | None, tell: Tell,
+        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Tell,
         notes: Mapping[type, Callable[[Any], None]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.rank = rank
