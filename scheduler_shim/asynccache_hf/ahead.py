@@ -34,11 +34,11 @@ def findable(tokens: Sequence[int], page_size: int) -> int:
     return (len(tokens) - 1) // page_size
 
 
-class Prompt:
+class UncomputedPrompt:
     """One that has come and is not computed yet. ``reached``: so many of its tokens nobody has to wait for, since they
     are cached, or about to be loaded."""
 
-    def __init__(self, prompts: Prompts, beginnings: Sequence[Beginning], most: int) -> None:
+    def __init__(self, prompts: UncomputedPrompts, beginnings: Sequence[Beginning], most: int) -> None:
         """``beginnings``: its first page, its first two, and so on. ``most``: how many of its pages others may compute
         for it."""
         self.beginnings = beginnings
@@ -71,22 +71,22 @@ class Prompt:
         self._moved = asyncio.Event()
 
 
-class Prompts:
+class UncomputedPrompts:
     """Those that are not computed yet. For one event loop."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._alike: dict[Beginning, dict[Prompt, None]] = {}  # in the order in which they came
+        self._alike: dict[Beginning, dict[UncomputedPrompt, None]] = {}  # in the order in which they came
 
-    def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> Prompt:
+    def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> UncomputedPrompt:
         """``tokens``, in the namespace ``extra_key``, are the next to be computed. ``leave`` has to follow."""
         beginnings = [(extra_key, number) for number in numbers(tokens, self._page_size)]
-        prompt = Prompt(self, beginnings, findable(tokens, self._page_size))
+        prompt = UncomputedPrompt(self, beginnings, findable(tokens, self._page_size))
         for beginning in beginnings:
             self._alike.setdefault(beginning, {})[prompt] = None
         return prompt
 
-    def ahead_of(self, prompt: Prompt) -> tuple[Prompt, int] | None:
+    def ahead_of(self, prompt: UncomputedPrompt) -> tuple[UncomputedPrompt, int] | None:
         """Of those before ``prompt`` that share most with it, beyond what it has reached, the first, and how many
         tokens they share; None: nobody does."""
         for pages in range(prompt.most, prompt.reached // self._page_size, -1):
@@ -95,7 +95,7 @@ class Prompts:
                 return first, pages * self._page_size
         return None
 
-    def leave(self, prompt: Prompt) -> None:
+    def leave(self, prompt: UncomputedPrompt) -> None:
         """All of it is computed, or nobody will compute it. May be repeated."""
         prompt.go()
         for beginning in prompt.beginnings:

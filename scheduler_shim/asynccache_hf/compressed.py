@@ -47,7 +47,7 @@ class CompressorState(NamedTuple):
 Tail = Mapping[str, CompressorState]
 
 
-class Heard(NamedTuple):
+class CompressorInput(NamedTuple):
     """``before``: the state at the start of the call."""
 
     before: Tail
@@ -132,11 +132,11 @@ class Compressed(LayerPart):
             for name in self._compressors
         }
 
-    def watch(self, layer: Any) -> Heard:
+    def watch(self, layer: Any) -> CompressorInput:
         raw, entries = (overhear(layer, method) for method in _METHODS)
-        return Heard(self.tail(layer), raw, entries, overhear(layer, _OVERLAP) if self._overlaps else [])
+        return CompressorInput(self.tail(layer), raw, entries, overhear(layer, _OVERLAP) if self._overlaps else [])
 
-    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Heard) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: CompressorInput) -> None:
         for name, (entries, states) in self._own(slots).items():
             made = [compressed[0] for who, compressed in heard.entries if who == name]
             entries.write(span.tables["full"], span.start // self._rate, {"kv": torch.cat(made)})
@@ -150,7 +150,7 @@ class Compressed(LayerPart):
         size = span.page_size
         return range((span.start // size + 1) * size, span.stop + 1, size)
 
-    def _overlaps_at(self, name: str, span: CallSpan, heard: Heard) -> dict[str, torch.Tensor]:
+    def _overlaps_at(self, name: str, span: CallSpan, heard: CompressorInput) -> dict[str, torch.Tensor]:
         """The overlap at each page's end: that of the last entry that was complete there."""
         if not self._overlaps:
             return {}
@@ -165,7 +165,7 @@ class Compressed(LayerPart):
         back = [end // self._rate - last - 1 for end in self._ends(span)]
         return {"overlap_kv": kv[back], "overlap_gate": gate[back]}
 
-    def _buffers_at(self, name: str, span: CallSpan, heard: Heard) -> dict[str, torch.Tensor]:
+    def _buffers_at(self, name: str, span: CallSpan, heard: CompressorInput) -> dict[str, torch.Tensor]:
         """The tokens at each page's end that did not fill an entry."""
         if not self._buffered:
             return {}

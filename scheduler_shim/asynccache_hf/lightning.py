@@ -25,7 +25,7 @@ def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
     return kept if isinstance(kept, torch.Tensor) else None
 
 
-class Matrix(LayerPart):
+class LightningMatrix(LayerPart):
     """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
 
     def __init__(self, matrix: torch.Tensor, page_size: int, index: int) -> None:

@@ -25,7 +25,7 @@ ALIGN = 16
 Values = Mapping[str, torch.Tensor]
 
 
-class Field(NamedTuple):
+class UnitField(NamedTuple):
     """One tensor of a unit."""
 
     name: str
@@ -45,14 +45,14 @@ class Track:
     pool: str
     source: str
     stride: int
-    fields: tuple[Field, ...]
+    fields: tuple[UnitField, ...]
 
     @classmethod
     def of(cls, pool: str, source: str, stride: int, samples: Values) -> Track:
         """``samples``: one unit of each field."""
         fields, offset = [], 0
         for name, tensor in samples.items():
-            field = Field(name, tuple(tensor.shape), tensor.dtype, offset)
+            field = UnitField(name, tuple(tensor.shape), tensor.dtype, offset)
             fields.append(field)
             offset = aligned(offset + field.size)
         return cls(pool, source, stride, tuple(fields))
@@ -79,7 +79,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-class Scratch:
+class ScratchMemory:
     """Memory for copies that are soon over: to write to fresh memory each time costs more than the copy."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class TrackMemory:
         for field in self._track.fields:
             self._flat[field.name][places] = values[field.name].flatten(1)
 
-    def take(self, places: torch.Tensor, scratch: Scratch | None = None) -> dict[str, torch.Tensor]:
+    def take(self, places: torch.Tensor, scratch: ScratchMemory | None = None) -> dict[str, torch.Tensor]:
         """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field. ``scratch``: where to,
         if it can be; the next copy to it takes the place of this one."""
         count, fields = len(places), self._track.fields

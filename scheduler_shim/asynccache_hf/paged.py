@@ -23,18 +23,18 @@ from asynccache import ConfigError
 from asynccache_hf.call import run
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
-from asynccache_hf.packed import Packed
+from asynccache_hf.packed import PackedRows
 from asynccache_hf.parts import CallSpan, LayerPart
 from asynccache_hf.sampling import draw
 
 
-class Pool(Protocol):
+class ModelPool(Protocol):
     """A pool's device memory: uint8 ``[pages, bytes]`` per layer."""
 
     def layer(self, i: int) -> torch.Tensor: ...
 
 
-class Bound(NamedTuple):
+class BoundPart(NamedTuple):
     """A part of one layer of the model, and where its tracks are."""
 
     layer: int
@@ -51,7 +51,7 @@ class FilledCache:
     in one call or in many, ``save`` writes to the pages. By part: the layer of the cache in ``layers``, and what was
     overheard of it in ``heard``."""
 
-    def __init__(self, cache: Any, bound: Sequence[Bound], tables: Mapping[str, Any], start: int, tails: Tails,
+    def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Any], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
         self.cache = cache
         self.start = start
@@ -82,7 +82,7 @@ class FilledCache:
 class PagedModel:
     """A model on the device pools of one cache. Used by one thread at a time."""
 
-    def __init__(self, model: Any, layout: Layout, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, model: Any, layout: Layout, pools: Mapping[str, ModelPool]) -> None:
         """``pools``: ``AsyncCache.pools`` of a cache that was made from ``layout.cache_config``.
 
         Raises:
@@ -94,7 +94,7 @@ class PagedModel:
         self._bound = _bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]
         flat = layout.packed and all(slots.is_flat for slots in kept)
-        self._packed = Packed(model, layout, kept) if flat else None
+        self._packed = PackedRows(model, layout, kept) if flat else None
         self._has_tails = any(bound.part.has_tail for bound in self._bound)
         self._tails: dict[int, tuple[int, Tails]] = {}
 
@@ -193,7 +193,7 @@ class PagedModel:
             self._tails[chunk.request_id] = chunk.stop, opened.tails()
 
 
-def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
+def _bind(layout: Layout, pools: Mapping[str, ModelPool]) -> list[BoundPart]:
     if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
         raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
     bound = []
@@ -201,5 +201,5 @@ def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
         for part, places in zip(plan.parts, plan.places, strict=True):
             where = zip(part.tracks, places, strict=True)
             slots = tuple(TrackMemory(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
-            bound.append(Bound(index, part, slots))
+            bound.append(BoundPart(index, part, slots))
     return bound

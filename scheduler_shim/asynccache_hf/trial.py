@@ -45,7 +45,7 @@ class TrialEnds(NamedTuple):
     stop: int
 
 
-class Missed(NamedTuple):
+class TrialDifference(NamedTuple):
     """How much a way to compute differs, and the token at which it does most."""
 
     error: float
@@ -70,7 +70,7 @@ def tried(model: Any, layout: Layout, reach: int) -> Layout:
     ids = tokens_for(model, plan.stop)
     with torch.inference_mode():
         wanted = run_alone(model, ids, plan.stop - plan.late)
-    missed: list[tuple[Missed, Layout]] = []
+    missed: list[tuple[TrialDifference, Layout]] = []
     for way in _ways(model, layout):
         try:
             missed.append((_worst(model, way, plan, ids, wanted), way))
@@ -91,7 +91,7 @@ def _doubtful(model: Any, way: Layout) -> bool:
     return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
 
 
-def _chosen(model: Any, missed: list[tuple[Missed, Layout]], plan: TrialEnds, ids: torch.Tensor) -> Layout:
+def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], plan: TrialEnds, ids: torch.Tensor) -> Layout:
     """The first way that is about as right as the best one."""
     best = min(worst.error for worst, _ in missed)
     for worst, way in missed:
@@ -136,7 +136,7 @@ def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
         yield replace(layout, one_by_one=True)
 
 
-class Memory:
+class TrialPool:
     """A pool of the trial."""
 
     def __init__(self, layers: int, pages: int, size: int, device: torch.device) -> None:
@@ -155,7 +155,7 @@ class _Stage:
         shared, all_pages = plan.late // size, -(-plan.stop // size)
         own = all_pages - shared
         count = max(all_pages + own, 3)
-        memory = {p.name: Memory(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
+        memory = {p.name: TrialPool(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
         self.paged = PagedModel(model, layout, memory)
         self.tokens = ids.cpu().numpy().astype(np.int32)
         self.first = np.arange(all_pages, dtype=np.int32)
@@ -167,7 +167,7 @@ class _Stage:
         return Chunk(who, self.tokens, start, stop, pages, pages, states, checkpoint, sample=False)
 
 
-def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> Missed:
+def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
     """Where what is computed on pages differs most. The states of the three requests are in slots 0, 1 and 2."""
     stage = _Stage(model, layout, plan, ids)
     paged, chunk = stage.paged, stage.chunk
@@ -181,7 +181,7 @@ def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wante
     return max((compared(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
 
 
-def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
+def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
     """Errors are root mean squares over the vocabulary, relative to the wanted logits' spread."""
     half = seen.dtype in (torch.float16, torch.bfloat16)
     seen, wanted = seen.float(), wanted.float()
@@ -190,7 +190,7 @@ def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
     errors = (seen - wanted).norm(dim=-1) / spread
     errors = torch.where(errors.isnan(), torch.full_like(errors, torch.inf), errors)
     worst = int(errors.argmax())
-    return Missed(float(errors.mean() if half else errors[worst]), at + worst)
+    return TrialDifference(float(errors.mean() if half else errors[worst]), at + worst)
 
 
 # which layer

@@ -78,7 +78,7 @@ class Matched(NamedTuple):
         return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 
-class Terms(NamedTuple):
+class RequestTerms(NamedTuple):
     """The attributes of a ``Request`` that say what is asked for, checked; see there."""
 
     tokens: Tokens
@@ -130,7 +130,7 @@ class Request:
         self.output: list[int] = []
         self.finish: Finish | None = None
         self.error: BaseException | None = None
-        self._terms: Terms | None = None
+        self._terms: RequestTerms | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._aborted: Callable[[], None] | None = None
 
@@ -183,7 +183,7 @@ class Request:
         return self.output[index]
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> RequestTerms:
         """The terms that were submitted; before the request is submitted, those of its present attributes.
 
         Raises:
@@ -191,7 +191,7 @@ class Request:
         """
         if self._terms is not None:
             return self._terms
-        return Terms(
+        return RequestTerms(
             as_tokens(self.tokens), instance("request: limits", self.limits, Limits), as_priority(self.priority),
             as_extra_key(self.extra_key), as_sampling(self.sampling), flag("request: ended", self.ended),
         )  # fmt: skip

@@ -22,7 +22,7 @@ from asynccache.worker.sockets import (
     NONCE,
     NOT_AUTHENTICATED,
     PROOF,
-    Address,
+    ListenAddress,
     Listener,
     _proof,
     find_secret,
@@ -446,14 +446,14 @@ async def test_many_workers_and_strangers_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("127.0.0.1:7011", Address("127.0.0.1", 7011)),
-        ("[::1]:7011", Address("::1", 7011)),
-        ("[fe80::1%eth0]:1", Address("fe80::1%eth0", 1)),
-        ("head-0.model.svc:0", Address("head-0.model.svc", 0)),
-        ("unix:/tmp/a b", Address(path="/tmp/a b")),
+        ("127.0.0.1:7011", ListenAddress("127.0.0.1", 7011)),
+        ("[::1]:7011", ListenAddress("::1", 7011)),
+        ("[fe80::1%eth0]:1", ListenAddress("fe80::1%eth0", 1)),
+        ("head-0.model.svc:0", ListenAddress("head-0.model.svc", 0)),
+        ("unix:/tmp/a b", ListenAddress(path="/tmp/a b")),
     ],
 )
-def test_addresses(text: str, found: Address) -> None:
+def test_addresses(text: str, found: ListenAddress) -> None:
     assert parse_address(text) == found
     assert str(found) == text
 

@@ -22,7 +22,7 @@ _MASK = (1 << _BITS) - 1
 assert MAX_RECORDS <= _MASK  # so that consecutive slots are always records of the same pack
 
 
-class Index:
+class PackIndex:
     """The index. ``bytes`` is the size of the headers and payloads that can be read; ``stored`` is the size of all
     packs. ``tell`` hears of keys that are added and removed. ``tombs`` has the keys of each tombstone by its name."""
 
@@ -39,7 +39,7 @@ class Index:
         self._next = 0
 
     def __repr__(self) -> str:
-        return f"Index(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
+        return f"PackIndex(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots

@@ -11,7 +11,7 @@ from asynccache_shim.model import Checkpoint, Chunk, Pages
 from asynccache_shim.request import Request, State, Tokens, add_token
 
 
-class Job:
+class ScheduledRequest:
     """One request of one scheduler. All positions and lengths are in tokens.
 
     id, order: the request's number. length: tokens so far, of prompt and output.
@@ -47,7 +47,7 @@ class Job:
         self._forget()
 
     def __repr__(self) -> str:
-        return f"Job({self.id}, {self.request.state.value}, {self.computed} of {self.length} tokens)"
+        return f"ScheduledRequest({self.id}, {self.request.state.value}, {self.computed} of {self.length} tokens)"
 
     def _forget(self) -> None:
         self.computed = self.reserved = self.entry = self.checkpointed = 0
