@@ -60,7 +60,7 @@ class Replicated(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PoolFields:
-    """What every pool has. ``pool``: the name of a component's pool and of its table in a file."""
+    """The fields of every pool. ``pool``: the name of a component's pool and of its table in a file."""
 
     pool: ClassVar[str] = ""
 
@@ -79,7 +79,7 @@ class _PoolFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention(_PoolFields):
-    """What the pools of attention have."""
+    """The fields of the pools of attention."""
 
     bytes_per_token: int = field(metadata=setting(
         "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes.", 0))

@@ -97,7 +97,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def served(args: argparse.Namespace, on_event: OnEvent | None = None) -> ServiceParts:
-    """What is to be served: the model, its tokenizer and its path. ``on_event``: called with KV events.
+    """Return the parts of the service: the model, its tokenizer and its path. ``on_event``: called with KV events.
 
     Raises:
         ConfigError: a setting cannot be used, or the model cannot be loaded or served.

@@ -103,7 +103,7 @@ def read_file(name: str, shown: str = "") -> SettingsFile:
 
 
 def describes_cache(table: Mapping[str, Any]) -> bool:
-    """Whether a file with this content describes a cache, and not only runs of ``stress`` and ``replay``."""
+    """Return True if a file with this content describes a cache, and not only runs of ``stress`` and ``replay``."""
     return isinstance(table.get("components"), dict) or "model" in table
 
 

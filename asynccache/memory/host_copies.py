@@ -53,7 +53,7 @@ Step = Sequence[ArrayCopy]
 
 
 class Hitch(NamedTuple):
-    """What goes wrong in one step: pauses (seconds) before it and between its two halves, and then perhaps an error."""
+    """The faults of one step: pauses (seconds) before it and between its two halves, and then perhaps an error."""
 
     before: float
     between: float

@@ -162,8 +162,8 @@ class Signal:
         call_all(self.settle(error))
 
     def settle(self, error: Exception | None = None) -> list[Work]:
-        """As ``fire``, but return who is to be told, for ``call_all``: so whoever fires several events tells all at
-        once."""
+        """Do the same as ``fire``, but return the callbacks for ``call_all`` instead of calling them: so a caller that
+        fires several events tells all who wait at once."""
         with self._lock:
             if self._fired:
                 return []

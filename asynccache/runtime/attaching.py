@@ -54,7 +54,7 @@ class StoreAttachments:
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
-        """What the stores in use allow, taken together: writing, if one of them is written."""
+        """Return the access that the stores in use allow, taken together: writing, if one of them is written."""
         stores = self._worker.stores
         if not stores:
             return Access.NONE

@@ -47,8 +47,8 @@ _log = logging.getLogger("asynccache")
 
 
 class CloseReport(NamedTuple):
-    """What ``aclose`` could not save, in FULL pages. ``unsaved_host``: pages without a host copy. ``unsaved_storage``:
-    pages on the host that are not in storage.
+    """The pages of FULL that ``aclose`` could not save. ``unsaved_host``: pages without a host copy.
+    ``unsaved_storage``: pages on the host that are not in storage.
 
     ``error``: the error with which the cache had closed itself; None: it had not. After an error of the core both
     counts are 0, because nobody knows them.

@@ -48,7 +48,8 @@ class SavingLimit:
 
 
 class Saving:
-    """What a closing cache does before it stops its tasks: prefetches are cancelled, pages are backed up."""
+    """The saving of pages by a closing cache before it stops its tasks: prefetches are cancelled, pages are backed
+    up."""
 
     def __init__(self, driver: Driver, prefetching: Prefetching, claims: HandleClaims) -> None:
         self._driver = driver

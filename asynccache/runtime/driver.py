@@ -57,7 +57,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 REFUSALS = (ConfigError, CacheFull)
-"""What a core call raises to refuse its arguments. Such a call has changed nothing."""
+"""The errors that a core call raises to refuse its arguments. Such a call has changed nothing."""
 
 
 class Nudge(Enum):

@@ -232,7 +232,7 @@ class RetireStage:
 
 
 def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:
-    """Those of ``batches`` that are not over, without the None among them."""
+    """Return those of ``batches`` that are not over, without the None among them."""
     return [batch for batch in batches if batch is not None and not batch.done()]
 
 

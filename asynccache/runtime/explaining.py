@@ -71,8 +71,8 @@ class Explained(NamedTuple):
     learned: Learned | None
 
     def plain(self) -> dict[str, Any]:
-        """As values that JSON has. ``learned`` is in short, at a few ages; it, ``policy`` and ``judged`` are left out
-        where they say nothing."""
+        """Return the explanation as values that JSON has. ``learned`` is in short, at a few ages; it, ``policy`` and
+        ``judged`` are left out where they say nothing."""
         values = self._asdict()
         policy, learned = values.pop("policy"), values.pop("learned")
         values["spans"] = [_plain_span(span) for span in self.spans]

@@ -1,4 +1,4 @@
-"""What the eviction policy has learned, in short: for each kind of page a line with a few ages."""
+"""The short form of all that the eviction policy has learned: for each kind of page a line with a few ages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def share_at(edges: Sequence[float], again: Sequence[float], age: float) -> floa
 
 
 def worth_at(edges: Sequence[float], worth: Sequence[float], age: float) -> float:
-    """What a block is worth ``age`` seconds after its last use."""
+    """Return how much a block is worth ``age`` seconds after its last use."""
     return worth[bisect_right(edges, age) - 1]
 
 
@@ -97,7 +97,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def judgement(found: dict[str, Any]) -> str:
-    """What the policy thinks of some pages, in words. ``found``: a ``Judged`` as values that JSON has."""
+    """Return the policy's judgement of some pages, in words. ``found``: a ``Judged`` as values that JSON has."""
     if not found["worth"]:
         return f"{found['kind']}, ended"
     return f"{found['kind']}, {found['age']:.1f} s ago, worth {found['worth']:.2g}"

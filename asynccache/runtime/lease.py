@@ -216,7 +216,7 @@ class Lease:
         return self._core
 
     def _commits(self) -> Publishing:
-        """What its commits share, made when first needed."""
+        """Return the part that the commits of this lease share. It is made when it is first needed."""
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
@@ -280,7 +280,7 @@ class Lease:
 
     @property
     def loading(self) -> bool:
-        """Whether ``loaded`` would have to wait."""
+        """True if ``loaded`` would have to wait."""
         ops = self._parts.driver.ops
         return any(op in ops for op in self._held().loads)
 
@@ -439,7 +439,8 @@ class Lease:
             return self.pages
 
     def _still_valid(self) -> bool:
-        """Whether its namespace was not invalidated meanwhile: else it finishes undisturbed and publishes nothing."""
+        """Return True if the lease's namespace was not invalidated since it was made. Otherwise the lease finishes
+        undisturbed and publishes nothing."""
         return self._parts.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:

@@ -29,8 +29,8 @@ CHECKPOINTS = 2
 
 
 class LeaseParts:
-    """What a lease gets from its cache. ``default_states``: how many MAMBA slots a lease has if it does not say; 0 if
-    the model has no recurrent states. ``has_swa``: True if the model has a sliding window."""
+    """The parts of a cache that its leases use. ``default_states``: how many MAMBA slots a lease has if it does not
+    say; 0 if the model has no recurrent states. ``has_swa``: True if the model has a sliding window."""
 
     def __init__(
         self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,

@@ -1,4 +1,5 @@
-"""What requests found, and why they did not find the rest. Plain integers, counted once for every lease that gets in.
+"""Counters of the tokens that requests found, and of the reasons why they did not find the rest. Plain integers,
+counted once for every lease that gets in.
 
 A prompt's whole pages but the last token are wanted. Those that are cached count for the tier that had them at arrival.
 The others count for one reason each: where FULL reaches further than the match, for what cut it short; from where the

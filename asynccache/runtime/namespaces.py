@@ -11,7 +11,7 @@ from asynccache.runtime.hashing import namespace_digest
 
 
 class NamespaceListener(Protocol):
-    """Who is told what a namespace is called."""
+    """A listener that is told the name of each namespace."""
 
     def name(self, space: bytes, extra_key: str | bytes) -> None: ...
 
@@ -50,7 +50,8 @@ class Namespaces:
         return space
 
     def valid(self, extra_key: str | bytes | None, since: int) -> bool:
-        """Whether the namespace was not invalidated, alone or with all others, since ``changes`` was ``since``."""
+        """Return True if the namespace was not invalidated, alone or with all others, since ``changes`` was
+        ``since``."""
         return since >= self._reset_at and since >= self._outdated_at.get(extra_key, 0)
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for which operation to end.
+"""The operations in flight, and the tasks that wait for each of them to end.
 
 Law: each waiter awaits a future of its own, so cancelling one never touches another; an operation that is not here
 has ended. When the cache closes, every waiter gets the reason.

@@ -64,7 +64,7 @@ class Backlog:
 
     @property
     def over(self) -> bool:
-        """Whether some component's backups hold more slots than its limit."""
+        """True if some component's backups hold more slots than its limit."""
         return any(self._held[c] > limit for c, limit in self.limits.items())
 
     def add(self, effect: BackupStorage) -> None:
@@ -73,7 +73,7 @@ class Backlog:
             self._held[pages.component] += len(pages.slots) // SLOT_BYTES
 
     def fly(self, effect: BackupStorage) -> bool:
-        """Whether ``effect`` may begin now, with what else is in flight. If so it counts as in flight until
+        """Return True if ``effect`` may begin now, beside all that is in flight. If so it counts as in flight until
         ``land``."""
         flying = self._flying
         sizes = {pages.component: len(pages.slots) // SLOT_BYTES for pages in effect.pages}
@@ -150,7 +150,8 @@ class Outbox:
                 await self._changed.wait()
 
     def _dropped(self, oldest: QueuedBackup) -> bool:
-        """Whether the effect that has waited longest was dropped: the bound was exceeded, and others wait besides."""
+        """Drop the effect that has waited longest if the bound is exceeded and others wait besides. Returns True if it
+        was dropped."""
         if not self.backlog.over or len(self._inbox) == 1:
             return False
         self.backlog.drop(oldest.effect)

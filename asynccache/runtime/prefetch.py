@@ -39,7 +39,7 @@ class PrefetchResult(NamedTuple):
 
 
 class Wish(IntEnum):
-    """What the holder of a prefetch wants of its fetch. Only ever rises."""
+    """The wish of a prefetch's holder for its fetch. A wish only ever rises."""
 
     RUN = 0
     STOP = 1
@@ -124,11 +124,11 @@ class Prefetch:
                 self._waiters.remove(waiter)
 
     def belongs_to(self, claims: Claiming) -> bool:
-        """Whether this is a prefetch of the cache that has these claims."""
+        """Return True if this is a prefetch of the cache that has these claims."""
         return self._claims is claims
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the prefetch has ended."""
         return self.result is not None
 
     def cancel(self) -> None:
@@ -137,7 +137,7 @@ class Prefetch:
         self.give_up()
 
     def give_up(self) -> None:
-        """As ``cancel``, for callers on the cache's own thread."""
+        """The same as ``cancel``, for callers on the cache's own thread."""
         self.tell(Wish.CANCEL)
         self._claims.drop(self.ticket)
 
@@ -214,7 +214,8 @@ class Prefetch:
 
 
 class PrefetchHandle:
-    """What ``AsyncCache.prefetch`` gives. ``await handle`` returns a ``PrefetchResult`` when the prefetch has ended.
+    """A handle of a prefetch, which ``AsyncCache.prefetch`` returns. ``await handle`` returns a ``PrefetchResult`` when
+    the prefetch has ended.
 
     Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
     """
@@ -232,7 +233,7 @@ class PrefetchHandle:
         return self._prefetch.__await__()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the prefetch has ended."""
         return self._prefetch.done()
 
     @property

@@ -108,7 +108,7 @@ class Prefetching:
 
     @property
     def policy(self) -> PrefetchPolicy:
-        """What a lease does with a prefetch that has not ended."""
+        """The policy that says what a lease does with a prefetch that has not ended."""
         return self._config.prefetch_policy
 
     def deadline(self, handle: Prefetch) -> float:
@@ -119,7 +119,7 @@ class Prefetching:
         return handle.started + min(allowed, config.prefetch_timeout_max)
 
     def may_stop(self, handle: Prefetch) -> bool:
-        """Whether the policy lets a lease stop ``handle`` now."""
+        """Return True if the policy lets a lease stop ``handle`` now."""
         if self.policy is PrefetchPolicy.TIMEOUT:
             return self._time() >= self.deadline(handle)
         return self.policy is PrefetchPolicy.BEST_EFFORT

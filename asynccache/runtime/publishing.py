@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """What the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for storage
-    or for events. ``commits``: how many commits there were."""
+    """The part that the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for
+    storage or for events. ``commits``: how many commits there were."""
 
     def __init__(self, driver: Driver, engine: EngineBatches, retire: RetireStage, *, hashes: bool) -> None:
         self.driver = driver
@@ -63,7 +63,8 @@ class Publishing:
         return f"Publishing({self._core!r}, {len(self._ready)} batches, {len(self._retiring)} retiring)"
 
     def check(self, key: bytes, checkpoint: object) -> tuple[int, int] | None:
-        """Whether the lease may commit ``key`` and ``checkpoint``; the checkpoint as two integers, if there is one.
+        """Check that the lease may commit ``key`` and ``checkpoint``. Returns the checkpoint as two integers; None if
+        there is none.
 
         Raises:
             ConfigError: the key does not continue what the lease holds, or the checkpoint is not one of its own.

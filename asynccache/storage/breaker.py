@@ -32,7 +32,7 @@ REFUSED = Permit(0)
 
 
 class BreakerState(IntEnum):
-    """Whether calls are let through: all of them, none of them, or one as a probe."""
+    """The state of a breaker, which says what calls are let through: all of them, none of them, or one as a probe."""
 
     CLOSED = 0
     OPEN = 1

@@ -33,7 +33,7 @@ BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
 
 
 class PlacePurpose(IntEnum):
-    """What a place is wanted for, and so in which line a call waits."""
+    """The purpose of a call's place, which says in which line the call waits."""
 
     READ = 0
     WRITE = 1
@@ -104,8 +104,8 @@ class CallGuard:
             await settled([self._probing])
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
-        """Whether the breaker refuses a call for these keys now. If so the call is counted as refused, and a probe is
-        begun where one is due."""
+        """Return True if the breaker refuses a call for these keys now. If so the call is counted as refused, and a
+        probe is begun where one is due."""
         if self.breaker.state is BreakerState.CLOSED:
             return False
         if self._probing is None or self._probing.done():  # while a probe hangs no other is begun
@@ -239,8 +239,9 @@ async def _answer(call: Awaitable[_T]) -> _T:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels the current task. This is a function of its own so that no frame of the cancellation
-    refers to the task: the task keeps the cancellation, so they would keep each other and the call's buffers alive."""
+    """Return True if somebody cancels the current task. This is a function of its own so that no frame of the
+    cancellation refers to the task: the task keeps the cancellation, so they would keep each other and the call's
+    buffers alive."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

@@ -145,8 +145,8 @@ class CheckedStore:
         return results
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS as the backend says, FAILED where it cannot tell or is not asked.
-        Cancelling it changes nothing.
+        """Return for each key whether it is stored: HIT or MISS as the backend says, FAILED where it cannot tell or is
+        not asked. Cancelling it changes nothing.
 
         Raises:
             ConfigError: a key is unusable.
@@ -207,8 +207,8 @@ class CheckedStore:
         return done
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether the breaker refuses calls now. This counts as a refused call, and begins a probe with ``key`` where
-        one is due. Raises as ``exists`` does."""
+        """Return True if the breaker refuses calls now. This counts as a refused call, and begins a probe with ``key``
+        where one is due. Raises as ``exists`` does."""
         _check_key(key, "key")
         return self._guard.refuses((key,))
 

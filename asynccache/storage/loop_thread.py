@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class StoreVerb(Enum):
-    """What a call asks of the stores."""
+    """The method of the stores that a call is for."""
 
     EXISTS = "exists"
     GET = "get"

@@ -37,7 +37,7 @@ LETTING_GO = 5.0
 
 
 class Closed(NamedTuple):
-    """What ``Pages.close`` returns.
+    """The result of ``Pages.close``.
 
     ``abandoned``: pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered.
     ``held``: pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not
@@ -57,7 +57,8 @@ class _StoredPool(NamedTuple):
 
 
 class OpenParts(NamedTuple):
-    """What ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by name."""
+    """The arguments that ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by
+    name."""
 
     serving: StoreThread
     pools: Mapping[str, _StoredPool]

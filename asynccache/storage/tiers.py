@@ -67,7 +67,7 @@ class AttachedStore:
                 self._idle.set()
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        """As ``CheckedStore.put``; FAILED for each key if the store was detached."""
+        """The same as ``CheckedStore.put``; FAILED for each key if the store was detached."""
         return await self.ask(len(keys), lambda store: store.put(keys, payloads), Result.FAILED)
 
     async def act(self, call: Callable[[CheckedStore], Awaitable[None]]) -> None:
@@ -113,7 +113,7 @@ class TieredStore:
 
     @property
     def writes(self) -> bool:
-        """Whether pages are written to at least one store."""
+        """True if pages are written to at least one store."""
         return any(attached.options.write for attached in self._stores)
 
     def __bool__(self) -> bool:
@@ -242,21 +242,21 @@ class TieredStore:
         return results
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether there are stores and all of them refuse calls now. Probes with ``key`` are begun where they are
-        due."""
+        """Return True if there are stores and all of them refuse calls now. Probes with ``key`` are begun where they
+        are due."""
         away = [attached.store.is_away(key) for attached in self._stores]
         return bool(away) and all(away)
 
     @property
     def shut(self) -> bool:
-        """Whether there are stores and all of them refuse calls now. Unlike ``is_away`` it begins no probe."""
+        """True if there are stores and all of them refuse calls now. Unlike ``is_away``, reading it begins no probe."""
         return bool(self._stores) and all(
             attached.store.breaker.state is not BreakerState.CLOSED for attached in self._stores
         )
 
     async def exists(self, keys: Sequence[PageKey], known: list[Result] | None = None) -> list[Result]:
-        """Whether any store has each page: HIT where one says so, else FAILED where one could not tell, else MISS.
-        ``known``: as for ``get``. Cancelling it changes nothing."""
+        """Return for each page whether any store has it: HIT where one says so, else FAILED where one could not tell,
+        else MISS. ``known``: as for ``get``. Cancelling it changes nothing."""
         stores = self._stores
         if len(stores) == 1:
             return await stores[0].ask(len(keys), lambda store: store.exists(keys), Result.MISS)

@@ -42,31 +42,31 @@ class WatchedBackend(WrappedBackend):
         self._there.clear()
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.exists(keys)
         self._note(keys, results)
         return results
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.get(keys, records)
         self._note(keys, results)
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.put(keys, records)
         self._note(keys, results)
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.delete(keys)
         self._note(keys, [Result.FAILED if result is Result.FAILED else Result.MISS for result in results])
         return results
 
     async def clear(self) -> None:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         await self.inner.clear()
         self._change(False, list(self._there))
 

@@ -1,4 +1,4 @@
-"""What passes between a cache's head and its worker: values of integers and bytes, and the calls that carry them.
+"""The contract between a cache's head and its worker: values of integers and bytes, and the calls that carry them.
 
 Laws:
 * Work is handed over in the order in which the core decided it, with no await in between; each operation in it gets
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from asynccache.memory.pools import DevicePool as DevicePool
 
 Storage = str | StorageBackend | CheckedStore
-"""What can be a store: a URL, or a backend that the caller has made and closes."""
+"""A store as a caller names it: a URL, or a backend that the caller has made and closes."""
 
 
 class StoreQuestion(NamedTuple):
@@ -64,10 +64,10 @@ class StoreEntry(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """What a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work`` have ended, all
-    with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so the cache cannot
-    either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from now on or, if
-    ``there`` is False, has them no more."""
+    """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
+    have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
+    the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
+    now on or, if ``there`` is False, has them no more."""
 
     ended: Callable[[Status, Sequence[int]], None]
     failed: Callable[[BaseException], None]

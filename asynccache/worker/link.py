@@ -387,7 +387,7 @@ def _raised(error: Exception) -> RankFailure:
 
 
 def _deaf(_: bytes) -> None:
-    """What hears frames after the end of the link."""
+    """The receiver of frames that come after the end of the link: it drops them."""
 
 
 # messages

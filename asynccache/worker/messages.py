@@ -1,4 +1,4 @@
-"""What goes over a link between the head and a worker: typed values, several of them in one frame.
+"""The messages between the head and a worker: typed values, several of them in one frame of a link.
 
 Laws:
 * A frame is a MessagePack array of messages; a message is an array that begins with the number of its kind.

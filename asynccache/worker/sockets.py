@@ -49,8 +49,8 @@ RETRY = 0.1
 SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
 Answer = Callable[[bytes, RankLink], bytes]
-"""What a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or raises
-``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
+"""The function that a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or
+raises ``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
 
 
 class ListenAddress(NamedTuple):

@@ -22,7 +22,7 @@ class Latency(NamedTuple):
 
 
 class StageStats(NamedTuple):
-    """What a transfer stage did so far. ``pages``: of all pools; ``full_pages``: of FULL, so that each stands for
+    """Counters of one transfer stage. ``pages``: of all pools; ``full_pages``: of FULL, so that each stands for
     ``page_size`` tokens. ``errors``: operations that failed (prefetch: pages)."""
 
     ops: int

@@ -1,4 +1,5 @@
-"""What a worker is to copy, as it is handed over and sent. Values only: msgspec reads their types."""
+"""Work: the copies that a worker is to make, as they are handed over and sent. Values only: msgspec reads their
+types."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from asynccache.core.plan import Move
 
 
 class CopyKind(IntEnum):
-    """What an effect copies: from the device to the host, back, or on the device."""
+    """The direction in which an effect copies: from the device to the host, back, or on the device."""
 
     BACKUP = 0
     LOAD = 1

@@ -38,8 +38,8 @@ LEAST_P = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedAnswer:
-    """What is to be computed: at most ``most`` tokens that follow ``tokens``. Generation ends earlier with one of the
-    tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache."""
+    """The answer that is to be computed: at most ``most`` tokens that follow ``tokens``. Generation ends earlier with
+    one of the tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache."""
 
     tokens: list[int] = field(repr=False)
     most: int
@@ -104,8 +104,8 @@ class Path(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathParts:
-    """What paths are made from: a model, the settings of its cache (those of ``Layout.cache_config``), the callback for
-    KV events, and the settings of our scheduler."""
+    """The parts that paths are made from: a model, the settings of its cache (those of ``Layout.cache_config``), the
+    callback for KV events, and the settings of our scheduler."""
 
     model: Any
     page_size: int

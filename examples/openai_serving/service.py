@@ -28,7 +28,7 @@ from openai_serving.words import Words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """What is served.
+    """The parts of a service.
 
     name: what requests call the model. words: its tokenizer. path: what computes.
     context: how many tokens prompt and answer may have together.

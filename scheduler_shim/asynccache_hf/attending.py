@@ -28,7 +28,7 @@ IMPLEMENTATIONS = ("sdpa", "paged|eager")
 batching serves it."""
 
 LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
-"""What transformers calls the layers of a component."""
+"""The names that transformers gives the layers of a component."""
 
 PADDED = 2
 """A request may be read as if it were so many times as long, to be computed in one call with longer ones."""
@@ -96,7 +96,7 @@ def attend(
 
 
 class PagedAttention:
-    """What a model's attention is computed on, layer by layer: keys and values by token, in pages."""
+    """The pages that a model's attention is computed on, layer by layer: keys and values by token, in pages."""
 
     def __init__(self, layout: Layout, slots: Sequence[TrackMemory]) -> None:
         """``slots``: of each layer's keys and values."""
@@ -108,7 +108,7 @@ class PagedAttention:
         self._plans: Mapping[str, StepPlan] = {}
 
     def plan(self, rows: Sequence[StepRow]) -> None:
-        """The next call computes these, in this order."""
+        """Note that the next call computes ``rows``, in this order."""
         self._plans = {component: planned(rows, component, window) for component, window in self.windows.items()}
 
     def attend(
@@ -123,13 +123,15 @@ class PagedAttention:
 
     @property
     def mask(self) -> Any:
-        """What the model is given as a mask, so that it makes none: requests are kept apart by their places."""
+        """The mask that the model is given, so that it makes none of its own: requests are kept apart by their
+        places."""
         none = torch.empty(1, 1, 1, 1)
         return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
 
 
 def kept_by_token(layout: Layout) -> list[Attention]:
-    """What each layer keeps, where that is keys and values by token and nothing else."""
+    """Return the part of each layer that keeps keys and values by token. Layers that keep anything else are left
+    out."""
     parts = [layer.parts[0] for layer in layout.layers]
     assert all(len(layer.parts) == 1 for layer in layout.layers)
     return [part for part in parts if isinstance(part, Attention)]
@@ -205,7 +207,8 @@ def _alone(row: StepRow, at: int, component: str, window: int | None, device: to
 
 def _together(rows: Sequence[StepRow], at: Sequence[int], component: str, window: int | None,
               device: torch.device) -> RowGroup:  # fmt: skip
-    """What a shorter one lacks is read from its last place, and masked."""
+    """Return one group of several rows. A row that is shorter than the longest is filled up from its last place, and
+    what was filled up is masked."""
     seen = [_seen(row, window) for row in rows]
     longest = max(seen)
     parts = []
@@ -277,6 +280,6 @@ def _spelt_out(
 
 
 def options_of(given: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """What a model says about its attention beside its scaling, as arguments of ``attend``."""
+    """Return what a model says about its attention beside its scaling, as arguments of ``attend``."""
     sinks = given.get("s_aux")
     return {"softcap": given.get("softcap"), "sinks": getattr(module, "sinks", None) if sinks is None else sinks}

@@ -153,7 +153,7 @@ class ContinuousBatching:
 
     @property
     def counts(self) -> Counts:
-        """What prompts found so far, of requests that were granted room."""
+        """The tokens that prompts found so far, of requests that were granted room."""
         return self._counts
 
     @property
@@ -164,8 +164,8 @@ class ContinuousBatching:
         return self._cache.closed if self._manager.is_running() else "the thread that generates has ended"
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """What ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called in the
-        cache's thread. Blocks the thread of whoever calls.
+        """Return what ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called
+        in the cache's thread. Blocks the thread of whoever calls.
 
         Raises:
             CacheClosed: this is closed.
@@ -173,7 +173,7 @@ class ContinuousBatching:
         return self._loop.call(asked_of(question, self._cache))
 
     def statistics(self) -> Any:
-        """What ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
+        """Return what ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
 
         Raises:
             CacheClosed: this is closed.

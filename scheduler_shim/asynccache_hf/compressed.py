@@ -27,7 +27,7 @@ _OVERLAP = "update_overlap_state"
 
 
 def is_compressed(layer: Any) -> bool:
-    """Whether the layer's class keeps just that, beside its window."""
+    """Return True if the layer's class keeps compressed entries beside its window, and nothing else."""
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return False
     more = vars(layer).keys() - vars(DynamicSlidingWindowLayer(layer.sliding_window)).keys() - {"dtype", "device"}
@@ -36,7 +36,8 @@ def is_compressed(layer: Any) -> bool:
 
 
 class CompressorState(NamedTuple):
-    """What one compressor needs to go on: each ``[1, tokens, width]``, or None where there is nothing."""
+    """The state that one compressor needs to go on: each field is ``[1, tokens, width]``, or None where there is
+    nothing."""
 
     overlap_kv: torch.Tensor | None
     overlap_gate: torch.Tensor | None

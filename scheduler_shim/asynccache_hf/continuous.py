@@ -85,7 +85,8 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
                                 "logit_processor_kwargs")),
     (GenerationOutput, "is_finished", ()),
 )  # fmt: skip
-"""What is called, or called here, with the parameters that must be there."""
+"""The methods of transformers that are called from here, or that call what is here, each with the parameters that it
+must have."""
 
 
 def contract(used: Sequence[tuple[Any, str, tuple[str, ...]]] = USED) -> None:
@@ -163,7 +164,7 @@ class RequestPages:
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """What transformers asks of one kind of layers."""
+    """One kind of layers, with the answers that transformers asks for."""
 
     index: int
     window: int | None
@@ -181,8 +182,8 @@ class _NoSectors:
 
 
 class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[misc]
-    """What transformers takes for its cache. Its own constructor is not called: it would allocate memory. ``held`` may
-    be added to by any thread; all else belongs to the one that generates."""
+    """The cache's pages as transformers' own paged cache. The constructor of transformers' class is not called: it
+    would allocate memory. ``held`` may be added to by any thread; all else belongs to the one that generates."""
 
     use_prefix_sharing = True
     allow_block_sharing = False
@@ -308,7 +309,8 @@ class StepProcessor(api.ContinuousBatchProcessor):  # type: ignore[misc]
 
 
 class RequestOutcome(NamedTuple):
-    """What became of a request: all its tokens so far. ``error``: what it failed of."""
+    """The outcome of a request: all its tokens so far. ``error``: the error that it failed of; None: it did not
+    fail."""
 
     request_id: str
     tokens: list[int]

@@ -35,7 +35,8 @@ class PoolPlan:
         return self.layers * self.layer_bytes
 
     def sidecar(self) -> Sidecar:
-        """What sits at a window's pages is needed where the window ends, what sits at FULL's everywhere."""
+        """Return the pool as a sidecar. A sidecar of a window's pages is needed where the window ends, one of FULL's pages
+        everywhere."""
         policy = HitPolicy.TRAILING_PAGES if self.source == "swa" else HitPolicy.ALL_PAGES
         return Sidecar(name=self.name, indices_from=self.source, bytes_per_page=self.page_bytes, layers=self.layers,
                        covers=self.covers, hit_policy=policy, dtype=self.dtype)  # fmt: skip
@@ -51,7 +52,8 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What ``describe`` found. ``model`` names the weights; ``window`` is the longest of the sliding windows, or 0.
+    """A model's layers and the pools that they need, as ``describe`` found them. ``model`` names the weights;
+    ``window`` is the longest of the sliding windows, or 0.
 
     ``kind``: transformers' class of the model's cache. ``limit``: the most tokens that a request may have, prompt and
     output, or None (see ``asynccache_hf.limits``). ``one_by_one``: a call that goes on after recurrent states computes
@@ -120,7 +122,7 @@ class Layout:
 
     @property
     def recurrent(self) -> bool:
-        """Whether a match may only end where there is a checkpoint of a state."""
+        """True if a match may only end where there is a checkpoint of a state."""
         return self.pool("mamba") is not None
 
     def cache_config(

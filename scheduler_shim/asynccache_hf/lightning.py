@@ -15,12 +15,12 @@ from asynccache_hf.parts import CallSpan, LayerPart
 
 
 def has_matrices(cache: Any) -> bool:
-    """Whether the cache's class keeps matrices beside its layers."""
+    """Return True if the cache's class keeps matrices beside its layers."""
     return all(hasattr(cache, name) for name in ("linear_cache", "set_linear_cache", "get_linear_cache"))
 
 
 def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
-    """What the layer keeps, ``[1, heads, width, width]``; None if it is none of linear attention."""
+    """Return the matrix that the layer keeps, ``[1, heads, width, width]``; None if it is none of linear attention."""
     kept = cache.linear_cache[index] if index < len(cache.linear_cache) else None
     return kept if isinstance(kept, torch.Tensor) else None
 

@@ -1,4 +1,4 @@
-"""What a pool's page holds for one layer of the model, and how it is read and written there.
+"""The data that a pool's page holds for one layer of the model, and how it is read and written there.
 
 Law: a *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
 entry (its rate), the state at a page's end (the page). It sits in the page in which its last token does, so a whole
@@ -40,7 +40,8 @@ class UnitField(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """What one layer of the model keeps in one pool. ``source``: the component whose page table finds its pages."""
+    """The data that one layer of the model keeps in one pool. ``source``: the component whose page table finds its
+    pages."""
 
     pool: str
     source: str
@@ -119,7 +120,7 @@ class TrackMemory:
 
     @property
     def is_flat(self) -> bool:
-        """Whether units of all pages stand at one distance from each other, so that one number finds one."""
+        """True if units of all pages stand at one distance from each other, so that one number finds one."""
         return self._memory.stride(0) == self._per_page * self._track.unit_bytes
 
     def __repr__(self) -> str:

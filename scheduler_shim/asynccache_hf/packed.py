@@ -28,8 +28,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 def can_be_packed(model: Any, layout: Layout) -> bool:
-    """Whether there is reason to try: each layer has keys and values and nothing else, all windows are equal, and the
-    model's attention asks a cache for them."""
+    """Return True if there is reason to try: each layer has keys and values and nothing else, all windows are equal,
+    and the model's attention asks a cache for them."""
     parts = [layer.parts for layer in layout.layers]
     if not all(len(own) == 1 and isinstance(own[0], Attention) for own in parts):
         return False

@@ -43,7 +43,7 @@ class BoundPart(NamedTuple):
 
 
 Tails = Sequence[Any]
-"""What each part keeps of a request that stopped within a page."""
+"""The tails of one request that stopped within a page: for each part, the data that it takes to go on there."""
 
 
 class FilledCache:
@@ -75,7 +75,7 @@ class FilledCache:
             each.part.save(layer, each.slots, self._span(stop), calls)
 
     def tails(self) -> Tails:
-        """What it takes to go on within a page and is not in it, for each part."""
+        """Return for each part the data that it takes to go on within a page and that is not in the page."""
         return [each.part.tail(layer) for each, layer in zip(self._bound, self.layers, strict=True)]
 
 
@@ -173,7 +173,7 @@ class PagedModel:
                     slots.copy(source, target)
 
     def _tails_of(self, chunk: Chunk) -> Tails:
-        """What was kept where the request stopped; nothing if a page ended there.
+        """Return the tails that were kept where the request stopped; None for each part if a page ended there.
 
         Raises:
             RuntimeError: it did not stop where it is to go on.

@@ -20,7 +20,7 @@ from asynccache_hf.parts import Attention
 
 
 def can_be_together(layout: Layout) -> bool:
-    """Whether all that the model keeps is keys and values by token: of several rows these are one tensor."""
+    """Return True if all that the model keeps is keys and values by token: those of several rows are one tensor."""
     return all(isinstance(part, Attention) for layer in layout.layers for part in layer.parts)
 
 

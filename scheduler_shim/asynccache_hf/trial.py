@@ -32,9 +32,9 @@ MORE = 3
 """Tokens after the last whole page."""
 
 TOLERANCE = {torch.float64: 4e-3, torch.float32: 4e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""What logits may differ by, relative to their spread: rounding in another order of additions stays well below it, a
-state or a key that is wrong well above. In half precision it is the mean over tokens that counts: there a token whose
-experts are nearly even may be sent to other ones."""
+"""The difference that logits may have, relative to their spread: rounding in another order of additions stays well
+below it, a state or a key that is wrong well above. In half precision it is the mean over tokens that counts: there a
+token whose experts are nearly even may be sent to other ones."""
 
 
 class TrialEnds(NamedTuple):
@@ -87,7 +87,7 @@ def tried(model: Any, layout: Layout, reach: int) -> Layout:
 
 
 def _doubtful(model: Any, way: Layout) -> bool:
-    """Whether rounding may hide that a state was lost: then the safer way is tried as well."""
+    """Return True if rounding may hide that a state was lost: then the safer way is tried as well."""
     return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -228,6 +228,6 @@ def _layers(model: Any, count: int) -> list[Any]:
 
 
 def _hidden(out: Any) -> torch.Tensor:
-    """What a layer hands on, ``[tokens, width]``."""
+    """Return the hidden states that a layer hands on, ``[tokens, width]``."""
     first = out[0] if isinstance(out, tuple) else out
     return torch.as_tensor(first)[0] if first.dim() == 3 else torch.as_tensor(first)

@@ -22,9 +22,9 @@ class PoolPresence(NamedTuple):
 
 
 class RestorablePages(NamedTuple):
-    """What can be restored, in pages. ``pages``: the longest prefix. ``restorable``: all lengths of prefixes,
-    ascending. ``by_pool``: for each pool the longest prefix if only that pool and KV counted; without pools for which
-    there is none."""
+    """The prefixes that can be restored, in pages. ``pages``: the longest prefix. ``restorable``: all lengths of
+    prefixes, ascending. ``by_pool``: for each pool the longest prefix if only that pool and KV counted; without pools
+    for which there is none."""
 
     pages: int
     by_pool: dict[str, int]
@@ -37,7 +37,8 @@ def leading(there: Sequence[bool]) -> int:
 
 
 def fold(kv_name: str, kv: Sequence[bool], others: Sequence[PoolPresence]) -> RestorablePages:
-    """What can be restored, where ``kv`` says which KV pages are stored, and ``others`` which of the other pools."""
+    """Return the prefixes that can be restored, where ``kv`` says which KV pages are stored, and ``others`` which of
+    the other pools."""
     most = leading(kv)
     by_pool = {kv_name: most} if most else {}
     restorable = list(range(1, most + 1))

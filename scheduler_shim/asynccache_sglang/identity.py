@@ -67,8 +67,8 @@ class ModelShard(NamedTuple):
 
 
 class PageMake(NamedTuple):
-    """What a page of a pool is made of. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its
-    parts, in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
+    """The make of a pool's pages. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its parts,
+    in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
 
     layout: str
     dtypes: tuple[str, ...]

@@ -68,7 +68,7 @@ class PoolMove:
 
     @property
     def done(self) -> list[bool]:
-        """Whether each page was moved."""
+        """For each page, whether it was moved."""
         return [result is Result.HIT for result in self.results]
 
     @property

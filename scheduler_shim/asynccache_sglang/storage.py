@@ -163,7 +163,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return all(self._move_tensors(MoveDirection.OUT, keys, values))
 
     def exists(self, key: str) -> bool:
-        """Whether the KV page is stored."""
+        """Return True if the KV page is stored."""
         return self.batch_exists([key]) == 1
 
     # the whole
@@ -422,7 +422,7 @@ def _device() -> str:
 
 
 def _is_sharded(name: str, host_pool: Any) -> bool:
-    """Whether the ranks have different pages of this pool even if the model's KV is replicated. That holds for
+    """Return True if the ranks have different pages of this pool even if the model's KV is replicated. That holds for
     recurrent states, and for the K and V of a draft model."""
     kinds = {one.__name__ for one in type(host_pool).__mro__}
     return name == PoolName.MAMBA.value or "MHATokenToKVPoolHost" in kinds

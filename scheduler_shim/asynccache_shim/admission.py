@@ -57,8 +57,8 @@ class CacheShape(NamedTuple):
 
 
 class LeaseOffer(NamedTuple):
-    """What a lease is asked for: ``chunk`` tokens of FULL beyond what is cached, ``swa_chunk`` of SWA, and ``states``
-    slots of MAMBA."""
+    """The room that a lease is asked for: ``chunk`` tokens of FULL beyond what is cached, ``swa_chunk`` of SWA, and
+    ``states`` slots of MAMBA."""
 
     chunk: int
     swa_chunk: int
@@ -124,7 +124,7 @@ def passes(need: SlotCounts, room: SlotCounts, growing: int) -> bool:
 
 
 def offer(shape: CacheShape, extend: int, remaining_chunk: int, more: int) -> LeaseOffer:
-    """What the second gate reserves. The lease adds what load_back and copy-on-write need."""
+    """Return the room that the second gate reserves. The lease adds what load_back and copy-on-write need."""
     chunk = min(extend, remaining_chunk)
     swa = max(1, swa_budget(shape, extend, remaining_chunk, more))
     return LeaseOffer(chunk, swa, WORKING + CHECKPOINTS if shape.has_mamba else 0)

@@ -77,8 +77,8 @@ class Board:
 
     @property
     def batch(self) -> int | None:
-        """What commits and releases name: the number of the last batch that was sent to several ranks. None with one
-        rank, whose model has returned before anything is committed or released."""
+        """The number of the batch that commits and releases name: the last batch that was sent to several ranks. None
+        with one rank, whose model has returned before anything is committed or released."""
         return None if self.shards is None else self.shards.sent
 
     def room(self) -> SlotCounts:

@@ -54,8 +54,8 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Told:
-    """What has been sent of a request so far. The writer and the reader each keep one. ``tokens``: the reader's buffer,
-    of which the first ``length`` tokens are known."""
+    """The part of a request that has been sent so far. The writer and the reader each keep one. ``tokens``: the
+    reader's buffer, of which the first ``length`` tokens are known."""
 
     __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 
 class Ranked(Protocol):
-    """What has a place in the order. ``order``: a number that grows with each request that comes."""
+    """An item that has a place in the order. ``order``: a number that grows with each request that comes."""
 
     @property
     def priority(self) -> int: ...

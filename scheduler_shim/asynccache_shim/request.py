@@ -63,8 +63,8 @@ class Limits:
 
 
 class Matched(NamedTuple):
-    """What the cache had of a request's tokens at its latest look-up, in tokens; ``mamba_host_hit_length`` in states.
-    The fields are those that ``AsyncCache.match`` returns."""
+    """The part of a request's tokens that the cache had at its latest look-up, in tokens; ``mamba_host_hit_length`` in
+    states. The fields are those that ``AsyncCache.match`` returns."""
 
     device: int = 0
     host: int = 0
@@ -74,7 +74,7 @@ class Matched(NamedTuple):
 
     @property
     def needs_load_back(self) -> bool:
-        """Whether admitting the request takes device pages for data that only the host has."""
+        """True if admitting the request takes device pages for data that only the host has."""
         return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 

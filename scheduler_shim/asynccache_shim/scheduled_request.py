@@ -71,17 +71,17 @@ class ScheduledRequest:
 
     @property
     def over(self) -> bool:
-        """Whether its request has ended, in whatever way."""
+        """True if the caller's request has ended, in whatever way."""
         return self.request.finish is not None
 
     @property
     def runs(self) -> bool:
-        """Whether it can be part of a step."""
+        """True if the request can be part of a step."""
         return self.lease is not None and self.request.state is State.RUNNING
 
     @property
     def decodes(self) -> bool:
-        """Whether all tokens but the last are computed, so that the next step generates one."""
+        """True if all tokens but the last are computed, so that the next step generates one."""
         return self.length - self.computed == 1
 
     def entered(self, lease: Lease, page_size: int, has_states: bool) -> None:

@@ -27,7 +27,8 @@ MISS_KEPT = 1.0
 
 
 class KeyAnswer(Enum):
-    """What a request is told about a key. ``LATER``: the stores have not answered yet; ask again in the next step."""
+    """The answer that a request is given about a key. ``LATER``: the stores have not answered yet; ask again in the
+    next step."""
 
     HIT = "hit"
     MISS = "miss"

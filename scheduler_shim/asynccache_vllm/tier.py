@@ -115,7 +115,8 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
     # lookups
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether the stores have the chunk ``key``: HIT, MISS, or RETRY if they have not answered yet. Never waits."""
+        """Return the stores' answer about the chunk ``key``: HIT, MISS, or RETRY if they have not answered yet. Never
+        waits."""
         if self._over:
             return LookupResult.MISS
         if self._answers:

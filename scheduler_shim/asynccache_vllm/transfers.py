@@ -141,7 +141,7 @@ class ChunkTransfers:
 
     @property
     def stuck(self) -> bool:
-        """Whether a store hangs: it still uses memory of a load whose deadline has passed."""
+        """True if a store hangs: it still uses memory of a load whose deadline has passed."""
         with self._lock:
             return self._stuck(time.monotonic())
 

@@ -34,8 +34,8 @@ _ENTRIES_OF_A_LAUNCH = 2
 
 
 class FoundCuda(NamedTuple):
-    """What there is on this machine; None for what is not. ``missing``: why there can be no CUDA device, in a sentence;
-    "" if there can."""
+    """The parts of CUDA that this machine has; None for a part that it has not. ``missing``: why there can be no CUDA
+    device, in a sentence; "" if there can."""
 
     cupy: str | None
     torch_cuda: str | None

@@ -1,4 +1,4 @@
-"""What the CUDA device asks of the driver: some calls on integers, so that a simulated one can stand in.
+"""The part of the driver that the CUDA device uses: some calls on integers, so that a simulated one can stand in.
 
 Law: no call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
 waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies

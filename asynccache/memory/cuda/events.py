@@ -32,7 +32,7 @@ engine captures a graph, say."""
 
 
 class CudaContext:
-    """What all streams of a device share: the driver, handles of events, which are used again and again, and
+    """The state that all streams of a device share: the driver, handles of events, which are used again and again, and
     ``failure``, the error after which the driver does nothing any more. Everything may be called from any thread."""
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -119,7 +119,8 @@ class CudaEvent(Signal):
             return self.stream.condition.wait_for(lambda: self.recorded or self._fired, seconds)
 
     def await_submitted(self) -> None:
-        """As ``await_recorded``, but wait for the host, too, however long it takes: for submitters."""
+        """Wait until the event is recorded, as ``await_recorded`` does, but for the host, too, and however long it
+        takes. For submitters."""
         self._is_recorded_within(None)
 
     def _gate(self) -> Signal | None:

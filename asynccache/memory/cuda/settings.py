@@ -1,4 +1,5 @@
-"""What can be chosen of a CUDA device by hand, in its name (``cuda:0?blocks=16``) or in ``open_device``. Pure."""
+"""The settings of a CUDA device that can be chosen by hand, in its name (``cuda:0?blocks=16``) or in ``open_device``.
+Pure."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class QueueFill:
 
 
 class EventRecorder:
-    """What all kinds of streams have: a handle, events in its order, and a thread that waits for them."""
+    """The base of all kinds of streams: a handle, events in its order, and a thread that waits for them."""
 
     def __init__(self, name: str, handle: int, context: CudaContext) -> None:
         self.name = name
@@ -115,7 +115,8 @@ class EventRecorder:
         return handle
 
     def _put_or_fail(self, event: CudaEvent) -> None:
-        """As ``_put``, but raise nothing: an event that the driver refuses fails once the stream is empty."""
+        """Do the same as ``_put``, but raise nothing: an event that the driver refuses fails once the stream is
+        empty."""
         try:
             self._put(event)
         except Exception as refused:

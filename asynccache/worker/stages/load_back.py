@@ -26,7 +26,7 @@ from asynccache.worker.stats import StageMeter
 
 
 class LoadEvents(Protocol):
-    """What a load returns: an event per layer, and one for all of it."""
+    """The events of a load: one for each layer, and one for all of it."""
 
     @property
     def layers(self) -> Sequence[Event]: ...
@@ -155,7 +155,7 @@ class LoadBackStage:
         await self._serve(self._loads)
 
     async def run_clones(self) -> None:
-        """As ``run``, for the private copies."""
+        """The same as ``run``, for the private copies."""
         await self._serve(self._clones)
 
     async def _serve(self, line: _Line) -> None:

@@ -74,15 +74,15 @@ class ThreadIO:
         self._workers = Workers(threads, "asynccache-file")
 
     def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
-        """As ``BatchIO.write``, by one pwritev or as many as it takes."""
+        """The same as ``BatchIO.write``, by one pwritev or as many as it takes."""
         return self._workers.call(write_run, files, run)
 
     def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
-        """As ``BatchIO.read``, by one preadv for each run or as many as it takes."""
+        """The same as ``BatchIO.read``, by one preadv for each run or as many as it takes."""
         return self._workers.call(read_runs, files, runs)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
-        """As ``BatchIO.call``."""
+        """The same as ``BatchIO.call``."""
         return self._workers.call(lambda: _caught(function, *args, **kwargs))
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class FileBackend:
         return f"FileBackend({str(self._state.folder.path)!r}, {self._state.index!r}, {self._state.log!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS. It never waits."""
+        """Return for each key whether it is stored: HIT or MISS. The call never waits."""
         with self._operations:
             index = self._state.index
             return [HIT if key.key in index else MISS for key in keys]

@@ -99,7 +99,8 @@ class FileIndex:
         return group, page
 
     def forget_at(self, group: PageGroup, page: int) -> tuple[PageGroup, int] | None:
-        """As ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by now."""
+        """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
+        now."""
         key = group.entry(page)[:KEY_BYTES]
         slot = self._slots.get(key)
         return None if slot is None or self.at(slot) != (group, page) else self.forget(key)

@@ -72,7 +72,7 @@ class Janitor:
 
     @property
     def _is_full(self) -> bool:
-        """Whether another segment would exceed the capacity."""
+        """True if another segment would exceed the capacity."""
         return self._state.log.bytes + self._state.segment_bytes > self._state.capacity
 
     async def sync(self) -> None:
@@ -348,7 +348,7 @@ class Janitor:
         return future.result()
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As ``_done``, but raises Unavailable where that returns an OSError."""
+        """Do the same as ``_done``, but raise Unavailable where that returns an OSError."""
         result = await self._done(function, *args, **kwargs)
         self._raise(result)
         assert not isinstance(result, OSError)
@@ -361,7 +361,7 @@ class Janitor:
 
 
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:
-    """Whether this task has ended without a segment."""
+    """Return True if this task has ended without a segment."""
     return task.done() and isinstance(task.result(), OSError)
 
 

@@ -24,8 +24,8 @@ _SECTOR = 512  # bytes; st_blocks counts in these
 
 
 class Recovered(NamedTuple):
-    """What was found. ``scanned``: how many groups were found in segments, because the snapshot did not have them.
-    ``stale_deaths``: how many entries of the log of deletions name groups that do not exist any more."""
+    """The outcome of a recovery. ``scanned``: how many groups were found in segments, because the snapshot did not have
+    them. ``stale_deaths``: how many entries of the log of deletions name groups that do not exist any more."""
 
     found: FileIndex
     segments: list[Segment]

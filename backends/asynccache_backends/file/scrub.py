@@ -29,7 +29,7 @@ async def read_group(folder: Folder, name: str, group: PageGroup) -> memoryview:
 
 
 def is_intact(group: PageGroup, data: memoryview, seed: int) -> bool:
-    """Whether the header block in ``data`` verifies and says the same as the index."""
+    """Return True if the header block in ``data`` verifies and says the same as the index."""
     found = parse_block(data[:BLOCK_BYTES], seed)
     return found is not None and (found.directory, found.length) == (group.directory, group.length)
 
@@ -43,5 +43,5 @@ def stored_records(group: PageGroup, pages: list[int], data: memoryview) -> tupl
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether the error means that the file does not exist: its segment was reclaimed meanwhile."""
+    """Return True if the error means that the file does not exist: its segment was reclaimed meanwhile."""
     return error.errno == errno.ENOENT

@@ -179,7 +179,8 @@ def extend(segment: Segment, tail: int, size: int) -> None:
 
 
 def supports_direct(folder: Folder) -> bool:
-    """Whether files in this folder can be written with O_DIRECT. It tries, with a small file that it removes again.
+    """Return True if files in this folder can be written with O_DIRECT. That is tried with a small file, which is
+    removed again.
 
     Raises:
         NotPlain: something that is no plain file has the name of that file.

@@ -93,8 +93,8 @@ class MooncakeBackend:
         return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._shared.client!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS. The store does not evict a page for some seconds after a HIT.
-        Cancelling it waits for the answer."""
+        """Return for each key whether it is stored: HIT or MISS. The store does not evict a page for some seconds after
+        a HIT. Cancelling it waits for the answer."""
         with self._operations:
             codes = await self._ask_names(self._transfers.exists, keys)
             self._check_reached(codes)

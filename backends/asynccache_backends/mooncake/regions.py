@@ -61,7 +61,7 @@ class Regions:
                     store.unregister_buffer(region.start)
 
     def covers(self, start: int, length: int) -> bool:
-        """Whether the ``length`` bytes from the address ``start`` on are in one registered region."""
+        """Return True if the ``length`` bytes from the address ``start`` on are in one registered region."""
         starts, ends = self._sorted
         i = bisect_right(starts, start) - 1
         return i >= 0 and start + length <= ends[i]

@@ -121,7 +121,7 @@ class ObjectBackend:
         return f"ObjectBackend({self._client.shown!r}, {self._catalog.index!r}, {self._uploads!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored, as far as this process knows: HIT or MISS. It never waits."""
+        """Return for each key whether it is stored, as far as this process knows: HIT or MISS. The call never waits."""
         with self._operations:
             index = self._catalog.index
             results = [HIT if key.key in index else MISS for key in keys]

@@ -52,9 +52,9 @@ async def gently(packs: Sequence[Pack]) -> AsyncIterator[Pack]:
 
 
 class PackCatalog:
-    """What is known of the bucket. ``index`` has the packs. ``unread`` has the packs whose footers are of no use, by
-    name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot, clears or collects;
-    puts, gets and deletions do not need it."""
+    """The content of the bucket as far as it is known. ``index`` has the packs. ``unread`` has the packs whose footers
+    are of no use, by name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot,
+    clears or collects; puts, gets and deletions do not need it."""
 
     def __init__(self, client: ObjectClient, clock: NameClock, workers: Workers, schema: bytes, parallel: int) -> None:
         self.index = PackIndex()
@@ -144,7 +144,7 @@ class PackCatalog:
 
     @property
     def save_due(self) -> bool:
-        """Whether so much is new since the last snapshot that another is worth it."""
+        """True if so much is new since the last snapshot that another is worth it."""
         return self._unsaved >= max(SAVE_AFTER, self.index.pack_count // 4)
 
     async def save(self) -> None:

@@ -63,7 +63,7 @@ class PackIndex:
         return sorted(self._packs.values(), key=lambda pack: pack.name)
 
     def has(self, name: str) -> bool:
-        """Whether there is a pack of this name."""
+        """Return True if there is a pack of this name."""
         return name in self._numbers
 
     def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
@@ -82,7 +82,7 @@ class PackIndex:
         return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
 
     def buried(self, key: bytes, born: int) -> bool:
-        """Whether a tombstone has deleted the record of ``key`` that was born at this time."""
+        """Return True if a tombstone has deleted the record of ``key`` that was born at this time."""
         return self._died.get(key, -1) >= born
 
     def add(self, pack: Pack) -> None:

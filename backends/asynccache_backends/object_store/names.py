@@ -26,7 +26,7 @@ _WILD = 24 * 3600 * 1000
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` is a name of the form that ``NameClock`` gives."""
+    """Return True if ``text`` is a name of the form that ``NameClock`` gives."""
     return _NAME.fullmatch(text) is not None
 
 
