@@ -42,7 +42,7 @@ class CheckedCopy(NamedTuple):
 
 
 class ArrayCopy(NamedTuple):
-    """``dst[i] = src[j]`` for every piece ``(i, j)``."""
+    """A copy between two arrays: ``dst[i] = src[j]`` for every piece ``(i, j)``."""
 
     dst: Bytes
     src: Bytes

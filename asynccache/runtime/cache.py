@@ -506,7 +506,7 @@ class AsyncCache:
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken now; None if they are."""
+        """The reason why no requests are taken now; None if they are taken."""
         if self._parts is None:
             return "the cache is not open"
         driver = self._parts.driver

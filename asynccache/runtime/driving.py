@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 class holding:
-    """``async with holding(lock)``: takes the tree lock as ``acquire`` does, and releases it at the end."""
+    """A context that holds the tree lock: ``async with holding(lock)`` takes the tree lock as ``acquire`` does, and
+    releases it at the end."""
 
     __slots__ = ("_lock",)
 

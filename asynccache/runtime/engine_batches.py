@@ -42,7 +42,8 @@ sweep, before the next one. A sweep looks at all of them, and forgets those that
 
 
 class EngineBatches:
-    """Mutable state: the fences, and the batches that commits named (``ready``) and that may not be over."""
+    """The engine's batches, and the copies that wait for them. Mutable state: the fences, and the batches that commits
+    named (``ready``) and that may not be over."""
 
     def __init__(self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec]) -> None:
         self.fences = Fences(_slots_of(pools))
@@ -123,7 +124,7 @@ def _slots_of(pools: Sequence[PoolSpec]) -> Mapping[int, int]:
 
 
 class Fences:
-    """``slots``: how many device slots there are, by component."""
+    """The batches that stand before each device slot. ``slots``: how many device slots there are, by component."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._stamps = {component: np.zeros(count, np.int64) for component, count in slots.items()}
@@ -138,7 +139,8 @@ class Fences:
         return len(self._sets)
 
     def add(self, batch: BatchInFlight, slots: Mapping[int, bytes]) -> None:
-        """``batch`` stands before ``slots`` from now on. ``slots``: int32 numbers by component; -1 is no slot."""
+        """Note that ``batch`` stands before ``slots`` from now on. ``slots``: int32 numbers by component; -1 is no
+        slot."""
         if batch.done():
             return
         self._forget()
@@ -147,8 +149,8 @@ class Fences:
             self._stamp(self._stamps[component], _slots(table), batch, made)
 
     def before(self, wanted: Iterable[tuple[int, bytes]]) -> list[BatchInFlight]:
-        """The batches that stand before any of the slots in ``wanted`` and are not over, each once. ``wanted``: pairs
-        of a component and its slots, as in ``add``."""
+        """Return the batches that stand before any of the slots in ``wanted`` and are not over, each once. ``wanted``:
+        pairs of a component and its slots, as in ``add``."""
         self._forget()
         numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
         found: dict[int, BatchInFlight] = {}
@@ -186,8 +188,8 @@ class Fences:
         return [place + base for place in found if place]
 
     def _places(self, stamps: Stamps, slots: npt.NDArray[np.int32]) -> tuple[int, Stamps, list[int]]:
-        """Three things: a number that is below those of all sets; by how much the set of each slot is above it, 0 for a
-        slot without a set; which of these differences occur."""
+        """Return three things: a number that is below those of all sets; by how much the set of each slot is above it,
+        0 for a slot without a set; which of these differences occur."""
         base = next(iter(self._sets), self._number + 1) - 1
         at = np.maximum(stamps[slots] - base, 0)
         return base, at, np.flatnonzero(np.bincount(at)).tolist()

@@ -1,4 +1,5 @@
-"""Where a prompt is, over all tiers: the core's answer, and what the store says of the rest. Reads only."""
+"""The explanation of a prompt over all tiers, where its pages are: the core's answer, and what the store says of the
+rest. Reads only."""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ class Span(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """In tokens. ``tokens``: the prompt; ``length``: its whole pages. ``device``, ``host``, ``storage``: how far a
-    match would reach with what the device has, with the host, and with storage (at least: a window that begins on
-    the host and ends in storage is not put together here). ``loads``: pages by component that the match would bring
-    from the host. ``ends``: what ends the match on device and host, ``why`` in words; ``fetch``: what a prefetch would
-    do. ``learned``: what the eviction policy ``policy`` has learned from all requests, whatever their prompts; None
-    where it learns nothing."""
+    """The places of a prompt's pages over all tiers, in tokens. ``tokens``: the prompt; ``length``: its whole pages.
+    ``device``, ``host``, ``storage``: how far a match would reach with what the device has, with the host, and with
+    storage (at least: a window that begins on the host and ends in storage is not put together here). ``loads``: pages
+    by component that the match would bring from the host. ``ends``: what ends the match on device and host, ``why`` in
+    words; ``fetch``: what a prefetch would do. ``learned``: what the eviction policy ``policy`` has learned from all
+    requests, whatever their prompts; None where it learns nothing."""
 
     tokens: int
     length: int
@@ -108,7 +109,7 @@ async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: byt
 async def _stored(
     core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
 ) -> dict[str, bytes]:
-    """By pool, for every page of the prompt, what the stores say of it."""
+    """Return by pool what the stores say of every page of the prompt."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
     whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
     asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
@@ -116,7 +117,7 @@ async def _stored(
 
 
 def _of_full(pools: PoolLayout, present: Mapping[str, bytes]) -> list[int]:
-    """For every page, what is known of all the pools together that FULL consists of."""
+    """Return what is known of every page of FULL, all pools that FULL consists of taken together."""
     parts = [present[spec.name] for spec in pools.lead if spec.name in present]
     return [int(Result.FAILED) if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
 

@@ -72,7 +72,8 @@ NEW, ENTERING, HELD, RELEASED = LeaseState
 
 
 class Lease:
-    """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
+    """A lease: the pages that one request holds. See ``AsyncCache.lease``. It belongs to the cache's loop and thread,
+    except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
         "_arrival", "_ask", "_core", "_entering", "_extra_key", "_handle", "_parts", "_publishing", "_since", "_state",
@@ -158,7 +159,7 @@ class Lease:
         self.release()
 
     def _granted(self, grant: Grant) -> None:
-        """In the same turn as the core's answer: from here on ``release`` undoes it."""
+        """Take over the grant, in the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
         parts = self._parts
@@ -252,14 +253,14 @@ class Lease:
 
     @property
     def checkpoint_at(self) -> int:
-        """Where the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone matched, so that the
-        next request with this prefix hits. 0: none is wanted but at the prompt's end."""
+        """The length at which the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone
+        matched, so that the next request with this prefix hits. 0: none is wanted but at the prompt's end."""
         core = self._core
         return core.full if self._parts.default_states and core.full > core.cached else 0
 
     @property
     def hits(self) -> Hits:
-        """Where the cached tokens were when the request arrived."""
+        """The cached tokens by the tier that had them when the request arrived."""
         return Hits(*self._found())
 
     def _found(self) -> tuple[int, int, int]:
@@ -497,7 +498,8 @@ def _give_back(
     parts: LeaseParts, core: CoreLease, publishing: Publishing | None, after: BatchInFlight | None = None,
     ended: bool = False,
 ) -> None:
-    """All that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its commits."""
+    """Give back all that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its
+    commits."""
     del parts.holders[core]
     if publishing is None:
         parts.driver.release(core, ended)

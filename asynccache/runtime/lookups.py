@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Miss(IntEnum):
-    """Why tokens had to be computed."""
+    """The reason why tokens had to be computed."""
 
     NEVER_STORED = 0
     EVICTED_DEVICE = 1

@@ -17,8 +17,8 @@ class NamespaceListener(Protocol):
 
 
 class Namespaces:
-    """Mutable state: how often each was invalidated, and when. ``changes``: how many invalidations there were by now,
-    of one or of all. Who finds it unchanged need not ask ``valid``."""
+    """The namespaces of one cache. Mutable state: how often each was invalidated, and when. ``changes``: how many
+    invalidations there were by now, of one or of all. A caller that finds it unchanged need not ask ``valid``."""
 
     def __init__(self, config: CacheConfig, names: NamespaceListener | None) -> None:
         self.changes = 0

@@ -39,7 +39,7 @@ class OutboxWorker(Protocol):
 
 
 class QueuedBackup(NamedTuple):
-    """``at``: when the effect was queued, by the outbox's clock."""
+    """A queued backup. ``at``: when the effect was queued, by the outbox's clock."""
 
     effect: BackupStorage
     at: float
@@ -68,7 +68,7 @@ class Backlog:
         return any(self._held[c] > limit for c, limit in self.limits.items())
 
     def add(self, effect: BackupStorage) -> None:
-        """``effect`` is queued: it holds its slots from now on."""
+        """Note that ``effect`` is queued: it holds its slots from now on."""
         for pages in effect.pages:
             self._held[pages.component] += len(pages.slots) // SLOT_BYTES
 
@@ -84,18 +84,18 @@ class Backlog:
         return True
 
     def land(self, effect: BackupStorage) -> None:
-        """The I/O of ``effect``, which was in flight, has let go of its slots."""
+        """Note that the I/O of ``effect``, which was in flight, has let go of its slots."""
         for pages in effect.pages:
             self._flying[pages.component] -= len(pages.slots) // SLOT_BYTES
         self.remove(effect)
 
     def remove(self, effect: BackupStorage) -> None:
-        """``effect`` leaves the queue without having been in flight."""
+        """Note that ``effect`` leaves the queue without having been in flight."""
         for pages in effect.pages:
             self._held[pages.component] -= len(pages.slots) // SLOT_BYTES
 
     def drop(self, effect: BackupStorage) -> None:
-        """``effect`` leaves the queue for want of room, and is counted in ``dropped``."""
+        """Note that ``effect`` leaves the queue for want of room, and is counted in ``dropped``."""
         self.remove(effect)
         self.dropped += 1
 

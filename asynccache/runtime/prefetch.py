@@ -31,7 +31,8 @@ class PrefetchStatus(Enum):
 
 
 class PrefetchResult(NamedTuple):
-    """``tokens``: how many tokens storage added to what host and device held when the prefetch was asked for."""
+    """The result of a prefetch. ``tokens``: how many tokens storage added to what host and device held when the
+    prefetch was asked for."""
 
     status: PrefetchStatus
     tokens: int
@@ -47,7 +48,7 @@ class Wish(IntEnum):
 
 
 class Cut(Enum):
-    """Why a fetch ended before it had everything that storage had, or had said to have."""
+    """The reason why a fetch ended before it had everything that storage had, or had said to have."""
 
     NOTHING = "nothing"
     BACKEND = "the backend failed"

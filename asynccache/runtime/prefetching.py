@@ -269,8 +269,8 @@ class Prefetching:
         return answer
 
     def _give_way(self, handle: Prefetch, place: LinePlace | None, answer: Wait) -> LinePlace | None:
-        """Where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs; None, and out of
-        the line, if it waits for certain operations."""
+        """Return the place where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs;
+        None, and out of the line, if it waits for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
             handle.unclaim()

@@ -44,8 +44,8 @@ class Publisher:
 
 
 class Publishing:
-    """Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that may not be over, and
-    the duplicates that wait to be adopted. ``order``: one commit after the other."""
+    """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
+    may not be over, and the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
     __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
 

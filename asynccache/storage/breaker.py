@@ -1,4 +1,5 @@
-"""When to stop calling a backend that fails, and when to try it again. A pure state machine: callers pass the time in.
+"""The breaker: it says when to stop calling a backend that fails, and when to try it again. A pure state machine:
+callers pass the time in.
 
     CLOSED     --threshold failures, see below-->  OPEN       every call is refused until the back-off is over
     OPEN       --back-off over, one call-->        HALF_OPEN  that call is the probe, all others are refused

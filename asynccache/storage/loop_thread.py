@@ -49,7 +49,7 @@ class StoreVerb(Enum):
 
 
 class CallState(Enum):
-    """Where a call stands. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
+    """The state of a call. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
     cancelled at its deadline or by ``close``, and the stores have not let go yet. ``DONE``: the stores have
     answered."""
 

@@ -185,8 +185,8 @@ class Pages:
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:
-        """For each store's name the error of its last call that failed as a whole (see ``CheckedStore.last_error``).
-        Stores without such a call are left out."""
+        """The errors of the stores: for each store's name the error of its last call that failed as a whole (see
+        ``CheckedStore.last_error``). Stores without such a call are left out."""
         errors = {one.options.name: one.store.last_error for one in self._serving.tiers.attached}
         return {name: error for name, error in errors.items() if error is not None}
 

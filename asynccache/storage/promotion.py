@@ -35,7 +35,7 @@ class PromotionTarget(Protocol):
 
 
 class LackingPages(NamedTuple):
-    """Which pages ``target`` lacks: their positions in the call's list of keys."""
+    """The pages that ``target`` lacks: their positions in the call's list of keys."""
 
     target: PromotionTarget
     pages: Sequence[int]

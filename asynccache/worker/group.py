@@ -169,8 +169,8 @@ async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
 
 
 class WorkerGroup:
-    """See ``Worker``, and the module. ``own``: the head's own worker; None: it has none. ``face``: what the engine in
-    the head's process sees of it. ``failure``: why the group is over, once it is."""
+    """The workers of all ranks as one ``Worker``. ``own``: the head's own worker; None: it has none. ``face``: what the
+    engine in the head's process sees of it. ``failure``: why the group is over, once it is."""
 
     def __init__(
         self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, RankLink]

@@ -118,8 +118,8 @@ async def close_all(
 
 
 class LocalWorker:
-    """See ``Worker``, and the module. ``mover``: the pools and streams. ``put``: for each kind of work, the function
-    that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
+    """The ``Worker`` of the head's own process. ``mover``: the pools and streams. ``put``: for each kind of work, the
+    function that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
 
     put: Mapping[CopyKind, Callable[[Work, Sequence[Event]], None]]
 

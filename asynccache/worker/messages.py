@@ -208,7 +208,8 @@ class WatchStore(Message, tag=21):
 
 
 class CancelCall(Message, tag=22):
-    """Nobody wants the answer of this call any more. It still comes, when the call's buffers are let go."""
+    """Note that nobody wants the answer of this call any more. The answer still comes, when the call's buffers are let
+    go."""
 
     call: int
 
@@ -315,7 +316,7 @@ class StoreKeys(Message, tag=9):
 
 
 class StoreHealth(Message, tag=10):
-    """``shut``: True if all stores refuse calls."""
+    """The health of the stores. ``shut``: True if all of them refuse calls."""
 
     shut: bool
 
@@ -328,7 +329,7 @@ class StoreCounters(Message, tag=11):
 
 
 class WorkerDied(Message, tag=12):
-    """This worker cannot go on."""
+    """The end of a worker that cannot go on."""
 
     reason: str
 

@@ -1,5 +1,5 @@
-"""Which pools hold a component's pages (``PoolLayout``), and on a worker what these pages weigh, where they lie on the
-host, and their storage keys (``PoolMap``). Plain arithmetic over the pools' specifications, for the head and for
+"""The pools that hold each component's pages (``PoolLayout``), and on a worker what these pages weigh, where they lie
+on the host, and their storage keys (``PoolMap``). Plain arithmetic over the pools' specifications, for the head and for
 workers.
 
 A component's slots index its own pool and every sidecar derived from it; a logical pool has no bytes and is left out.

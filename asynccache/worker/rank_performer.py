@@ -212,8 +212,8 @@ class Performer:
             await local.aclose(patience)
 
     def finish(self, failure: RankFailure | None) -> None:
-        """Nothing more comes from the head. ``failure``: what every later call of the engine raises; None: the cache
-        was closed."""
+        """Note that nothing more comes from the head. ``failure``: what every later call of the engine raises; None:
+        the cache was closed."""
         self.batches.finish(failure)
         self._begun.tell()
 

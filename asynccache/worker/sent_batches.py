@@ -60,7 +60,7 @@ class EngineBatch:
 
 
 class SentBatches:
-    """Mutable state: the batches that are sent, unread, and not over.
+    """The batches that the head has sent to this rank. Mutable state: those that are sent, unread, and not over.
 
     ``over(number, error)`` is called for each batch that is over. ``ended()`` is called when the engine has ended a
     batch, so that copies which waited for its event can be submitted. ``failed(error)`` is called for an event that
@@ -97,8 +97,8 @@ class SentBatches:
         self._came.tell()
 
     def finish(self, failure: RankFailure | None) -> None:
-        """Nothing more comes from the head. ``failure``: what the engine's calls raise from now on; None: the cache was
-        closed."""
+        """Note that nothing more comes from the head. ``failure``: what the engine's calls raise from now on; None: the
+        cache was closed."""
         if not self._finished:
             self._finished, self._failure = True, failure
             self._came.tell()

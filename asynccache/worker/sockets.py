@@ -54,7 +54,7 @@ raises ``RankFailure``, whose text the worker gets. Frames that it sends over th
 
 
 class ListenAddress(NamedTuple):
-    """Where a head listens: a host and a port, or the path of a Unix socket."""
+    """The address where a head listens: a host and a port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0

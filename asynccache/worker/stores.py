@@ -26,8 +26,8 @@ class HostMemory(Protocol):
 
 
 class OpenStores:
-    """Mutable state, by number: the stores that are open, and for each store that is watched the call that ends
-    that."""
+    """The open stores of one worker. Mutable state, by number: the stores, and for each store that is watched the call
+    that ends that."""
 
     def __init__(self, tiers: TieredStore, layout: StoreLayout, host: Mapping[str, HostMemory]) -> None:
         self.tiers = tiers

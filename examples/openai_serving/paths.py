@@ -98,7 +98,7 @@ class Path(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why this path takes no requests; None if it takes them."""
+        """The reason why this path takes no requests; None if it takes them."""
         ...
 
 

@@ -287,7 +287,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """Why the service takes no requests; None if it takes them."""
+        """The reason why the service takes no requests; None if it takes them."""
         return self.served.path.failure
 
     async def metrics(self) -> bytes:
@@ -303,7 +303,7 @@ class Service:
         return await self.served.path.ask(scrape)
 
     async def explain(self, tokens: list[int], extra_key: str | None) -> Mapping[str, Any]:
-        """Where a prompt's pages are in the cache, and what ends its match.
+        """Return where a prompt's pages are in the cache, and what ends its match.
 
         Raises:
             CacheClosed: the cache is closed.

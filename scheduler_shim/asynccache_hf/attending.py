@@ -138,7 +138,7 @@ def kept_by_token(layout: Layout) -> list[Attention]:
 
 
 def places_of(layout: Layout, full: Any, swa: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """By component, the place of every token, from its page tables."""
+    """Return by component the place of every token, from its page tables."""
     size = layout.page_size
     tables = {"full": full, "swa": swa} if layout.window else {"full": full}
     offsets = np.arange(size)
@@ -264,7 +264,7 @@ def _spelt_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None, new: int,
 ) -> torch.Tensor:  # fmt: skip
-    """For what torch's own function has no argument for."""
+    """Compute attention step by step, for options that torch's own function has no argument for."""
     weights = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         weights = torch.tanh(weights / softcap) * softcap

@@ -158,7 +158,7 @@ class ContinuousBatching:
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken any more; None while they are."""
+        """The reason why no requests are taken any more; None while they are."""
         if self._closing or not self._loop.alive:
             return "the cache is closed"
         return self._cache.closed if self._manager.is_running() else "the thread that generates has ended"

@@ -49,7 +49,7 @@ Tail = Mapping[str, CompressorState]
 
 
 class CompressorInput(NamedTuple):
-    """``before``: the state at the start of the call."""
+    """The input of one compressor in one call. ``before``: the state at the start of the call."""
 
     before: Tail
     raw: Calls
@@ -147,7 +147,7 @@ class Compressed(LayerPart):
                 states.write(span.tables["swa"], first, values)
 
     def _ends(self, span: CallSpan) -> range:
-        """Where pages end in the span."""
+        """Return the ends of the pages in the span."""
         size = span.page_size
         return range((span.start // size + 1) * size, span.stop + 1, size)
 

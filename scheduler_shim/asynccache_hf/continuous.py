@@ -1,4 +1,4 @@
-"""All that asynccache knows of the inside of transformers' continuous batching: no other module has a name of it.
+"""The inside of transformers' continuous batching: no other module uses a name of it.
 
 transformers decides which requests a step computes, runs the model, chooses tokens and ends requests. Four of its
 classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
@@ -225,7 +225,7 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
                 held.prompt = 0
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Nothing: transformers calls it before it tells the request's end."""
+        """Do nothing: transformers calls this before it tells the request's end."""
 
     def over(self, request_id: str) -> None:
         held = self.held.pop(request_id, None)
@@ -299,7 +299,8 @@ class StepProcessor(api.ContinuousBatchProcessor):  # type: ignore[misc]
             self.inputs_and_outputs.requests_in_batch = []
 
     def step(self, model: Any) -> list[str]:
-        """For who has no thread: one step; the requests that got a token by it, in the order of their logits."""
+        """Make one step, for a caller that has no thread. Returns the requests that got a token by it, in the order of
+        their logits."""
         if not self.prepare_next_batch():
             return []
         self._generation_step(model)

@@ -45,7 +45,7 @@ class LightningMatrix(LayerPart):
         layer.set_linear_cache(self._index, slots[0].read(span.tables["mamba"], 0, 1)["matrix"])
 
     def watch(self, layer: Any) -> None:
-        """There is nothing to overhear: the matrix is read afterwards."""
+        """Return nothing, for there is nothing to overhear: the matrix is read afterwards."""
 
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         slots[0].write(span.tables["mamba"], 0, {"matrix": layer.linear_cache[self._index]})

@@ -188,7 +188,7 @@ class TrackMemory:
         return pages.as_strided((len(pages) * self._per_page, width), (width, 1), pages.storage_offset())
 
     def copy(self, source: int, target: int) -> None:
-        """Everything in one slot to another."""
+        """Copy everything in one slot to another."""
         self._memory[target] = self._memory[source]
 
     def _pages(self, first: int, stop: int) -> npt.NDArray[np.int64]:

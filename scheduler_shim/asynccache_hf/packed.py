@@ -57,7 +57,7 @@ class PackedRows:
         self._keeps = "logits_to_keep" in parameters(model)
 
     def compute(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
-        """One call; for each chunk the logits of its last ``keep`` tokens (0: of all).
+        """Make one call, and return for each chunk the logits of its last ``keep`` tokens (0: of all).
 
         Raises:
             ConfigError: a chunk reaches further than the layout's limit.
@@ -97,6 +97,6 @@ def _kept(chunk: Chunk, keep: int) -> int:
 
 
 def _wanted(chunks: Sequence[Chunk], keep: int) -> Numbers:
-    """Where the tokens stand in the row whose logits are asked for."""
+    """Return the places in the row of the tokens whose logits are asked for."""
     ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
     return np.concatenate([np.arange(end - _kept(chunk, keep), end) for chunk, end in zip(chunks, ends, strict=True)])

@@ -103,8 +103,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> list[int]:
-        """One step of a scheduler. See ``asynccache_shim.model``. Requests are computed together where the model allows
-        it (``layout.packed``), else one after the other."""
+        """Compute one step of a scheduler. See ``asynccache_shim.model``. Requests are computed together where the
+        model allows it (``layout.packed``), else one after the other."""
         for request_id in batch.ended:
             self._tails.pop(request_id, None)
         logits = self._each(batch.chunks)
@@ -145,7 +145,7 @@ class PagedModel:
         return [logits[-1] for logits in self._packed.compute(chunks, 1)]
 
     def _alone(self, chunk: Chunk, keep: int) -> torch.Tensor:
-        """One request, through transformers' own cache."""
+        """Compute one request, through transformers' own cache."""
         self.layout.check_length(chunk.stop)
         tables = {"full": chunk.pages, "swa": chunk.swa_pages, "mamba": chunk.states[:1]}
         opened = FilledCache(copy.deepcopy(self._empty), self._bound, tables, chunk.start, self._tails_of(chunk),

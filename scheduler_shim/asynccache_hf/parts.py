@@ -22,7 +22,7 @@ Calls = list[tuple[Any, ...]]
 
 
 class CallSpan(NamedTuple):
-    """Where a forward call reads and writes: the page tables by component, and the tokens that it computes."""
+    """The span that a forward call reads and writes: the page tables by component, and the tokens that it computes."""
 
     tables: Mapping[str, Pages]
     start: int
@@ -153,7 +153,7 @@ class Recurrent(LayerPart):
             layer.update_recurrent_state(found[f"recurrent{i}"], state_idx=i)
 
     def watch(self, layer: Any) -> None:
-        """There is nothing to overhear: the state is read afterwards."""
+        """Return nothing, for there is nothing to overhear: the state is read afterwards."""
 
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         states = {name: state.unsqueeze(0) for name, state in self._states(layer).items()}

@@ -133,7 +133,7 @@ class PrefixCache:
 
     @property
     def closed(self) -> str | None:
-        """Why the cache takes no requests any more; None while it does."""
+        """The reason why the cache takes no requests any more; None while it does."""
         return self._cache.closed if self._loop.alive else "the cache is closed"
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
@@ -457,8 +457,8 @@ def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
 
 
 def _mask(ids: torch.Tensor, given: Any, settings: Any) -> torch.Tensor:
-    """Which places of ``ids`` are tokens. Without a mask it is, as in transformers, what is not the pad token, unless
-    that ends an answer too."""
+    """Return the mask of the places of ``ids`` that are tokens. Without ``given`` these are, as in transformers, all
+    that are not the pad token, unless that token ends an answer, too."""
     pad = settings.pad_token_id
     if given is None:
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -498,7 +498,7 @@ def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) 
 
 
 def _end(made: Sequence[int], prompt: int, ends: Sequence[int]) -> int:
-    """Where the last token of a row is: what ends it, or else the last one. Behind it is padding."""
+    """Return the place of a row's last token: the token that ends it, or else the last one. Behind it is padding."""
     return next((at for at in range(prompt, len(made)) if made[at] in ends), len(made) - 1)
 
 

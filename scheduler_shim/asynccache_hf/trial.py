@@ -38,7 +38,8 @@ token whose experts are nearly even may be sent to other ones."""
 
 
 class TrialEnds(NamedTuple):
-    """``early`` and ``late``: the ends of whole pages that requests go on from. ``stop``: all tokens of the trial."""
+    """The places where the trial's requests end. ``early`` and ``late``: the ends of whole pages that requests go on
+    from. ``stop``: all tokens of the trial."""
 
     early: int
     late: int
@@ -105,13 +106,13 @@ def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], plan: Tria
 
 
 def tolerance(model: Any) -> float:
-    """For the dtype that the model computes in."""
+    """Return the tolerance for the dtype that the model computes in."""
     return TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
 
 
 def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
-    """Where the trial's requests go on, and how far it goes: over ``reach`` and a page's end after it, if the model
-    takes so many tokens.
+    """Return where the trial's requests go on, and how far the trial goes: over ``reach`` and a page's end after it, if
+    the model takes so many tokens.
 
     Raises:
         ConfigError: the model takes less than two pages and a bit.
@@ -168,7 +169,8 @@ class _Stage:
 
 
 def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
-    """Where what is computed on pages differs most. The states of the three requests are in slots 0, 1 and 2."""
+    """Return the largest difference of what is computed on pages. The states of the three requests are in slots 0, 1
+    and 2."""
     stage = _Stage(model, layout, plan, ids)
     paged, chunk = stage.paged, stage.chunk
     early, late, stop = plan

@@ -107,7 +107,7 @@ def _stepped(
 
 
 def slots_of(layout: Layout, pools: dict[str, ModelPool] | Any) -> list[TrackMemory]:
-    """Where each layer of the model keeps its keys and values."""
+    """Return the place where each layer of the model keeps its keys and values."""
     found = []
     for layer in layout.layers:
         (part,), ((place,),) = layer.parts, layer.places

@@ -52,8 +52,8 @@ COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "
 
 
 class ModelShard(NamedTuple):
-    """Which part of the model's KV this process has. ``replicated``: every rank of a tensor parallel group has all of
-    it."""
+    """The part of the model's KV that this process has. ``replicated``: every rank of a tensor parallel group has all
+    of it."""
 
     tp_rank: int
     tp_size: int

@@ -28,7 +28,7 @@ GRACE = 0.25
 
 
 class MoveDirection(Enum):
-    """``OUT``: to the stores. ``IN``: back from the stores."""
+    """The direction of a move. ``OUT``: to the stores. ``IN``: back from the stores."""
 
     OUT = "out"
     IN = "in"
@@ -68,7 +68,7 @@ class PoolMove:
 
     @property
     def done(self) -> list[bool]:
-        """For each page, whether it was moved."""
+        """The outcome of the move: True for each page that was moved."""
         return [result is Result.HIT for result in self.results]
 
     @property

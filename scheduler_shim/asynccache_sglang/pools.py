@@ -1,4 +1,4 @@
-"""Where the pages of one of SGLang's host pools lie, and how a page that lies in several places is copied.
+"""The pages of one of SGLang's host pools: where they lie, and how a page that lies in several places is copied.
 
 A host pool says by ``get_page_buffer_meta`` in which parts a page lies. It is asked about the first, the second and the
 last page. If each part lies at an equal distance from the same part of the next page, the places of all pages are

@@ -118,7 +118,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:  # fmt: skip
-        """Which prefixes of ``keys`` can be restored; see ``hits``."""
+        """Return which prefixes of ``keys`` can be restored; see ``hits``."""
         transfers = pool_transfers or []
         there = self._there(keys, [KV, *(str(one.name) for one in transfers)])
         asked = [PoolPresence(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
@@ -180,8 +180,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get_stats(self) -> Any:
-        """For SGLang's metrics: pages and GiB/s of each batch of KV pages since the last call. None if metrics are not
-        enabled."""
+        """Return figures for SGLang's metrics: pages and GiB/s of each batch of KV pages since the last call. None if
+        metrics are not enabled."""
         return None if self._metrics is None else self._metrics.take()
 
     def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
@@ -264,7 +264,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             )  # fmt: skip
 
     def _there(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
-        """For each of the pools ``names``: whether each page is stored."""
+        """Return for each of the pools ``names`` whether each page is stored."""
         found = {name: [False] * len(keys) for name in names}
         if not keys:
             return found

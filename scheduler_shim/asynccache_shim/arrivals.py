@@ -15,8 +15,8 @@ from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 def patience(config: CacheConfig, tokens: int) -> float | None:
-    """For how many seconds a request of ``tokens`` tokens waits for its own prefetch, by the cache's prefetch policy;
-    None: until the prefetch has ended."""
+    """Return for how many seconds a request of ``tokens`` tokens waits for its own prefetch, by the cache's prefetch
+    policy; None: until the prefetch has ended."""
     if config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
         return None
     if config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:

@@ -30,8 +30,8 @@ class Sampling(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Also write the recurrent state after ``position`` tokens, which is always the chunk's ``stop``, to MAMBA slot
-    ``slot``."""
+    """An order to write the recurrent state, too, after ``position`` tokens, which is always the chunk's ``stop``, to
+    MAMBA slot ``slot``."""
 
     position: int
     slot: int

@@ -30,7 +30,7 @@ MAX_SEED = 2**64 - 1
 
 
 class State(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     NEW = "not submitted"
     PREFETCHING = "its pages are being fetched from storage"
@@ -51,8 +51,8 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When generation ends: after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is then the last
-    token of the output."""
+    """The limits of a generation: it ends after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is
+    then the last token of the output."""
 
     max_new_tokens: int = field(default=16, metadata=within(1))
     stop_tokens: frozenset[int] = frozenset()

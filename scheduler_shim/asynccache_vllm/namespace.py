@@ -95,8 +95,9 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
-    """Which weights computed the chunks: the user's ``namespace`` and the model's name; without a namespace, a digest
-    of the weights' files. The files are read once on each machine, which may take minutes.
+    """Return the fact that says which weights computed the chunks: the user's ``namespace`` and the model's name;
+    without a namespace, a digest of the weights' files. The files are read once on each machine, which may take
+    minutes.
 
     Raises:
         ConfigError: there is no ``namespace``, and the weights cannot be identified by their files; the message says

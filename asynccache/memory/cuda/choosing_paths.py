@@ -34,9 +34,9 @@ ALL = slice(None)
 
 
 class RowSide(NamedTuple):
-    """Where rows lie: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each layer.
-    ``pitch``: bytes. ``chunk``: so many pages are pinned as one, and no copy may reach from one such run into the next;
-    0: all are one."""
+    """The place of rows in memory: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each
+    layer. ``pitch``: bytes. ``chunk``: so many pages are pinned as one, and no copy may reach from one such run into
+    the next; 0: all are one."""
 
     bases: Addresses
     ids: Ids
@@ -89,9 +89,9 @@ def rows_of(towards: CopyDirection, part: CheckedCopy) -> RowCopies:
 
 
 class RowPaths:
-    """Which rows go by which path, the same for all layers. ``spans``: what goes by the copy engines, as distances in
-    bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel. ``together``: how many
-    layers go in one step."""
+    """The rows of a copy by the path that they go, the same for all layers. ``spans``: what goes by the copy engines,
+    as distances in bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel.
+    ``together``: how many layers go in one step."""
 
     def __init__(self, rows: RowCopies, settings: CudaSettings, together: int) -> None:
         self._rows, self._blocks = rows, settings.blocks

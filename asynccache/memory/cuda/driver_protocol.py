@@ -46,7 +46,7 @@ class DriverError(AsyncCacheError):
 
 
 class CopyDirection(Enum):
-    """Which way a copy goes."""
+    """The direction of a copy."""
 
     OUT = "device to host"
     IN = "host to device"
@@ -65,7 +65,7 @@ class Spans(NamedTuple):
 
 
 class DeviceIdentity(NamedTuple):
-    """Which device this is, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
+    """The identity of a device, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
     bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
     ``batches``: True if the driver takes many copies in one call."""
 

@@ -27,8 +27,8 @@ class FileHandles(NamedTuple):
 
 
 class FileRun(NamedTuple):
-    """``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they are read
-    into or written from."""
+    """A run of ``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they
+    are read into or written from."""
 
     offset: int
     length: int

@@ -251,7 +251,7 @@ class MooncakeBackend:
         return (await _answers([self._reading.call(function, *args, **kwargs)], CallAttempt()))[0]
 
     async def _greet(self) -> None:
-        """If the master did not answer in an earlier call, ask it for a sign of life. Raises Unavailable if it gives
+        """Ask the master for a sign of life, if it did not answer in an earlier call. Raises Unavailable if it gives
         none."""
         if self._transfers.lost_master:
             await greet(self._settings.client.master)

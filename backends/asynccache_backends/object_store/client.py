@@ -188,7 +188,7 @@ class ObjectClient:
                     continue
 
     async def _look_at(self, path: str) -> None:
-        """In a plain folder, check an object before it is read: raise FileNotFoundError if there is none, and
+        """Check an object of a plain folder before it is read: raise FileNotFoundError if there is none, and
         Unavailable if it is no plain file."""
         if self.local is None:
             return
