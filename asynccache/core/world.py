@@ -64,7 +64,7 @@ class Shelf:
 
 
 class Counters:
-    """What happened since the start, in pages unless the name says otherwise."""
+    """Counts of all that happened since the start, in pages unless the name says otherwise."""
 
     __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
 

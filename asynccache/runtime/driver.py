@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NoReturn, ParamSpec, TypeVar
 
-from asynccache.core.cache import Ask, CacheCore, Grant, Lease
+from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import (
     EMPTY,
     BackupHost,
@@ -220,7 +220,7 @@ class Driver:
             self._nudge()
         return plan
 
-    def lease_at_once(self, ask: Ask, granted: Callable[[Grant], None]) -> bool:
+    def lease_at_once(self, ask: LeaseRequest, granted: Callable[[Grant], None]) -> bool:
         """Make the core's ``lease`` in the common case: nobody is in line, the tree lock is free, and one slice
         suffices. ``granted`` is called with the grant in the same turn of the loop. Returns True if the lease was
         granted, and False in any other case.
@@ -241,7 +241,7 @@ class Driver:
             self.lock.release()
         return isinstance(answer, Grant)
 
-    def release(self, lease: Lease, ended: bool = False) -> None:
+    def release(self, lease: CoreLease, ended: bool = False) -> None:
         """Make the core's ``release``, and perform its plan."""
         call = self.core.release
         self.perform(self.give_back(call, lease, ended=True) if ended else self.give_back(call, lease))

@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.config import PoolSpec
-from asynccache.core.cache import CacheCore
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import CacheCore, CoreLease
 from asynccache.core.plan import BackupHost, Copy, LoadBack, Outcome, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import Shape, usable_end
+from asynccache.core.cache import PrefetchShape, usable_end
 from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
@@ -154,7 +154,7 @@ def _reach(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapp
     config = core.config
     window = next((component.window for component in config.components if component.window), 0)
     mamba = any(component.kind is ComponentKind.MAMBA for component in config.components)
-    shape = Shape(config.page_size, found.full, found.host, found.length, window, (), mamba)
+    shape = PrefetchShape(config.page_size, found.full, found.host, found.length, window, (), mamba)
     there = {name: [result == Result.HIT for result in results] for name, results in present.items()}
     return usable_end(shape, pools.named(), there, found.length)
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from asynccache.config import PoolSpec
-from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
+from asynccache.core.cache import PrefetchShape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
@@ -47,7 +47,7 @@ class Fetch:
     """An open prefetch operation. ``sharers``: the handles it serves; ``end``: how far it was committed, in tokens."""
 
     def __init__(
-        self, driver: Driver, worker: FetchWorker, pools: PoolLayout, meter: StageMeter, op: int, shape: Shape,
+        self, driver: Driver, worker: FetchWorker, pools: PoolLayout, meter: StageMeter, op: int, shape: PrefetchShape,
         threshold: int, commits: PrefetchCommits,
     ) -> None:  # fmt: skip
         self.op = op

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynccache.core.cache import Ask, Grant
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Wait
 from asynccache.runtime.driving import drive
 
@@ -68,7 +67,7 @@ class KeptPrefixes:
         kept: list[Kept] = []
 
         def lease() -> Grant | Wait | More:  # asked under the lock: others may have kept something meanwhile
-            return driver.core.lease(Ask(space, key, max(0, self._cap - self.tokens()), 0, 0))
+            return driver.core.lease(LeaseRequest(space, key, max(0, self._cap - self.tokens()), 0, 0))
 
         def done(answer: Grant | Wait) -> None:
             driver.perform(answer.plan)

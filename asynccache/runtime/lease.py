@@ -25,8 +25,7 @@ import numpy.typing as npt
 
 from asynccache.checks import flag, integer, text
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import Ask, Grant
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
@@ -81,7 +80,7 @@ class Lease:
     )  # fmt: skip
 
     def __init__(
-        self, parts: LeaseParts, ask: Ask, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
+        self, parts: LeaseParts, ask: LeaseRequest, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
         timeout: float | None, taken: Taken,
     ) -> None:  # fmt: skip
         self._state = NEW

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from asynccache.checks import flag, integer
-from asynccache.core.cache import EVERYTHING, Ask, Grant
+from asynccache.core.cache import EVERYTHING, Grant, LeaseRequest
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError
@@ -37,7 +37,7 @@ Granted = Callable[[Grant], None]
 def ask_for(
     parts: LeaseParts, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
     swa_chunk: object, shorter: object, shared_tokens: object,
-) -> Ask:  # fmt: skip
+) -> LeaseRequest:  # fmt: skip
     """Check the arguments of a lease, and return the request to the core, which stays the same until the lease is over.
 
     Raises:
@@ -52,7 +52,7 @@ def ask_for(
     most = EVERYTHING if chunk is None else integer("chunk", chunk, 1)
     most_swa = most if swa_chunk is None else integer("swa_chunk", swa_chunk, 1)
     shared = EVERYTHING if shared_tokens is None else integer("shared_tokens", shared_tokens, 0)
-    return Ask(
+    return LeaseRequest(
         parts.namespaces.space(extra_key), key, length - 1, reserve, reserve if parts.has_swa else 0, slots, True, most,
         most_swa, flag("shorter", shorter), shared,
     )  # fmt: skip
@@ -73,7 +73,9 @@ class LeaseWait:
     that was not looked up.
     """
 
-    def __init__(self, parts: LeaseParts, ask: Ask, handle: Prefetch | None, wait: bool, timeout: float | None) -> None:
+    def __init__(
+        self, parts: LeaseParts, ask: LeaseRequest, handle: Prefetch | None, wait: bool, timeout: float | None
+    ) -> None:
         self.handle = handle
         self._parts = parts
         self._ask = ask

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from asynccache.config import CacheConfig
-from asynccache.core.cache import Begin, Join, Opened, Skip
+from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.claims import HandleClaims
@@ -185,7 +185,7 @@ class Prefetching:
                 return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, answer.reason)
             if isinstance(answer, Join):
                 await self._share(handle, answer.op)
-            elif isinstance(answer, Opened):
+            elif isinstance(answer, PrefetchBegun):
                 fetch = self._fetches[answer.op]
                 await self._own(handle, fetch)
                 if fetch.wish is Wish.RUN or handle.wish is not Wish.RUN:
@@ -222,7 +222,7 @@ class Prefetching:
         while op in self._driver.ops and handle.wish is not Wish.CANCEL:
             await self._asleep(handle, (op,))
 
-    async def _open(self, handle: Prefetch) -> Opened | Join | Skip | None:
+    async def _open(self, handle: Prefetch) -> PrefetchBegun | Join | Skip | None:
         """Ask the core for an operation until it has an answer; None if ``handle`` was told to end first."""
         line = self._driver.prefetch_line
         place: LinePlace | None = None
@@ -253,12 +253,12 @@ class Prefetching:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: Prefetch, begin: Begin) -> Opened | Join | Skip | Wait:
+    def _try(self, handle: Prefetch, begin: Begin) -> PrefetchBegun | Join | Skip | Wait:
         """Under the lock, with no await."""
         answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
-        if isinstance(answer, (Opened, Wait)):
+        if isinstance(answer, (PrefetchBegun, Wait)):
             self._driver.perform(answer.plan)
-        if isinstance(answer, Opened):
+        if isinstance(answer, PrefetchBegun):
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,

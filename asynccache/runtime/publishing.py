@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynccache.core.cache import Ask, Committed
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import Committed, CoreLease, LeaseRequest
 from asynccache.core.plan import Wait
 from asynccache.errors import ConfigError
 from asynccache.runtime.driving import holding
@@ -49,7 +48,7 @@ class Publishing:
 
     __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
 
-    def __init__(self, publisher: Publisher, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
+    def __init__(self, publisher: Publisher, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
         self._publisher = publisher
         self._core = core

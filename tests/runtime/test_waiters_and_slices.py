@@ -11,7 +11,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
-from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import More, Status, Wait
 from asynccache.runtime import hashing
 from asynccache.runtime.claims import HandleClaims
@@ -176,7 +176,7 @@ async def test_a_survey_that_waits_for_the_tree_asks_about_what_came_meanwhile()
         async with holding(driver.lock):
             survey = asyncio.create_task(unsaved(driver))
             await turns(3)
-            grant = driver.core.lease(Ask(b"new", key, 0, 2 * PAGE, 0))
+            grant = driver.core.lease(LeaseRequest(b"new", key, 0, 2 * PAGE, 0))
             assert isinstance(grant, Grant)
             driver.perform(driver.core.commit(grant.lease, key, b"").plan)
             driver.perform(driver.core.release(grant.lease))
