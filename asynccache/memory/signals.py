@@ -159,9 +159,9 @@ class Signal:
 
     def fire(self, error: Exception | None = None) -> None:
         """Note that the work has ended, with ``error`` or well, and tell all who wait. Firing twice does nothing."""
-        call_all(self.settle(error))
+        call_all(self.note_fired(error))
 
-    def settle(self, error: Exception | None = None) -> list[Work]:
+    def note_fired(self, error: Exception | None = None) -> list[Work]:
         """Do the same as ``fire``, but return the callbacks for ``call_all`` instead of calling them: so a caller that
         fires several events tells all who wait at once."""
         with self._lock:

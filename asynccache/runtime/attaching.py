@@ -84,7 +84,7 @@ class StoreAttachments:
         attached."""
         driver, options = self._driver, opened.options
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
             self._worker.use_store(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
             if self._announcing is not None:
@@ -122,7 +122,7 @@ class StoreAttachments:
         left = await unsaved(self._driver)
         driver, failed = self._driver, list[BackendError]()
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
             self._worker.leave_store(store.number)

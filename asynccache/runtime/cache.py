@@ -277,7 +277,7 @@ class AsyncCache:
         if not driver.lock.take():
             await acquire(driver.lock)
         try:
-            driver.settle()
+            driver.apply_outcomes()
             return driver.unlocked(driver.core.match, parts.namespaces.space(extra_key), key)
         finally:
             driver.lock.release()

@@ -59,13 +59,13 @@ class Saving:
     async def save(self, limit: SavingLimit) -> None:
         """Save as much as ``limit`` leaves time for. Cancelling it stops the waiting; backups that began go on."""
         try:
-            await limit.keep(self._settle_down)
+            await limit.keep(self._end_and_drain)
         except TimeoutError:
             pass  # what is left unsaved stands in the report of the caller
         except (CacheClosed, RankFailure):
             pass  # a task or a rank died meanwhile; the caller's report names the reason
 
-    async def _settle_down(self) -> None:
+    async def _end_and_drain(self) -> None:
         handles = tuple(self._prefetching.handles)
         self._prefetching.cancel()
         for handle in handles:

@@ -7,7 +7,7 @@ Laws:
 * A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
   give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
   evict or back up to the next holder.
-* Whoever takes the lock settles first: outcomes that wait are applied before anything is decided on top of them.
+* Whoever takes the lock applies outcomes first: those that wait are applied before anything is decided on top of them.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
@@ -129,7 +129,7 @@ class Driver:
         for op in ops:
             self.post(Outcome(op, status))
 
-    def settle(self) -> None:
+    def apply_outcomes(self) -> None:
         """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.
 
         Raises:
@@ -232,7 +232,7 @@ class Driver:
         if self.line or not self.lock.take():
             return False
         try:
-            self.settle()
+            self.apply_outcomes()
             answer = self.locked(self.core.lease, ask)
             if isinstance(answer, Grant):
                 granted(answer)

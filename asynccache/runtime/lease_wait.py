@@ -146,7 +146,7 @@ class LeaseWait:
         driver = self._parts.driver
         while True:
             async with holding(driver.lock):
-                driver.settle()
+                driver.apply_outcomes()
                 turn = await self._turn(granted)
                 if turn is GrantAttempt.GRANTED:
                     return

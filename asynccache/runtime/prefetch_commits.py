@@ -64,7 +64,7 @@ class PrefetchCommits:
         """Commit ``first`` and all that wait. In a frame of its own: a reference that ``run`` kept would keep the
         handles of prefetches alive that nobody has any more."""
         async with holding(self._driver.lock):
-            self._driver.settle()
+            self._driver.apply_outcomes()
             for completion in (first, *self._take()):
                 self._commit(completion)
 

@@ -231,7 +231,7 @@ class Prefetching:
         try:
             while handle.wish is Wish.RUN:
                 async with holding(self._driver.lock):
-                    self._driver.settle()
+                    self._driver.apply_outcomes()
                     if handle.wish is not Wish.RUN:  # told while it waited for the lock
                         return None
                     answer = self._try(handle, Begin.LATER if line.must_wait(handle.ticket) else begin)

@@ -100,7 +100,7 @@ class Publishing:
     ) -> Committed | Wait:
         driver = self._publisher.driver
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
             if self._core.released:
                 raise RuntimeError("the lease is released")
             answer = driver.locked(driver.core.commit, self._core, key, hashes, checkpoint)

@@ -46,7 +46,7 @@ async def _survey(driver: Driver, space: bytes | None, question: Callable[[Surve
     too."""
     async with holding(driver.lock):
         if driver.closed is None:
-            driver.settle()
+            driver.apply_outcomes()
         survey = driver.core.survey(space)
         answer: T
         answer, cancelled = await slices(driver, lambda: question(survey))

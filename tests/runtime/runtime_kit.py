@@ -90,7 +90,7 @@ async def settled(cache: AsyncCache) -> None:
     driver = parts(cache).driver
     while True:
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
         if not len(driver.ops):
             return
         await driver.ops.any(tuple(driver.ops)[:1])

@@ -24,7 +24,7 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
         async with holding(driver.lock):  # the ack task cannot come by
             await until(lambda: driver.unapplied == 1)
             assert cache.statistics().core.operations["backup_host"] == 1
-            driver.settle()
+            driver.apply_outcomes()
             assert cache.statistics().core.operations["backup_host"] == 0
 
 

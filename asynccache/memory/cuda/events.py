@@ -184,7 +184,7 @@ class CudaEvent(Signal):
     def land(self) -> list[Work]:
         """Note that the event, which has happened, has fired, and return who is to be told. Its handle goes back,
         unless the device has failed."""
-        callbacks = self.settle(self.failure)
+        callbacks = self.note_fired(self.failure)
         handle, self._handle, self.keep = self._handle, None, None
         if handle is not None and self.stream.context.failure is None:
             self.stream.context.give(handle)
