@@ -34,7 +34,8 @@ BENEATH = (
     "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.runtime.operations",
     "asynccache.worker.work",
 )  # fmt: skip
-"""What the compiled modules import of asynccache that is not compiled. mypyc reads the types in these modules."""
+"""Modules of asynccache that the compiled ones import and that are not compiled. mypyc reads the types in these
+modules."""
 BESIDE = (*PURE_MODULES, *BENEATH)
 """Modules that are not compiled and on whose types the compiled ones rely, so that the digest covers them."""
 SOURCE = "source"

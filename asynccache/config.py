@@ -59,8 +59,8 @@ class Replicated(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
-    """What every pool has. ``pool``: the name of a component's pool and of its table in a file."""
+class _PoolFields:
+    """The fields of every pool. ``pool``: the name of a component's pool and of its table in a file."""
 
     pool: ClassVar[str] = ""
 
@@ -78,8 +78,8 @@ class _Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Attention(_Pool):
-    """What the pools of attention have."""
+class _Attention(_PoolFields):
+    """The fields of the pools of attention."""
 
     bytes_per_token: int = field(metadata=setting(
         "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes.", 0))
@@ -113,7 +113,7 @@ class SlidingWindow(_Attention):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba(_Pool):
+class Mamba(_PoolFields):
     """Recurrent states, beside full attention: one state stands for a whole prefix.
 
     The table ``[components.mamba]`` of docs/configuration.md has the fields.
@@ -134,7 +134,7 @@ _KIND = {name: kind for kind, name in POOL_NAME.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sidecar(_Pool):
+class Sidecar(_PoolFields):
     """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots. In a file
     each one is a table of its own, whose name is the pool's name.
 
@@ -185,7 +185,8 @@ class PoolSpec:
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        """For each of the pool's layers the number of the model's layer that it holds."""
+        """The numbers of the model's layers that the pool holds: for each of the pool's layers the number of the
+        model's layer that it holds."""
         return self.covers or tuple(range(self.layers))
 
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
@@ -342,7 +343,7 @@ def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, .
     return tuple(checks.instance(f"{name}[{at}]", value, kinds) for at, value in enumerate(values))
 
 
-def _check_pool(pool: _Pool, where: str) -> None:
+def _check_pool(pool: _PoolFields, where: str) -> None:
     """Check and convert all fields of a pool that can be checked without knowing the other pools. ``where`` names the
     pool in errors."""
     checks.check_fields(pool, f"{where}: ")

@@ -1,4 +1,4 @@
-"""What the optional parts of asynccache need, and the command that installs it.
+"""The packages that the optional parts of asynccache need, and the command that installs them.
 
 The command names the packages themselves. ``pip install 'asynccache[events]'`` would look for asynccache, too, and is
 no help in a clone that is not installed.

@@ -40,8 +40,8 @@ from asynccache_shim import SchedulerConfig
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
 from openai_serving.models import FAMILIES, checkpoint, random
-from openai_serving.paths import PATHS, Means, OnEvent
-from openai_serving.service import Served, Service
+from openai_serving.paths import PATHS, OnEvent, PathParts
+from openai_serving.service import Service, ServiceParts
 
 from asynccache import AsyncCacheError
 from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
@@ -96,8 +96,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def served(args: argparse.Namespace, on_event: OnEvent | None = None) -> Served:
-    """What is to be served: the model, its tokenizer and its path. ``on_event``: called with KV events.
+def served(args: argparse.Namespace, on_event: OnEvent | None = None) -> ServiceParts:
+    """Return the parts of the service: the model, its tokenizer and its path. ``on_event``: called with KV events.
 
     Raises:
         ConfigError: a setting cannot be used, or the model cannot be loaded or served.
@@ -111,11 +111,11 @@ def served(args: argparse.Namespace, on_event: OnEvent | None = None) -> Served:
         "host_states": 4 * args.states, "storage": args.storage, "prefetch_threshold": args.page_size,
         "device": args.device,
     }  # fmt: skip
-    path = PATHS[args.path](Means(
+    path = PATHS[args.path](PathParts(
         model=served.model, page_size=args.page_size, cache=cache, on_event=on_event,
         scheduler=SchedulerConfig(step_tokens=args.step_tokens, max_running=args.max_running),
     ))  # fmt: skip
-    return Served(
+    return ServiceParts(
         name=args.served_model_name or args.model or f"random-{args.model_family}",
         words=served.words,
         path=path,
@@ -145,7 +145,7 @@ def announced(args: argparse.Namespace) -> Iterator[OnEvent | None]:
         yield publisher
 
 
-class Server(uvicorn.Server):
+class OpenAIServer(uvicorn.Server):
     """A server that prints its address when it listens. When it is told to stop, requests may run for ``drain``
     seconds; those that are left then are ended. A second SIGTERM ends the process at once."""
 
@@ -191,13 +191,13 @@ def told_once() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-async def serve(args: argparse.Namespace, planned: Served) -> int:
+async def serve(args: argparse.Namespace, planned: ServiceParts) -> int:
     """Open everything, serve until SIGINT or SIGTERM, close everything; returns the exit status."""
     async with Service(planned) as service:
         app = build(service)
         config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off",
                                 http=Punctual, limit_concurrency=args.max_live + SPARE_CONNECTIONS)  # fmt: skip
-        server = Server(config, service, args.drain)
+        server = OpenAIServer(config, service, args.drain)
         with told_once():
             await server.serve()
     return 0 if server.started else 1

@@ -28,7 +28,7 @@ CONFIG = CacheConfig(
 )  # fmt: skip
 
 
-class Model:
+class RandomModel:
     """A model with random weights. It reads and writes KV only in the pages that it is called with."""
 
     def __init__(self, cache: AsyncCache) -> None:
@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(self, cache: AsyncCache) -> None:
         self._cache = cache
-        self._model = Model(cache)
+        self._model = RandomModel(cache)
         self._thread = ThreadPoolExecutor(1)
 
     async def generate(self, prompt: list[int], count: int, tenant: str | None = None) -> tuple[list[int], int]:

@@ -27,13 +27,13 @@ import uvloop
 from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
 from asynccache.worker import messages
+from asynccache.worker.admitting_ranks import Workers, listen
 from asynccache.worker.contract import Reports, Work
-from asynccache.worker.gathering import Workers, listen
-from asynccache.worker.given import Given
+from asynccache.worker.embedder import EmbedderParts
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.joining import joined
 from asynccache.worker.link import StreamLink
-from asynccache.worker.performing import Performer
+from asynccache.worker.rank_performer import Performer
 from asynccache.worker.serving import connect
 from asynccache.worker.sockets import SECRET
 from asynccache.worker.topology import Topology
@@ -117,7 +117,7 @@ def _process(rank: int, address: str, secret: str) -> subprocess.Popen[bytes]:
 
 
 async def _with_group(workers: Workers, processes: Sequence[subprocess.Popen[bytes]], rounds: int) -> Figures:
-    group = await open_group(_CONFIG, Given(), workers)
+    group = await open_group(_CONFIG, EmbedderParts(), workers)
     try:
         ports = [int(await asyncio.to_thread(cast("Any", process.stdout).readline)) for process in processes]
         head = Head(group)
@@ -146,7 +146,7 @@ def _nobody(_: object) -> tuple[()]:
 def _frame(size: int) -> bytes:
     """Return as many bytes as go over each link for ``size`` operations of one plan."""
     plan = joined([_effect(1000 + op) for op in range(size)], _nobody)
-    frame = messages.encode([messages.Perform(work) for work in plan])
+    frame = messages.encode([messages.PerformWork(work) for work in plan])
     return bytes(4) + frame
 
 

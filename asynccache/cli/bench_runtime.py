@@ -27,7 +27,7 @@ from asynccache.cli.loops import loop_factory
 from asynccache.cli.options import LOOPS
 from asynccache.cli.parsing import NOT_NEGATIVE, integer
 from asynccache.config import CacheConfig, Full
-from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.treelock import TreeLock
 
@@ -84,7 +84,7 @@ async def measure_overhead(calls: int) -> Figures:
         await _cache_lease(cache, tokens)  # splits off the last page, because the core alone may not split below
         core, space = cache.core, next(iter(cache.core.world.roots))
         key = tokens.tobytes()
-        ask = Ask(space, key, TOKENS - 1, TOKENS, 0)
+        ask = LeaseRequest(space, key, TOKENS - 1, TOKENS, 0)
         gc.collect()
         gc.freeze()
         pairs: dict[str, tuple[Callable[[], object], Callable[[], Awaitable[object]]]] = {
@@ -110,7 +110,7 @@ def _cost_of_lock(calls: int) -> float:
     return median(_cpu_of(take, calls) - _cpu_of(lambda: None, calls) for _ in range(5))
 
 
-def _core_lease(core: CacheCore, ask: Ask) -> None:
+def _core_lease(core: CacheCore, ask: LeaseRequest) -> None:
     grant = core.lease(ask._replace(key=bytes(memoryview(ask.key))))
     assert isinstance(grant, Grant)
     core.release(grant.lease)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from asynccache import compiled
 from asynccache.cli.parsing import choice, integer, listed
 from asynccache.config import EVICTION_POLICIES
-from asynccache.core.cache import Ask, CacheCore, Grant, Lease
+from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
 from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig
@@ -148,19 +148,19 @@ class Bed:
             ops = [effect.op for effect in plan.effects if not isinstance(effect, (Publish, Cleared))]
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 
-    def lease(self, key: bytes) -> Lease:
+    def lease(self, key: bytes) -> CoreLease:
         """Return a lease with room for ``key``, granted ``BETWEEN_S`` seconds after the one before."""
         self._now += BETWEEN_S
         self.core.at(self._now)
         tokens = len(key) // 4
-        ask = Ask(SPACE, key, tokens, tokens, tokens, 3 if self.kind == "all" else 0)
+        ask = LeaseRequest(SPACE, key, tokens, tokens, tokens, 3 if self.kind == "all" else 0)
         while isinstance(answer := self.core.lease(ask), (More, Wait)):
             self.complete(answer.plan)
         assert isinstance(answer, Grant)
         self.complete(answer.plan)
         return answer.lease
 
-    def commit(self, lease: Lease, key: bytes) -> Plan:
+    def commit(self, lease: CoreLease, key: bytes) -> Plan:
         """Publish ``key``, with a checkpoint at its end if there are states, and return the plan."""
         end = len(key) // 4 // self.page * self.page
         checkpoint = (end, int.from_bytes(lease.states[-4:], "little")) if self.kind == "all" else None
@@ -254,7 +254,7 @@ def time_hits(bed: Bed, keys: Sequence[bytes], match: Timer, pin: Timer) -> None
             timers[1].call(partial(_pin_and_unpin, bed, end))
 
 
-def _match_with_pages(bed: Bed, lease: Lease, key: bytes) -> None:
+def _match_with_pages(bed: Bed, lease: CoreLease, key: bytes) -> None:
     bed.core.match(SPACE, key)
     bed.core.pages(lease, ComponentKind.FULL)
     if bed.kind == "all":
@@ -273,7 +273,7 @@ def measure_evict(kind: str, page: int, eviction: str, calls: int = 60) -> dict[
     for key in keys:
         bed.insert(key)
     timers = {"evict": timer(), "evict_node": timer()}
-    ask = Ask(SPACE, b"", 0, EVICTED, EVICTED, 0)
+    ask = LeaseRequest(SPACE, b"", 0, EVICTED, EVICTED, 0)
     for _ in range(calls):
         before = bed.core.statistics().nodes
         grant = timers["evict"].call(partial(bed.core.lease, ask))
@@ -337,7 +337,7 @@ def _side_by_side(both: Sequence[dict[str, Timer]]) -> None:
     for number, key in enumerate(keys[:500]):
         for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
             time_hits(bed, [key], timers["match"], timers["pin"])
-    ask = Ask(SPACE, b"", 0, EVICTED, EVICTED, 0)
+    ask = LeaseRequest(SPACE, b"", 0, EVICTED, EVICTED, 0)
     for number in range(60):
         for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
             assert isinstance(timers["evict"].call(partial(bed.core.lease, ask)), Grant)
@@ -407,11 +407,11 @@ def _grown(kind: str, size: int, eviction: str) -> Figures:
         _timed_insert(bed, forest.key(), timers)
     timers["commit"] = timers["insert"]
     _fill(bed)
-    ask = Ask(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
+    ask = LeaseRequest(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
     for _ in range(SAMPLE // 4):
         _evict_in_slices(bed, ask, timers["evict"].call)
     tenth = size // 10 * GROWTH_PAGES * GROWTH_PAGE
-    _evict_in_slices(bed, Ask(SPACE, b"", 0, tenth, tenth, 0), timers["evict_slice"].call)
+    _evict_in_slices(bed, LeaseRequest(SPACE, b"", 0, tenth, tenth, 0), timers["evict_slice"].call)
     return {**{name: timers[name].figures() for name in told},
             "worst_call": {name: timers[name].worst() for name in worst}}
 
@@ -419,7 +419,7 @@ def _grown(kind: str, size: int, eviction: str) -> Figures:
 Answer = Grant | Wait | More
 
 
-def _evict_in_slices(bed: Bed, ask: Ask, call: Callable[[Callable[[], Answer]], Answer]) -> None:
+def _evict_in_slices(bed: Bed, ask: LeaseRequest, call: Callable[[Callable[[], Answer]], Answer]) -> None:
     """Ask for a lease that has to evict, in as many calls as the core divides that into."""
     while isinstance(answer := call(lambda: bed.core.lease(ask)), More):
         bed.complete(answer.plan)
@@ -438,7 +438,7 @@ def _fill(bed: Bed) -> None:
     """Take all free slots of the device."""
     free = bed.core.statistics().device[0].free * bed.page
     swa = bed.core.statistics().device[1].free * bed.page if bed.kind == "all" else free
-    assert isinstance(bed.core.lease(Ask(SPACE, b"", 0, free, swa, 0)), Grant)
+    assert isinstance(bed.core.lease(LeaseRequest(SPACE, b"", 0, free, swa, 0)), Grant)
 
 
 # memory

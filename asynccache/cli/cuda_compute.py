@@ -13,7 +13,7 @@ import torch
 
 from asynccache.cli.cuda_copies import Pages, Ways, ended
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection
 
 SIDE = 4096
 PRODUCTS = 200
@@ -56,12 +56,12 @@ def slow_down(ways: Ways, index: int, rounds: int) -> Figures:
     alone = median([products.seconds(PRODUCTS) for _ in range(rounds)])
     beside = [
         {"direction": towards.value, "path": path, "slower_by": _beside(device, towards, products, alone, rounds)}
-        for towards in (Towards.OUT, Towards.IN) for path, device in ways.items()
+        for towards in (CopyDirection.OUT, CopyDirection.IN) for path, device in ways.items()
     ]  # fmt: skip
     return {"products": PRODUCTS, "side": SIDE, "alone_s": round(alone, 6), "beside": beside}
 
 
-def _beside(device: CudaDevice, towards: Towards, products: Products, alone: float, rounds: int) -> float | None:
+def _beside(device: CudaDevice, towards: CopyDirection, products: Products, alone: float, rounds: int) -> float | None:
     pages, stream = Pages(device, SIZE, WIDTH), device.stream("beside")
     taken, batches = list[float](), 4
     for _ in range(TRIES):
@@ -73,7 +73,7 @@ def _beside(device: CudaDevice, towards: Towards, products: Products, alone: flo
 
 
 def _covered(
-    device: CudaDevice, stream: Any, pages: Pages, towards: Towards, products: Products, batches: int
+    device: CudaDevice, stream: Any, pages: Pages, towards: CopyDirection, products: Products, batches: int
 ) -> float | None:
     """Return the seconds of the products while ``batches`` batches are copied; None if the copies ended first."""
     events = [pages.submit(device, stream, towards, pages.scattered()) for _ in range(batches)]

@@ -23,7 +23,7 @@ from asynccache.cli.text import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.streams import CudaStream
 from asynccache.memory.device import PageCopy
@@ -77,9 +77,11 @@ class Pages:
         ids = _kept(np.arange(self.spec.device_pages, dtype=np.int32))
         return [PageCopy(self.device, self.host, ids, ids)]
 
-    def submit(self, device: CudaDevice, stream: CudaStream, towards: Towards, copies: Sequence[PageCopy]) -> CudaEvent:
+    def submit(
+        self, device: CudaDevice, stream: CudaStream, towards: CopyDirection, copies: Sequence[PageCopy]
+    ) -> CudaEvent:
         """Begin to copy, and return an event that fires when all is there."""
-        if towards is Towards.OUT:
+        if towards is CopyDirection.OUT:
             device.device_to_host(stream, copies)
         else:
             device.host_to_device(stream, copies, self.spec.layers)
@@ -103,7 +105,7 @@ def ended(event: CudaEvent) -> None:
         raise event.failure
 
 
-def rate(device: CudaDevice, pages: Pages, towards: Towards, copies: Sequence[PageCopy], rounds: int) -> float:
+def rate(device: CudaDevice, pages: Pages, towards: CopyDirection, copies: Sequence[PageCopy], rounds: int) -> float:
     """Return bytes per second: of the best of ``rounds`` rounds, after one that warms up."""
     stream, taken = device.stream("rate"), list[float]()
     for _ in range(rounds + 1):
@@ -114,10 +116,10 @@ def rate(device: CudaDevice, pages: Pages, towards: Towards, copies: Sequence[Pa
     return len(copies[0].src) * pages.spec.bytes_per_page / min(taken[1:])
 
 
-def large(device: CudaDevice, size: int, rounds: int) -> dict[Towards, float]:
+def large(device: CudaDevice, size: int, rounds: int) -> dict[CopyDirection, float]:
     """Return bytes per second of one copy of ``size`` bytes, each way by itself."""
     pages = Pages(device, size, 1 << 20, layers=1)
-    return {way: rate(device, pages, way, pages.neighbours(), rounds) for way in (Towards.OUT, Towards.IN)}
+    return {way: rate(device, pages, way, pages.neighbours(), rounds) for way in (CopyDirection.OUT, CopyDirection.IN)}
 
 
 def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
@@ -128,7 +130,7 @@ def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
     after = large(device, size, rounds)
     best = {way: max(before[way], after[way]) for way in before}
     for row in rows:
-        row["share"] = round(row[f"{row['path']}_gb_s"] * 1e9 / best[Towards(row["direction"])], 3)
+        row["share"] = round(row[f"{row['path']}_gb_s"] * 1e9 / best[CopyDirection(row["direction"])], 3)
     return {"large_gb_s": {way.value: _gb(one) for way, one in best.items()}, "bytes": size, "pieces": rows,
             "kernel_below": {"set": device.settings.kernel_below, "measured": crossover(rows)}}  # fmt: skip
 
@@ -137,7 +139,7 @@ def table(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Iterator[Fi
     """Yield a row for each width and direction: each path's rate in GB/s, and the path that the settings choose."""
     for width in WIDTHS:
         pages = Pages(device, size, width)
-        for towards in (Towards.OUT, Towards.IN):
+        for towards in (CopyDirection.OUT, CopyDirection.IN):
             copies = pages.scattered()
             rates = {f"{path}_gb_s": _gb(rate(way, pages, towards, copies, rounds)) for path, way in ways.items()}
             path = "kernel" if width < device.settings.kernel_below else "dma"
@@ -154,7 +156,8 @@ def crossover(rows: Sequence[Figures]) -> int:
 def both(device: CudaDevice, size: int, width: int, rounds: int) -> Figures:
     """Copy both ways at the same time, each on a stream and in a pool of its own, ``size`` bytes together. Returns the
     width of the pieces in bytes, and the sum of both rates in GB/s."""
-    ways = [(way, Pages(device, size // 2, width), device.stream(way.value)) for way in (Towards.OUT, Towards.IN)]
+    both = (CopyDirection.OUT, CopyDirection.IN)
+    ways = [(way, Pages(device, size // 2, width), device.stream(way.value)) for way in both]
     taken = []
     for _ in range(rounds + 1):
         began = time.perf_counter()

@@ -21,7 +21,7 @@ from asynccache.cli.replicas import check_replicas
 from asynccache.cli.runfile import Told, cache_of, options_of, told
 from asynccache.cli.sidecars import PRESET, check_sidecars
 from asynccache.config import CacheConfig, split_urls
-from asynccache.configuration import File, read_file
+from asynccache.configuration import SettingsFile, read_file
 from asynccache.configuration.settings import CACHE, COMPONENTS, Setting
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
@@ -280,7 +280,7 @@ def resolve_options(
     return _checked(RunSettings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
 
 
-def said_of(command: str, file: File | None, env: Mapping[str, str]) -> Told:
+def said_of(command: str, file: SettingsFile | None, env: Mapping[str, str]) -> Told:
     """Return what ``file``, if there is one, and the environment say of the options of ``command``."""
     options = options_for(command)
     names = {option.name: field for field, option in options.items() if field != "config"}

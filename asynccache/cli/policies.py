@@ -16,7 +16,7 @@ import numpy as np
 
 from asynccache.cli.curve import PagePath
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.core.cache import Ask, CacheCore, Grant, Wait
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from asynccache.errors import InvariantViolation
 
@@ -46,7 +46,7 @@ def _serve(core: CacheCore, request: PagePath, capacity: int) -> int:
     key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
     if len(path) > capacity:
         return min(core.match(_SPACE, key).device // BLOCK_TOKENS, looked_up)
-    answer = core.lease(Ask(_SPACE, key, looked_up * BLOCK_TOKENS, length, length))
+    answer = core.lease(LeaseRequest(_SPACE, key, looked_up * BLOCK_TOKENS, length, length))
     if not isinstance(answer, Grant):
         raise InvariantViolation(f"a device of {capacity} blocks that nobody else uses has no room for {len(path)}")
     lease = answer.lease

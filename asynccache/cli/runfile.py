@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from asynccache.config import CacheConfig, Full, SlidingWindow
-from asynccache.configuration import File, describes_cache, nearest, read_config
+from asynccache.configuration import SettingsFile, describes_cache, nearest, read_config
 from asynccache.configuration.settings import CACHE
 from asynccache.configuration.settings import TABLES as CACHE_TABLES
 from asynccache.errors import ConfigError
@@ -41,7 +41,9 @@ class Told(NamedTuple):
     problems: list[str]
 
 
-def told(command: str, file: File | None, env: Mapping[str, str], names: Mapping[str, str], parse: Parse) -> Told:
+def told(
+    command: str, file: SettingsFile | None, env: Mapping[str, str], names: Mapping[str, str], parse: Parse
+) -> Told:
     """Return the options of ``command`` in ``file`` and in the environment, which wins: there
     ``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``.
 
@@ -60,7 +62,7 @@ def told(command: str, file: File | None, env: Mapping[str, str], names: Mapping
     return found
 
 
-def _written(command: str, file: File | None, env: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _written(command: str, file: SettingsFile | None, env: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     """Yield the key, the value and the place of each option; of those with the same key the last one wins."""
     if file is not None:
         own = file.table.get(command, {})
@@ -88,7 +90,7 @@ def _unknown(command: str, key: str, value: object, names: Mapping[str, str]) ->
     return f"{command} has no setting {key!r}" + (f"; {hint}" if hint else "")
 
 
-def cache_of(file: File, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:
+def cache_of(file: SettingsFile, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:
     """The cache that ``file`` describes; None if it describes none. ``told``: the run's options, which win over the
     file where a cache has the same setting.
 

@@ -9,12 +9,12 @@ from asynccache.configuration.building import Effective, Loaded, Problem, load_c
 from asynccache.configuration.reference import reference
 from asynccache.configuration.schema import schema
 from asynccache.configuration.settings import nearest
-from asynccache.configuration.sources import File, describes_cache, read_file
+from asynccache.configuration.sources import SettingsFile, describes_cache, read_file
 from asynccache.configuration.writing import as_toml
 
 __all__ = [
     "Effective",
-    "File",
+    "SettingsFile",
     "Loaded",
     "Problem",
     "as_toml",

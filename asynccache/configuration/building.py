@@ -13,9 +13,9 @@ from asynccache.configuration import settings
 from asynccache.configuration.settings import REQUIRED, Path
 from asynccache.configuration.sources import (
     PREFIX,
-    File,
-    Table,
-    Value,
+    SettingsFile,
+    SettingsTable,
+    WrittenValue,
     from_environment,
     from_file,
     from_python,
@@ -78,7 +78,7 @@ def load_config(
 
 
 def read_config(
-    path: str | os.PathLike[str] | File | None = None, *, env: Mapping[str, str] | None = None, **given: Any
+    path: str | os.PathLike[str] | SettingsFile | None = None, *, env: Mapping[str, str] | None = None, **given: Any
 ) -> Loaded:
     """Do what ``load_config`` does, but return every value with its origin, and problems as a list instead of an error.
 
@@ -86,15 +86,15 @@ def read_config(
         ConfigError: ``path`` or ``env`` is an argument of the wrong type.
     """
     env = os.environ if env is None else checks.texts("env", env)
-    if not isinstance(path, (str, os.PathLike, File, type(None))):
+    if not isinstance(path, (str, os.PathLike, SettingsFile, type(None))):
         raise ConfigError(f"path={checks.shown(path)} must be text or a path")
     if isinstance(path, str):
         checks.text("path", path)
-    table = Table()
+    table = SettingsTable()
     path = path if path is not None else env.get(f"{PREFIX}CONFIG") or None
     if path is not None:
         try:
-            table.lay(from_file(path if isinstance(path, File) else read_file(os.fspath(path))))
+            table.lay(from_file(path if isinstance(path, SettingsFile) else read_file(os.fspath(path))))
         except ConfigError as error:
             return Loaded(None, (), (Problem(str(error)),))
     table.lay(_matched(from_environment(env), table))
@@ -104,7 +104,7 @@ def read_config(
     return _build(table)
 
 
-def _matched(upper: Table, lower: Table) -> Table:
+def _matched(upper: SettingsTable, lower: SettingsTable) -> SettingsTable:
     """Return the settings of the environment, ``upper``, with the names of sidecars as ``lower`` writes them. Names of
     environment variables have neither lower case nor dashes, so they cannot be compared as they are."""
     names = {_folded(group): group for group in lower.groups if group[0] == "sidecars"}
@@ -112,14 +112,16 @@ def _matched(upper: Table, lower: Table) -> Table:
     def renamed(path: Path) -> Path:
         return (*names.get(_folded(path[:2]), path[:2]), *path[2:])
 
-    return Table({renamed(p): v for p, v in upper.values.items()}, {renamed(p): o for p, o in upper.groups.items()})
+    return SettingsTable(
+        {renamed(p): v for p, v in upper.values.items()}, {renamed(p): o for p, o in upper.groups.items()}
+    )
 
 
 def _folded(path: Path) -> Path:
     return tuple(re.sub(r"[-.]", "_", part).lower() for part in path)
 
 
-def _build(table: Table) -> Loaded:
+def _build(table: SettingsTable) -> Loaded:
     problems = [Problem(f"{_told(one.path, one.value)} {one.what}") for one in table.misplaced]
     tree: dict[Path, Any] = {}
     for path, value in table.values.items():
@@ -145,13 +147,13 @@ def _build(table: Table) -> Loaded:
         return Loaded(None, values, (_between(error, values),))
 
 
-def _told(path: Path, value: Value) -> str:
+def _told(path: Path, value: WrittenValue) -> str:
     """Return the beginning of a sentence about a value: the setting, what it was set to, and where."""
     text = checks.shown(shown(path[-1], value.value))
     return f"{'.'.join(path)}={text if len(text) <= 60 else text[:57] + '...'} ({value.origin})"
 
 
-def _unknown(path: Path, value: Value) -> Iterator[Problem]:
+def _unknown(path: Path, value: WrittenValue) -> Iterator[Problem]:
     """Yield the problem of a setting that does not exist. Settings in the table of an unknown component are left out:
     the table itself is reported, by ``_unknown_groups``."""
     if path[0] == "components" and len(path) == 3 and path[1] not in settings.COMPONENTS:
@@ -175,14 +177,14 @@ def variable(path: Path) -> str:
     return PREFIX + "__".join(part.upper().replace("-", "_") for part in path)
 
 
-def _unknown_groups(table: Table) -> Iterator[Problem]:
+def _unknown_groups(table: SettingsTable) -> Iterator[Problem]:
     for (top, name), origin in table.groups.items():
         if top == "components" and name not in settings.COMPONENTS:
             yield Problem(f"components.{name} ({origin}) is no component: one of {', '.join(settings.COMPONENTS)}",
                           settings.nearest(name, settings.COMPONENTS))
 
 
-def _missing(table: Table) -> Iterator[Problem]:
+def _missing(table: SettingsTable) -> Iterator[Problem]:
     if ("components", "full") not in table.groups and not any(one.path == ("components",) for one in table.misplaced):
         yield Problem("components.full is not given", "every cache has full attention: add a table [components.full]")
     for path, row, where in _rows(table):
@@ -191,7 +193,7 @@ def _missing(table: Table) -> Iterator[Problem]:
             yield Problem(f"{'.'.join(path)} is not given{where}", f"{path[-1]}: {text[:1].lower()}{text[1:]}")
 
 
-def _rows(table: Table) -> Iterator[tuple[Path, settings.Setting, str]]:
+def _rows(table: SettingsTable) -> Iterator[tuple[Path, settings.Setting, str]]:
     """Yield every setting that a cache with the given components and sidecars has: its path, its row, and the origin of
     its table in brackets. The fields of a class itself come before those that it inherits."""
     for name, row in settings.CACHE.items():

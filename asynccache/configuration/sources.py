@@ -1,7 +1,7 @@
 """Reads settings from their sources: a TOML file, the environment, Python.
 
-Each source becomes a flat ``Table`` from paths to values with their origins. Here it is only checked that tables are
-where tables must be. ``building`` checks names and values.
+Each source becomes a flat ``SettingsTable`` from paths to values with their origins. Here it is only checked that
+tables are where tables must be. ``building`` checks names and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXAMPLES = {"components": "components.full", "sidecars": "sidecars.NAME", "stor
 NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM", "PURE", "COMPILE")
 
 
-class Value(NamedTuple):
+class WrittenValue(NamedTuple):
     """A value as it was written. ``text``: whether its source can only write text, as the environment does."""
 
     value: object
@@ -41,23 +41,23 @@ class Misplaced(NamedTuple):
     """A value where a table must be. ``what`` says so, as the end of a sentence."""
 
     path: Path
-    value: Value
+    value: WrittenValue
     what: str
 
 
 @dataclass(slots=True)
-class Table:
+class SettingsTable:
     """The settings of one source, or of several that were laid over each other.
 
     ``values``: by path. ``groups``: the tables of components and sidecars that exist, maybe without any setting, with
     their origins. ``misplaced``: values where a table must be.
     """
 
-    values: dict[Path, Value] = field(default_factory=dict)
+    values: dict[Path, WrittenValue] = field(default_factory=dict)
     groups: dict[Path, str] = field(default_factory=dict)
     misplaced: list[Misplaced] = field(default_factory=list)
 
-    def lay(self, upper: Table) -> None:
+    def lay(self, upper: SettingsTable) -> None:
         """Add the settings of ``upper``, which win over those that are here."""
         self.values |= upper.values
         self.groups |= upper.groups
@@ -70,7 +70,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class SettingsFile:
     """A TOML file that was read. ``table`` is its content; ``lines`` has the line of each key by its path."""
 
     name: str
@@ -83,7 +83,7 @@ class File:
         return self.name if line is None else f"{self.name} line {line}"
 
 
-def read_file(name: str, shown: str = "") -> File:
+def read_file(name: str, shown: str = "") -> SettingsFile:
     """Read and parse a TOML file. ``shown`` is what errors call it; by default its name.
 
     Raises:
@@ -97,27 +97,27 @@ def read_file(name: str, shown: str = "") -> File:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown}: not TOML: {error}") from None
     try:
-        return File(name, tomllib.loads(text), line_numbers(text.replace("\r\n", "\n")))
+        return SettingsFile(name, tomllib.loads(text), line_numbers(text.replace("\r\n", "\n")))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown}: not TOML: {error}") from None
 
 
 def describes_cache(table: Mapping[str, Any]) -> bool:
-    """Whether a file with this content describes a cache, and not only runs of ``stress`` and ``replay``."""
+    """Return True if a file with this content describes a cache, and not only runs of ``stress`` and ``replay``."""
     return isinstance(table.get("components"), dict) or "model" in table
 
 
-def from_file(file: File) -> Table:
+def from_file(file: SettingsFile) -> SettingsTable:
     """Return the file's settings of the cache. The sections of ``stress`` and ``replay`` are left out."""
     content = {key: value for key, value in file.table.items() if key not in SECTIONS}
     return _from_tree(content, file.origin)
 
 
-def from_environment(env: Mapping[str, str]) -> Table:
+def from_environment(env: Mapping[str, str]) -> SettingsTable:
     """Return the settings in the environment. ``ASYNCCACHE_PAGE_SIZE`` is ``page_size``; two underscores lead into a
     table. Variables that begin with the name of a backend, such as ``ASYNCCACHE_REDIS_PASSWORD``, are left out: that
     backend reads them."""
-    table = Table()
+    table = SettingsTable()
     backends = {entry.name for entry in entry_points(group=BACKENDS)}
     for name, text in env.items():
         own = name.removeprefix(PREFIX)
@@ -126,13 +126,13 @@ def from_environment(env: Mapping[str, str]) -> Table:
         if own.partition("_")[0].lower() in backends:
             continue
         path = tuple(own.lower().split("__"))
-        table.values[path] = Value(text, f"environment variable {name}", text=True)
+        table.values[path] = WrittenValue(text, f"environment variable {name}", text=True)
         if len(path) == 3:
             table.groups[path[:2]] = f"environment variable {name}"
     return table
 
 
-def from_python(given: Mapping[str, object]) -> Table:
+def from_python(given: Mapping[str, object]) -> SettingsTable:
     """Return the settings in keyword arguments: plain values, mappings, or dataclasses of ``asynccache.config``.
 
     Raises:
@@ -158,23 +158,23 @@ def _as_mapping(name: str, value: object) -> object:
             for known, one in zip(names, value, strict=True)}
 
 
-def _from_tree(content: Mapping[str, object], origin: Origin) -> Table:
-    table = Table()
+def _from_tree(content: Mapping[str, object], origin: Origin) -> SettingsTable:
+    table = SettingsTable()
     _fill(table, (), (), content, origin)
     return table
 
 
-def _fill(table: Table, above: Path, keys: Path, content: Mapping[str, object], origin: Origin) -> None:
+def _fill(table: SettingsTable, above: Path, keys: Path, content: Mapping[str, object], origin: Origin) -> None:
     """Add what stands in the table ``above``, which the source calls ``keys``. Names of settings may be written with
     dashes; names of components, sidecars and options of a store are what they are."""
     for key, value in content.items():
         path, written = (*above, key if len(above) == 1 else key.replace("-", "_")), (*keys, key)
         if len(path) == _DEPTH.get(path[0], 1):
-            table.values[path] = Value(value, origin(written))
+            table.values[path] = WrittenValue(value, origin(written))
         elif isinstance(value, Mapping):
             if len(path) == 2:
                 table.groups[path] = origin(written)
             _fill(table, path, written, value, origin)
         else:
             what = f"must be a table, as in [{_EXAMPLES[path[0]] if len(path) == 1 else '.'.join(path)}]"
-            table.misplaced.append(Misplaced(path, Value(value, origin(written)), what))
+            table.misplaced.append(Misplaced(path, WrittenValue(value, origin(written)), what))

@@ -11,7 +11,7 @@ from asynccache.redaction import shown
 
 
 def as_toml(values: Iterable[Effective]) -> str:
-    """One line for each setting, with its origin behind it; what is none is left out."""
+    """Return one line for each setting, with its origin behind it. Settings that are None are left out."""
     lines: list[str] = []
     table: tuple[str, ...] = ()
     for path, value, origin in values:

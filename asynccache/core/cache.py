@@ -18,17 +18,17 @@ from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
 from asynccache.core.invalidation import Invalidation
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.leases import EVERYTHING, Ask, Grant, Lease, Leases
+from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
 from asynccache.core.plan import More, Outcome, Plan, Wait
 from asynccache.core.prefetching import (
     Begin,
-    Fetch,
     Join,
-    Opened,
+    PrefetchBegun,
     Prefetches,
-    Shape,
+    PrefetchInFlight,
+    PrefetchShape,
     Skip,
     Taken,
     needed_pages,
@@ -111,7 +111,7 @@ class CacheCore:
         path, reached = walk(root, key, 0, page)
         return b"".join([node.hashes for node in path])[: reached // page * 32]
 
-    def lease(self, ask: Ask) -> Grant | Wait | More:
+    def lease(self, ask: LeaseRequest) -> Grant | Wait | More:
         """Pin the longest usable match, load back what of it is on the host, and take all new pages; or take nothing
         and return ``Wait`` or ``More``.
 
@@ -120,7 +120,7 @@ class CacheCore:
         """
         return self._leases.lease(ask)
 
-    def check_possible(self, ask: Ask) -> None:
+    def check_possible(self, ask: LeaseRequest) -> None:
         """Refuse what ``lease`` could never grant, so that a request need not wait in line to learn that.
 
         Raises:
@@ -128,23 +128,23 @@ class CacheCore:
         """
         self._leases.check_possible(ask)
 
-    def extend(self, lease: Lease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
+    def extend(self, lease: CoreLease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
         """Grow the reservation to the positions ``reserve`` (FULL) and ``reserve_swa``, in tokens, and by ``states``
         MAMBA slots. ``Wait``: it does not fit now; it may when operations end that make room or let go of device pages,
         which are its ``ops``."""
         return self._leases.extend(lease, reserve, reserve_swa, states)
 
-    def advance(self, lease: Lease, position: int) -> Plan:
+    def advance(self, lease: CoreLease, position: int) -> Plan:
         """Unpin or give back what has left the window when the next token is computed at ``position``; one page more is
         kept."""
         return self._leases.advance(lease, position)
 
-    def truncate(self, lease: Lease, length: int) -> Plan:
+    def truncate(self, lease: CoreLease, length: int) -> Plan:
         """Give back the lease's own pages that lie wholly beyond ``length`` tokens."""
         return self._leases.truncate(lease, length)
 
     def commit(
-        self, lease: Lease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None
+        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None
     ) -> Committed | Wait:
         """Publish the whole pages of ``key`` (at least ``lease.length`` tokens, all computed).
 
@@ -162,7 +162,7 @@ class CacheCore:
             checkpoint = self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
         return self._commits.commit(lease, key, hashes, checkpoint)
 
-    def check_checkpoint(self, lease: Lease, tokens: int, checkpoint: object) -> tuple[int, int]:
+    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: object) -> tuple[int, int]:
         """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
 
         Raises:
@@ -182,19 +182,19 @@ class CacheCore:
                               "that a commit has given to the tree cannot be handed in again")
         return position, slot
 
-    def pages(self, lease: Lease, kind: int) -> bytes:
+    def pages(self, lease: CoreLease, kind: int) -> bytes:
         """Return the page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is
         none."""
         return self._leases.pages(lease, kind)
 
-    def release(self, lease: Lease, *, ended: bool = False, retire: bool = False) -> Plan:
+    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False) -> Plan:
         """Give back everything that the lease holds; a second call does nothing. ``ended``: its conversation is over,
         so what only that used goes first. ``retire``: its own pages come as ``Retire`` instead of being free at
         once."""
         self._leases.release(lease, ended, retire)
         return self._given_back()
 
-    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> Opened | Wait | Join | Skip:
+    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
         """Begin to fetch what storage has of ``key`` beyond what the host has. ``Wait``, ``Join`` and ``Skip``: no
         prefetch began, and nothing was taken."""
         return self._prefetches.open(space, key, begin)
@@ -331,7 +331,7 @@ class CacheCore:
             failed_loads=counters.failed_loads,
         )
 
-    def active_leases(self) -> tuple[Lease, ...]:
+    def active_leases(self) -> tuple[CoreLease, ...]:
         """Return the leases that are not released, for the audit and for tools."""
         return tuple(self._leases.active.values())
 
@@ -339,13 +339,13 @@ class CacheCore:
         """Return the claims that are held, for the audit."""
         return tuple(self._transfers.claims.held.values())
 
-    def active_fetches(self) -> tuple[Fetch, ...]:
+    def active_fetches(self) -> tuple[PrefetchInFlight, ...]:
         """Return the prefetches in flight, for the audit."""
         return tuple(self._prefetches.active.values())
 
 
 __all__ = [
-    "EVERYTHING", "Access", "Ask", "Backfill", "CacheCore", "Committed", "Filled", "Grant", "Join", "Lease", "Match",
-    "More", "Opened", "Plan", "Shape", "Skip", "Statistics", "Survey", "Taken", "Begin", "Unsaved", "Wait",
-    "needed_pages", "usable_end",
+    "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant", "Join",
+    "LeaseRequest", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip", "Statistics", "Survey", "Taken",
+    "Unsaved", "Wait", "needed_pages", "usable_end",
 ]  # fmt: skip

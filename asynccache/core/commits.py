@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.leases import Lease, retire
+from asynccache.core.leases import CoreLease, retire
 from asynccache.core.ledger import LOAD_BACK
 from asynccache.core.matching import Matching
 from asynccache.core.plan import Medium, Plan, Wait
@@ -27,7 +27,7 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
-    """What a commit did. ``length``: how many tokens of the lease are committed so far. ``took``: whether the
+    """The outcome of a commit. ``length``: how many tokens of the lease are committed so far. ``took``: whether the
     checkpoint's slot went to the tree."""
 
     plan: Plan
@@ -53,7 +53,7 @@ class _Commit:
     __slots__ = ("begin", "hashes", "key", "lease", "spares", "total", "window")
 
     def __init__(
-        self, lease: Lease, key: bytes, hashes: bytes, begin: int, total: int, window: int, spares: list[bytes]
+        self, lease: CoreLease, key: bytes, hashes: bytes, begin: int, total: int, window: int, spares: list[bytes]
     ) -> None:
         self.lease = lease
         self.key = key
@@ -96,7 +96,7 @@ class Commits:
         self._mamba = world.mamba
 
     def commit(
-        self, lease: Lease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None
+        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
         """See ``CacheCore.commit``."""
         world, size, page = self._world, self._page_size, self._world.page_bytes
@@ -221,7 +221,7 @@ class Commits:
         if any(work.spares):
             retire(self._world, work.spares, True)
 
-    def _attach(self, lease: Lease, end: Node, checkpoint: tuple[int, int]) -> bool:
+    def _attach(self, lease: CoreLease, end: Node, checkpoint: tuple[int, int]) -> bool:
         """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree
         took it; False if there is a state already, or FULL or SWA is missing there."""
         position, slot = checkpoint[0] // self._page_size, checkpoint[1].to_bytes(SLOT_BYTES, "little")
@@ -244,7 +244,7 @@ class Commits:
 
     # write policies
 
-    def _write_out(self, lease: Lease, end: Node, begin: int, took: bool) -> None:
+    def _write_out(self, lease: CoreLease, end: Node, begin: int, took: bool) -> None:
         """Start the backups that the write policy asks for after a commit."""
         world = self._world
         if not world.has_host or end.root.dead:
@@ -258,7 +258,7 @@ class Commits:
             self._transfers.save_or_defer(due, begin)
         self._transfers.save_coldest()
 
-    def _count_pass(self, lease: Lease, end: Node) -> Node | None:
+    def _count_pass(self, lease: CoreLease, end: Node) -> Node | None:
         """Count that this lease has passed, once, through every node up to ``end`` without a host copy. Return the
         deepest node that is due for a backup: one with two passes or more, or else the first one with a host copy that
         is met on the way up; None if there is neither."""

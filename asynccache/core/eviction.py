@@ -233,7 +233,7 @@ class Order:
 
 
 class Curve(NamedTuple):
-    """What a policy has learned of one kind of page, by age; ``Learned.edges`` says where an age begins.
+    """The things that a policy has learned of one kind of page, by age; ``Learned.edges`` says where an age begins.
 
     ``used``: how many blocks were used again at that age. ``reached``: how many had reached it unused. ``again``: the
     share, 0 to 1, that is used again before it is so old. ``worth``: of two pages, the one with the smaller worth is
@@ -248,7 +248,7 @@ class Curve(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What a policy has learned: one curve for each kind of page, the same for all components and tiers.
+    """All that a policy has learned: one curve for each kind of page, the same for all components and tiers.
 
     ``edges``: the seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
     worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: how many nodes that left it
@@ -268,7 +268,7 @@ class Learned(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What a policy thinks of one node. ``kind``: the name of its curve. ``age``: the seconds since its last use.
+    """A policy's judgement of one node. ``kind``: the name of its curve. ``age``: the seconds since its last use.
     ``worth``: see ``Curve``; 0 if it is idle or ended, so that it goes before the policy is asked."""
 
     kind: str

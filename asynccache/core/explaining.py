@@ -23,7 +23,7 @@ class Cell(NamedTuple):
     pins: tuple[int, int]
 
 
-class Run(NamedTuple):
+class PromptRun(NamedTuple):
     """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds. ``stored``: True if FULL is known
     to be in storage. ``whole``: True if the prompt covers the node to its end, where a state would be. ``judged``: what
     the eviction policy thinks of its FULL pages; None if it has no opinion."""
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     judged: Judged | None
 
 
-class Load(NamedTuple):
+class PagesToLoad(NamedTuple):
     """How many pages (states for MAMBA) of one component are missing on the device, and a load_back would bring."""
 
     component: ComponentKind
@@ -58,8 +58,8 @@ class Explanation(NamedTuple):
     host: int
     full: int
     tree: int
-    runs: tuple[Run, ...]
-    loads: tuple[Load, ...]
+    runs: tuple[PromptRun, ...]
+    loads: tuple[PagesToLoad, ...]
     ends: ComponentKind | None
     why: str
     gone: Gone
@@ -141,7 +141,7 @@ class Explaining:
             return "what follows is in neither tier now, though the tree knows it: it is on its way in or out"
         return _WORDS[gone]
 
-    def _runs(self, path: Sequence[Node], tree: int) -> list[Run]:
+    def _runs(self, path: Sequence[Node], tree: int) -> list[PromptRun]:
         runs, start, size, count = [], 0, self._size, self._world.count
         for node in path:
             stop = min(node.end, tree)
@@ -151,7 +151,7 @@ class Explaining:
                 for c, component in enumerate(self._world.components)
             )  # fmt: skip
             stored = bool(self._world.stored(node) & 1)
-            runs.append(Run(start * size, stop * size, cells, stored, stop == node.end, self._judged(node)))
+            runs.append(PromptRun(start * size, stop * size, cells, stored, stop == node.end, self._judged(node)))
             start = stop
         return runs
 
@@ -161,9 +161,9 @@ class Explaining:
         judged = world.policy.judge(node, max(0, world.recency.time - since))
         return Judged(judged.kind, judged.age, 0.0) if judged is not None and is_idle(node, 0) else judged
 
-    def _loads(self, path: Sequence[Node], end: int) -> tuple[Load, ...]:
+    def _loads(self, path: Sequence[Node], end: int) -> tuple[PagesToLoad, ...]:
         lacking = zip(self._world.components, self._matching.missing(path, end), strict=True)
-        return tuple(Load(component.kind, pages) for component, pages in lacking if pages)
+        return tuple(PagesToLoad(component.kind, pages) for component, pages in lacking if pages)
 
 
 _WORDS = {

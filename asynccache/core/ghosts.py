@@ -1,4 +1,4 @@
-"""What became of pages that are not in the tree any more: a short memory, to tell why a request missed.
+"""The fate of pages that are not in the tree any more: a short memory, to tell why a request missed.
 
 A page is missed where the tree ends, so what is remembered is the first page of a node that left, under the node that
 it hung below. There are two generations, each half of what may be kept; when the younger one is full, the older one is

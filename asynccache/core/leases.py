@@ -26,8 +26,8 @@ EVERYTHING: Final = 1 << 60
 _NO_ENDS = Ends(0, 0, 0)
 
 
-class Ask(NamedTuple):
-    """What a request wants. Positions and lengths are in tokens.
+class LeaseRequest(NamedTuple):
+    """The request for a lease. Positions and lengths are in tokens.
 
     ``space``: the digest of its namespace. ``limit``: no match goes further. ``reserve``, ``reserve_swa``: the
     positions up to which FULL and SWA pages are taken, but no further than ``chunk`` and ``chunk_swa`` beyond the end
@@ -49,8 +49,9 @@ class Ask(NamedTuple):
     shared: int = EVERYTHING
 
 
-class Lease:
-    """What one request holds of the cache. The core owns and changes it; others read it. Lengths are in tokens.
+class CoreLease:
+    """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
+    in tokens.
 
     ``hold``: its pins. ``own``, ``own_from``: by component, the slots that are its own, and the page with which they
     begin. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages exist up to here.
@@ -88,7 +89,7 @@ class Lease:
 class Grant(NamedTuple):
     """The lease that was granted, and the plan of what must be done for it."""
 
-    lease: Lease
+    lease: CoreLease
     plan: Plan
 
 
@@ -113,9 +114,9 @@ class Leases:
         self._mamba = world.mamba
         self._index: dict[int, int] = {component.kind: component.index for component in world.components}
         self._next = 1
-        self.active: dict[int, Lease] = {}
+        self.active: dict[int, CoreLease] = {}
 
-    def lease(self, ask: Ask) -> Grant | Wait | More:
+    def lease(self, ask: LeaseRequest) -> Grant | Wait | More:
         """See ``CacheCore.lease``."""
         self.check_possible(ask)
         root = self._world.enter(ask.space)
@@ -124,7 +125,7 @@ class Leases:
             self._world.leave(root)
         return answer
 
-    def _attempt(self, ask: Ask, root: Node) -> Grant | Wait | More:
+    def _attempt(self, ask: LeaseRequest, root: Node) -> Grant | Wait | More:
         stop = min(len(ask.key), ask.limit * TOKEN_BYTES)
         tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
@@ -144,7 +145,7 @@ class Leases:
             if room is Room.SAVING:  # it will fit soon: a shorter match now would be computed again
                 return Wait(self._world.plan())
 
-    def check_possible(self, ask: Ask) -> None:
+    def check_possible(self, ask: LeaseRequest) -> None:
         """See ``CacheCore.check_possible``."""
         self._check_capacity(0, self._ceil(ask.reserve))
         if self._swa:
@@ -161,7 +162,7 @@ class Leases:
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def _ways(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
+    def _ways(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
         """Return the match ends to try, in pages, best first. With each goes whether to cut the node in which its
         window begins, so that a pin takes no more than the window."""
         targets = self._targets(ask, path, ends)
@@ -169,7 +170,7 @@ class Leases:
             return [(target, False) for target in targets]
         return [(target, cut) for target in targets for cut in (False, True)]
 
-    def _targets(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[int]:
+    def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
         """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, for the match
         itself may be what takes the room."""
         targets = [ends.device]
@@ -184,8 +185,8 @@ class Leases:
         return targets if ask.shorter else targets[:1]
 
     def _try(
-        self, ask: Ask, root: Node, path: list[Node], ends: Ends, target: int
-    ) -> tuple[Room, Lease | None]:
+        self, ask: LeaseRequest, root: Node, path: list[Node], ends: Ends, target: int
+    ) -> tuple[Room, CoreLease | None]:
         """Pin the match up to page ``target``, and make room for loads and new pages. Return what came of that, and the
         lease; None if it does not fit, and then nothing stays pinned."""
         world = self._world
@@ -198,14 +199,14 @@ class Leases:
         room = self._transfers.room.make(DEVICE, needs, world.config.slice_steps)
         lease = None
         if room is Room.FREE:
-            lease = self._grant(Lease(self._next, hold), ask, path, ends, target, loads, own)
+            lease = self._grant(CoreLease(self._next, hold), ask, path, ends, target, loads, own)
         else:
             drop_hold(self._world, hold)
         for node, mask in loads:
             world.unpin(node, HOST, mask.bit_length() - 1)
         return room, lease
 
-    def _private(self, ask: Ask) -> int:
+    def _private(self, ask: LeaseRequest) -> int:
         """Return the page from which on the text is private to its conversation; NOWHERE if that is not known."""
         return NOWHERE if ask.shared == EVERYTHING else ask.shared // self._page_size
 
@@ -255,7 +256,7 @@ class Leases:
         loads.reverse()
         return loads
 
-    def _needs(self, ask: Ask, target: int, loads: Sequence[tuple[Node, int]]) -> tuple[list[int], list[int]]:
+    def _needs(self, ask: LeaseRequest, target: int, loads: Sequence[tuple[Node, int]]) -> tuple[list[int], list[int]]:
         """Return how many slots to take, by component: for loads and new pages together, and for new pages alone."""
         begin = target * self._page_size
         own = [max(0, self._ceil(min(ask.reserve, begin + ask.chunk)) - target)]
@@ -271,9 +272,9 @@ class Leases:
         return needs, own
 
     def _grant(
-        self, lease: Lease, ask: Ask, path: Sequence[Node], ends: Ends, target: int,
+        self, lease: CoreLease, ask: LeaseRequest, path: Sequence[Node], ends: Ends, target: int,
         loads: Sequence[tuple[Node, int]], own: Sequence[int],
-    ) -> Lease:  # fmt: skip
+    ) -> CoreLease:  # fmt: skip
         world, size = self._world, self._page_size
         self._next += 1
         self.active[lease.id] = lease
@@ -295,7 +296,7 @@ class Leases:
         self._transfers.save_coldest()
         return lease
 
-    def _await_arrivals(self, lease: Lease, path: Sequence[Node], target: int) -> None:
+    def _await_arrivals(self, lease: CoreLease, path: Sequence[Node], target: int) -> None:
         """Have the lease hear of every load that brings pages which it matched."""
         loads: dict[int, None] = {}
         for node in path:
@@ -309,7 +310,7 @@ class Leases:
         if loads:
             lease.loads = tuple(loads)
 
-    def _clone(self, lease: Lease, path: Sequence[Node]) -> None:
+    def _clone(self, lease: CoreLease, path: Sequence[Node]) -> None:
         """Start a copy of the matched MAMBA state to the lease's first state slot."""
         if self._mamba and path and lease.states:
             op = self._transfers.open_clone(path[-1], self._mamba, lease.states[:SLOT_BYTES])
@@ -318,7 +319,7 @@ class Leases:
 
     # growing and shrinking
 
-    def extend(self, lease: Lease, reserve: int, reserve_swa: int, states: int) -> Plan | More | Wait:
+    def extend(self, lease: CoreLease, reserve: int, reserve_swa: int, states: int) -> Plan | More | Wait:
         """See ``CacheCore.extend``."""
         more = [max(0, self._ceil(reserve) - lease.reserved // self._page_size)]
         if self._swa:
@@ -343,7 +344,7 @@ class Leases:
         self._transfers.save_coldest()
         return self._world.plan()
 
-    def _trim_window(self, lease: Lease) -> bool:
+    def _trim_window(self, lease: CoreLease) -> bool:
         """Unpin SWA before the window. Pins cover whole nodes, so the node is cut in which the window begins. Return
         False if nothing before it was pinned."""
         hold, swa = lease.hold, self._swa
@@ -363,7 +364,7 @@ class Leases:
         ops = self._world.ledger.ops.values()
         return tuple([op.id for op in ops if DEVICE in PINNED_TIERS[op.kind]])
 
-    def advance(self, lease: Lease, position: int) -> Plan:
+    def advance(self, lease: CoreLease, position: int) -> Plan:
         """See ``CacheCore.advance``."""
         swa = self._swa
         if swa:
@@ -378,7 +379,7 @@ class Leases:
                 lease.own_from[swa] += passed
         return self._world.plan()
 
-    def truncate(self, lease: Lease, length: int) -> Plan:
+    def truncate(self, lease: CoreLease, length: int) -> Plan:
         """See ``CacheCore.truncate``."""
         keep = max(self._ceil(length), lease.length // self._page_size)
         for component in self._world.components:
@@ -395,7 +396,7 @@ class Leases:
             self._world.shelves[c].slots.give(slots)
             self._world.freed = True
 
-    def release(self, lease: Lease, ended: bool, hold_back: bool) -> None:
+    def release(self, lease: CoreLease, ended: bool, hold_back: bool) -> None:
         """See ``CacheCore.release``."""
         if lease.released:
             return
@@ -419,7 +420,7 @@ class Leases:
         self._world.freed = True
         self._world.leave(lease.hold.end.root)
 
-    def _leave_clones(self, lease: Lease) -> bytes:
+    def _leave_clones(self, lease: CoreLease) -> bytes:
         """Return the lease's state slots that can be given back. One that a clone still writes to is handed to that
         clone, until its outcome."""
         for op_id in lease.loads:
@@ -443,7 +444,7 @@ class Leases:
             self._world.retire_early(node)
             node = node.parent
 
-    def pages(self, lease: Lease, kind: int) -> bytes:
+    def pages(self, lease: CoreLease, kind: int) -> bytes:
         """See ``CacheCore.pages``."""
         c = self._index[kind]
         low = 0 if c == 0 else lease.hold.lows[c]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from asynccache.core.plan import Status
 
 if TYPE_CHECKING:
-    from asynccache.core.leases import Lease
+    from asynccache.core.leases import CoreLease
     from asynccache.core.tree import Node
 
 
@@ -61,7 +61,7 @@ class Operation:
         self.slots: list[bytes] = []
         self.status: Status | None = None
         self.doomed = False
-        self.leases: list[Lease] = []
+        self.leases: list[CoreLease] = []
         self.pages = 0
 
     def __repr__(self) -> str:

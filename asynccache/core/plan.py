@@ -1,4 +1,4 @@
-"""What a core call decided: effects for the runtime to perform, and the operations that ended.
+"""Plans, the decisions of core calls: effects for the runtime to perform, and the operations that ended.
 
 Values only. Every core call returns one frozen ``Plan``. The runtime enqueues its effects before the next ``await``,
 performs them, and answers each ``op`` with exactly one ``Outcome``; for a ``Retire`` that is DONE once the engine's
@@ -116,8 +116,8 @@ class Ended(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one core call decided. ``freed``: some pages, pins or operations were given back, so a lease that waits may
-    fit now."""
+    """The decisions of one core call. ``freed``: some pages, pins or operations were given back, so a lease that waits
+    may fit now."""
 
     effects: tuple[Effect, ...] = ()
     ended: tuple[Ended, ...] = ()
@@ -129,7 +129,7 @@ FREED = Plan(freed=True)
 
 
 class Outcome(NamedTuple):
-    """What the runtime reports of an operation when its I/O has let go of every buffer: how it ended."""
+    """The runtime's report of an operation, when its I/O has let go of every buffer: how it ended."""
 
     op: int
     status: Status

@@ -25,7 +25,7 @@ from asynccache.core.tree import Node, common_pages, link, walk
 from asynccache.core.world import World, split_at
 
 
-class Shape(NamedTuple):
+class PrefetchShape(NamedTuple):
     """The geometry of one prefetch, in tokens.
 
     ``anchor``: where its FULL pages begin. ``covered``: where a match ends without it. ``length``: the whole pages of
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     mamba: bool
 
 
-def needed_pages(shape: Shape, component: int, end: int) -> tuple[int, ...]:
+def needed_pages(shape: PrefetchShape, component: int, end: int) -> tuple[int, ...]:
     """Return the numbers of the pages of ``component`` that storage must give for the match to end at ``end``
     (tokens)."""
     size = shape.page_size
@@ -62,7 +62,7 @@ def needed_pages(shape: Shape, component: int, end: int) -> tuple[int, ...]:
 
 
 def usable_end(
-    shape: Shape, pools: Sequence[tuple[str, int]], present: Mapping[str, Sequence[bool] | bytes], limit: int
+    shape: PrefetchShape, pools: Sequence[tuple[str, int]], present: Mapping[str, Sequence[bool] | bytes], limit: int
 ) -> int:
     """Return the longest end up to ``limit`` (both in tokens) for which every pool has all pages it needs, or else
     ``shape.covered``.
@@ -86,18 +86,18 @@ def usable_end(
 
 
 class Begin(Enum):
-    """Whether a prefetch may begin now. Whatever it says, a prefetch may join another one (``Join``)."""
+    """The answer to whether a prefetch may begin now. Whatever it says, a prefetch may join another one (``Join``)."""
 
     LATER = "others wait before it"
     NEXT = "it may, but waits for room"
     NOW = "it waited long enough: it takes what can be had"
 
 
-class Opened(NamedTuple):
+class PrefetchBegun(NamedTuple):
     """A prefetch began."""
 
     op: int
-    shape: Shape
+    shape: PrefetchShape
     plan: Plan
 
 
@@ -122,7 +122,7 @@ class Taken(NamedTuple):
     plan: Plan
 
 
-class Fetch:
+class PrefetchInFlight:
     """One prefetch in flight.
 
     ``anchor``: the node that its pages will hang below. ``key``: the prompt from the root, ``total`` pages long.
@@ -134,7 +134,7 @@ class Fetch:
 
     __slots__ = ("anchor", "aux_end", "held", "key", "op", "runs", "shape", "spare", "swa", "tiers", "total", "wants")
 
-    def __init__(self, op: Operation, anchor: Node, key: bytes, shape: Shape, components: int) -> None:
+    def __init__(self, op: Operation, anchor: Node, key: bytes, shape: PrefetchShape, components: int) -> None:
         self.op = op
         self.anchor = anchor
         self.key = key
@@ -155,7 +155,7 @@ class Fetch:
         return slots[:size]
 
 
-def run_nodes(fetch: Fetch) -> list[Node]:
+def run_nodes(fetch: PrefetchInFlight) -> list[Node]:
     """Return the nodes whose SWA the prefetch pins, from the anchor upwards. They may have been split since it
     began."""
     nodes, node = [], fetch.anchor
@@ -176,21 +176,21 @@ class Prefetches:
         self._matching = matching
         self._size = world.config.page_size
         self._index = {component.kind: component.index for component in world.components}
-        self.active: dict[int, Fetch] = {}
+        self.active: dict[int, PrefetchInFlight] = {}
 
     # open
 
-    def open(self, space: bytes, key: bytes, begin: Begin) -> Opened | Wait | Join | Skip:
+    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip:
         """See ``CacheCore.prefetch_open``."""
         if self._world.access is Access.NONE:
             return Skip("no storage")
         root = self._world.enter(space)
         answer = self._open(root, key, begin)
-        if not isinstance(answer, Opened):
+        if not isinstance(answer, PrefetchBegun):
             self._world.leave(root)
         return answer
 
-    def _open(self, root: Node, key: bytes, begin: Begin) -> Opened | Wait | Join | Skip:
+    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip:
         world, page = self._world, self._world.page_bytes
         key = key[: len(key) // page * page]
         path, reached = walk(root, key, 0, page)
@@ -243,7 +243,7 @@ class Prefetches:
         shelves, promised = self._world.shelves[self._world.count :], self._transfers.promised
         return all(wants[c] + promised[c] <= shelf.reachable() for c, shelf in enumerate(shelves))
 
-    def _promise(self, fetch: Fetch, wants: list[int]) -> None:
+    def _promise(self, fetch: PrefetchInFlight, wants: list[int]) -> None:
         """Note how many slots ``fetch`` may still take, by component. No backup takes these
         (``Transfers.promised``)."""
         promised = self._transfers.promised
@@ -279,7 +279,7 @@ class Prefetches:
                     return Join(fetch.op.id)
         return None
 
-    def _begin(self, root: Node, path: list[Node], anchor: int, covered: int, key: bytes) -> Opened:
+    def _begin(self, root: Node, path: list[Node], anchor: int, covered: int, key: bytes) -> PrefetchBegun:
         world = self._world
         node = path[-1] if path else root
         if node.end > anchor:
@@ -289,15 +289,15 @@ class Prefetches:
         runs = self._runs(node, covered) if swa is not None else []
         window = world.config.components[swa].window if swa is not None else 0
         size = self._size
-        shape = Shape(
+        shape = PrefetchShape(
             size, anchor * size, covered * size, len(key) // world.page_bytes * size, window,
             tuple([(start * size, end * size) for start, end in reversed(runs)]), ComponentKind.MAMBA in self._index,
         )  # fmt: skip
-        fetch = Fetch(op, node, key, shape, world.count)
+        fetch = PrefetchInFlight(op, node, key, shape, world.count)
         self._promise(fetch, self._wants(anchor, fetch.total))
         self.active[op.id] = fetch
         self._hold(fetch, runs)
-        return Opened(op.id, shape, world.plan())
+        return PrefetchBegun(op.id, shape, world.plan())
 
     def _runs(self, node: Node, covered: int) -> list[tuple[int, int]]:
         """Return from which page to which SWA is there, on either tier, on the path to ``node``; the last run first.
@@ -318,7 +318,7 @@ class Prefetches:
         swa = self._index.get(ComponentKind.SWA)
         return -(-self._world.config.components[swa].window // self._size) if swa is not None else 0
 
-    def _hold(self, fetch: Fetch, runs: list[tuple[int, int]]) -> None:
+    def _hold(self, fetch: PrefetchInFlight, runs: list[tuple[int, int]]) -> None:
         """Pin the anchor, and the runs of SWA on whichever tiers hold them."""
         world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
         fetch.runs, fetch.swa = runs, swa
@@ -330,7 +330,7 @@ class Prefetches:
             for node in nodes:
                 world.pin_cell(node, tier * world.count + swa)
 
-    def _drop(self, fetch: Fetch, status: Status) -> None:
+    def _drop(self, fetch: PrefetchInFlight, status: Status) -> None:
         """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
         world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
@@ -427,7 +427,7 @@ class Prefetches:
             node = node.parent
         return split_at(self._world, node, stop) if node.end > stop else node
 
-    def _merge(self, fetch: Fetch, path: Sequence[Node]) -> Node:
+    def _merge(self, fetch: PrefetchInFlight, path: Sequence[Node]) -> Node:
         """Merge fetched FULL pages into the nodes of ``path``, which appeared below the anchor meanwhile. A node
         without host data takes them over; else they are duplicates. Return the last node, or the anchor."""
         world, last = self._world, fetch.anchor
@@ -442,7 +442,7 @@ class Prefetches:
         fetch.spare = spare
         return last
 
-    def _put_on_host(self, fetch: Fetch, node: Node, c: int, slots: bytes) -> None:
+    def _put_on_host(self, fetch: PrefetchInFlight, node: Node, c: int, slots: bytes) -> None:
         """Give component ``c`` of ``node`` its ``slots`` on the host. The data came from storage, so it is stored
         already."""
         self._world.fill(node, self._world.count + c, slots, PRESENT)
@@ -451,7 +451,7 @@ class Prefetches:
             self._world.publish(Medium.CPU, True, node)
             self._world.publish(Medium.STORAGE, True, node)
 
-    def _grow(self, fetch: Fetch, last: Node, stop: int, key: bytes, hashes: bytes) -> Node:
+    def _grow(self, fetch: PrefetchInFlight, last: Node, stop: int, key: bytes, hashes: bytes) -> Node:
         """Add host-only nodes below ``last``, up to page ``stop``, for what the tree does not have, cut where the
         window begins. Return the last node."""
         world, page, anchor = self._world, self._world.page_bytes, fetch.anchor.end
@@ -468,7 +468,7 @@ class Prefetches:
             last = node
         return last
 
-    def _fill_window(self, fetch: Fetch, last: Node, stop: int) -> None:
+    def _fill_window(self, fetch: PrefetchInFlight, last: Node, stop: int) -> None:
         """Give the window's SWA pages to the nodes above page ``stop`` that have none on the host."""
         swa = self._index.get(ComponentKind.SWA)
         if swa is None or not fetch.held.get(swa):
@@ -490,7 +490,7 @@ class Prefetches:
             node = node.parent
         fetch.held[swa] = b"".join(slots.values())
 
-    def _fill_state(self, fetch: Fetch, last: Node) -> None:
+    def _fill_state(self, fetch: PrefetchInFlight, last: Node) -> None:
         """Give the fetched state to ``last``, the node at the end, if it has none on the host."""
         mamba = self._index.get(ComponentKind.MAMBA)
         if mamba is None or not fetch.held.get(mamba):

@@ -32,7 +32,7 @@ class WritePolicy(Enum):
 
 
 class PrefetchPolicy(Enum):
-    """What a lease does with a prefetch that is not finished when the lease could be granted."""
+    """The policy that says what a lease does with a prefetch that is not finished when the lease could be granted."""
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
@@ -40,7 +40,7 @@ class PrefetchPolicy(Enum):
 
 
 class Access(Enum):
-    """What can be done with the stores that are attached now, taken together."""
+    """The access that the stores attached now allow, taken together."""
 
     NONE = "there is none"
     READ = "they are read"

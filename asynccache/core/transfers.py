@@ -379,7 +379,7 @@ class Transfers:
         for node, moves, _ in fragments:
             for c in range(self._count):
                 if moves >> c & 1:
-                    world.settle(node, base + c)
+                    world.arrive(node, base + c)
             if moves & 1:
                 world.publish((Medium.GPU, Medium.CPU)[tier], True, node)
             if tier == HOST:

@@ -1,6 +1,6 @@
 """Where the core's mutable state lives, and the few steps that change it.
 
-Every change of a cell goes through ``fill``, ``settle``, ``doom`` or ``vacate``, every pin through ``pin``/``unpin``,
+Every change of a cell goes through ``fill``, ``arrive``, ``doom`` or ``vacate``, every pin through ``pin``/``unpin``,
 and every split through ``split``. These keep the sums (evictable pages, children per tier) exact, so nothing is
 recounted.
 
@@ -64,7 +64,7 @@ class Shelf:
 
 
 class Counters:
-    """What happened since the start, in pages unless the name says otherwise."""
+    """Counts of all that happened since the start, in pages unless the name says otherwise."""
 
     __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
 
@@ -213,7 +213,7 @@ class World:
         if place < self.count:
             self.reorder(node, place + self.count)
 
-    def settle(self, node: Node, place: int) -> None:
+    def arrive(self, node: Node, place: int) -> None:
         """Turn an ARRIVING cell into a PRESENT one."""
         if not MAY[node.state[place]][PRESENT]:
             raise illegal(node.state[place], PRESENT)

@@ -109,8 +109,8 @@ class Announcer:
             yield start, count
 
     def _is_news(self, page_hash: bytes) -> bool:
-        """Whether this page is to be announced on STORAGE: the store holds it, and it was not announced before. Notes
-        that it is announced now."""
+        """Note that this page is announced on STORAGE. Returns True if it is to be: the store holds it, and it was not
+        announced before."""
         assert self._cache is not None
         if self._cache.key_of is None:
             return False

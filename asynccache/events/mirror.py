@@ -1,4 +1,4 @@
-"""What a router keeps of one cache: the blocks on each tier, as the events tell it."""
+"""A router's picture of one cache: the blocks on each tier, as the events tell it."""
 
 from __future__ import annotations
 

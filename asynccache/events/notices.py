@@ -1,4 +1,5 @@
-"""What a cache passes to ``on_event``, in order: the core's events, and reports of which keys its store holds."""
+"""The notices that a cache passes to ``on_event``, in order: the core's events, and reports of which keys its store
+holds."""
 
 from __future__ import annotations
 

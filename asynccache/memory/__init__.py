@@ -1,1 +1,1 @@
-"""Where bytes sit and how they move: pools, devices, and the mover that performs the core's moves."""
+"""Memory, and how bytes move in it: pools, devices, and the mover that performs the core's moves."""

@@ -130,10 +130,10 @@ def _own(stream: Stream) -> CpuStream:
     return stream
 
 
-class Gate(CpuEvent):
+class CpuGate(CpuEvent):
     """An event that somebody fires by hand: a test that holds a stream, an engine that computes without streams."""
 
-    def __init__(self, bells: Bells, stream: str, shut: dict[Gate, None]) -> None:
+    def __init__(self, bells: Bells, stream: str, shut: dict[CpuGate, None]) -> None:
         super().__init__(bells, stream)
         self._shut = shut
 
@@ -152,7 +152,7 @@ class CpuDevice:
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # several caches may open in threads
         self._streams: list[CpuStream] = []
-        self._gates: dict[Gate, None] = {}  # those not open yet; each takes itself out
+        self._gates: dict[CpuGate, None] = {}  # those not open yet; each takes itself out
 
     def stream(self, name: str) -> CpuStream:
         """Return a new stream, with its thread. ``release`` ends it."""
@@ -165,9 +165,9 @@ class CpuDevice:
         """Take no more work for a stream of this device; its thread ends after what is queued."""
         _own(stream).close()
 
-    def gate(self) -> Gate:
+    def gate(self) -> CpuGate:
         """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""
-        gate = Gate(self._bells, "gate", self._gates)
+        gate = CpuGate(self._bells, "gate", self._gates)
         self._gates[gate] = None
         return gate
 

@@ -1,4 +1,4 @@
-"""What the runtime needs of a device: streams of copies and events that a coroutine can await.
+"""The device contract: streams of copies and events that a coroutine can await.
 
 A device runs copies in order on each stream and in no order between streams, except where ``wait_event`` says so. It
 knows pools of pages and page ids; it never sees a tree, a lease or an operation.

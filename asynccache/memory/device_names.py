@@ -1,4 +1,4 @@
-"""What a device is called: ``cpu``, ``cuda``, ``cuda:N``, and with options behind it, as in a store's URL,
+"""The names of devices: ``cpu``, ``cuda``, ``cuda:N``, and with options behind it, as in a store's URL,
 ``cuda:0?blocks=16``. This module needs no torch, so a command line can be checked before anything is loaded."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a device does wrong on request: late, torn and failing copies, drawn from one seed.
+"""Faults that a device has on request: late, torn and failing copies, drawn from one seed.
 
 Fates are drawn when a batch is submitted, so the same calls in the same order meet the same faults, however the
 threads behind them run.
@@ -17,10 +17,10 @@ from asynccache.memory.host_copies import Hitch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What goes wrong, and how often. ``delayed``, ``failing``: shares of all batches, 0 to 1. A delayed batch pauses
-    in the middle of one step, for a time drawn from the range ``delay`` (seconds): half of every page is there before
-    the pause, and half comes after it. A failing batch stops in the middle of a step. ``fail_at``: numbers of batches
-    that fail, too, counted from 0 in the order in which they were submitted to the device."""
+    """The faults of a device, and how often they occur. ``delayed``, ``failing``: shares of all batches, 0 to 1. A
+    delayed batch pauses in the middle of one step, for a time drawn from the range ``delay`` (seconds): half of every
+    page is there before the pause, and half comes after it. A failing batch stops in the middle of a step. ``fail_at``:
+    numbers of batches that fail, too, counted from 0 in the order in which they were submitted to the device."""
 
     seed: int = 0
     delayed: float = 0.0

@@ -42,7 +42,7 @@ class CheckedCopy(NamedTuple):
 
 
 class ArrayCopy(NamedTuple):
-    """``dst[i] = src[j]`` for every piece ``(i, j)``."""
+    """A copy between two arrays: ``dst[i] = src[j]`` for every piece ``(i, j)``."""
 
     dst: Bytes
     src: Bytes
@@ -53,7 +53,7 @@ Step = Sequence[ArrayCopy]
 
 
 class Hitch(NamedTuple):
-    """What goes wrong in one step: pauses (seconds) before it and between its two halves, and then perhaps an error."""
+    """The faults of one step: pauses (seconds) before it and between its two halves, and then perhaps an error."""
 
     before: float
     between: float

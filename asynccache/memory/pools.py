@@ -1,4 +1,4 @@
-"""Where the bytes of a pool sit: per layer on the device, page-first on the host.
+"""Pools and their memory: per layer on the device, page-first on the host.
 
 A pool is memory and its shape, nothing else: who holds which slot is the core's business, and moving bytes is the
 device's. A logical pool (``bytes_per_page`` 0) has slots and no buffer; whoever moves or stores pages skips it.

@@ -159,11 +159,11 @@ class Signal:
 
     def fire(self, error: Exception | None = None) -> None:
         """Note that the work has ended, with ``error`` or well, and tell all who wait. Firing twice does nothing."""
-        call_all(self.settle(error))
+        call_all(self.note_fired(error))
 
-    def settle(self, error: Exception | None = None) -> list[Work]:
-        """As ``fire``, but return who is to be told, for ``call_all``: so whoever fires several events tells all at
-        once."""
+    def note_fired(self, error: Exception | None = None) -> list[Work]:
+        """Do the same as ``fire``, but return the callbacks for ``call_all`` instead of calling them: so a caller that
+        fires several events tells all who wait at once."""
         with self._lock:
             if self._fired:
                 return []

@@ -1,4 +1,4 @@
-"""What ``on_event`` hears: the queue of KV events, and those that are not the core's.
+"""The queue of KV events that ``on_event`` hears, and those events that are not the core's.
 
 The core tells which pages came and went. ``Announcing`` tells that a cache begins and which keys its stores hold, and
 ``EventStage`` hands all of it to the subscriber: in order, and not within a call of the core.
@@ -45,7 +45,8 @@ class Announcing:
         return f"Announcing({len(self._keys)} stores)"
 
     def name(self, space: bytes, extra_key: str | bytes) -> None:
-        """What the namespace ``space`` is called; once it is known as an adapter's it stays that."""
+        """Note that the namespace ``space`` is called ``extra_key``. A namespace that is known as an adapter's keeps
+        that name."""
         known = None if isinstance(extra_key, Adapter) else self.extra_key_of(space)
         self._named[space] = extra_key if known is None else known
         if len(self._named) >= NAMES:
@@ -53,7 +54,7 @@ class Announcing:
             self._named_before, self._named = before | self._named, {}
 
     def extra_key_of(self, space: bytes) -> str | bytes | None:
-        """What the namespace ``space`` is called; None if it has no name, or is forgotten."""
+        """Return the name of the namespace ``space``; None if it has no name, or is forgotten."""
         known = self._named.get(space)
         return self._named_before.get(space) if known is None else known
 

@@ -17,7 +17,7 @@ from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.driving import drive, holding
-from asynccache.runtime.saving import drain, unsaved
+from asynccache.runtime.saving_and_forgetting import drain, unsaved
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ BACKFILL_SHARE = 0.25
 storage. The rest is for pages that are published meanwhile."""
 
 
-class Stores:
+class StoreAttachments:
     """Attaches and detaches stores. ``backlog``: how many pages of FULL may wait for storage."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Stores:
         self._backfill_pages = int(backlog * BACKFILL_SHARE)
 
     def __repr__(self) -> str:
-        return f"Stores({', '.join(entry.options.name for entry in self._worker.stores)})"
+        return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores)})"
 
     def begin(self) -> None:
         """Use the stores that were opened with the cache."""
@@ -54,7 +54,7 @@ class Stores:
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
-        """What the stores in use allow, taken together: writing, if one of them is written."""
+        """Return the access that the stores in use allow, taken together: writing, if one of them is written."""
         stores = self._worker.stores
         if not stores:
             return Access.NONE
@@ -84,7 +84,7 @@ class Stores:
         attached."""
         driver, options = self._driver, opened.options
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
             self._worker.use_store(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
             if self._announcing is not None:
@@ -122,7 +122,7 @@ class Stores:
         left = await unsaved(self._driver)
         driver, failed = self._driver, list[BackendError]()
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
             self._worker.leave_store(store.number)

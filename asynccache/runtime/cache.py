@@ -18,26 +18,26 @@ from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
+from asynccache.runtime.cache_parts import CacheParts, OnEvent
 from asynccache.runtime.closing import Interruptible, SavingLimit
 from asynccache.runtime.driving import acquire
-from asynccache.runtime.entry import ask_for
 from asynccache.runtime.explaining import Explained, explain
-from asynccache.runtime.keeping import Kept
+from asynccache.runtime.kept_prefixes import Kept
 from asynccache.runtime.lease import Lease
+from asynccache.runtime.lease_wait import ask_for
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.parts import OnEvent, Parts
 from asynccache.runtime.prefetch import PrefetchHandle
-from asynccache.runtime.saving import flush, forget, forget_all, unsaved
+from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, unsaved
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.runtime.wasting import wasted
+from asynccache.runtime.wasteful_settings import wasted
+from asynccache.worker.admitting_ranks import Workers
 from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
-from asynccache.worker.gathering import Workers
-from asynccache.worker.given import MOMENT, Given
+from asynccache.worker.embedder import MOMENT, EmbedderParts
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import DevicePool, Worker
-    from asynccache.worker.rank import RankWorker
+    from asynccache.worker.rank_worker import RankWorker
 
 ExtraKey = str | bytes | None
 
@@ -47,8 +47,8 @@ _log = logging.getLogger("asynccache")
 
 
 class CloseReport(NamedTuple):
-    """What ``aclose`` could not save, in FULL pages. ``unsaved_host``: pages without a host copy. ``unsaved_storage``:
-    pages on the host that are not in storage.
+    """The pages of FULL that ``aclose`` could not save. ``unsaved_host``: pages without a host copy.
+    ``unsaved_storage``: pages on the host that are not in storage.
 
     ``error``: the error with which the cache had closed itself; None: it had not. After an error of the core both
     counts are 0, because nobody knows them.
@@ -117,10 +117,11 @@ class AsyncCache:
             from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
 
             self._open_local = open_local
-        self._given = Given(device, storage) if workers is None else Given(device, storage, workers.locate)
+        locate = () if workers is None else (workers.locate,)
+        self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
         self._worker: Worker | None = None
-        self._parts: Parts | None = None
+        self._parts: CacheParts | None = None
         self._opening: Interruptible | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
         self._limit: SavingLimit
@@ -167,7 +168,7 @@ class AsyncCache:
 
     async def _open(self) -> None:
         self._worker = worker = await self._open_worker()
-        self._parts = parts = Parts(self.config, self.config.pools(), worker, self._on_event)
+        self._parts = parts = CacheParts(self.config, self.config.pools(), worker, self._on_event)
         await parts.start()
         for sentence in wasted(self.core.config):
             _log.warning(sentence)
@@ -226,10 +227,10 @@ class AsyncCache:
                 return closer.result()
             self._limit.shorten(0.0)
 
-    async def _close(self, parts: Parts) -> CloseReport:
+    async def _close(self, parts: CacheParts) -> CloseReport:
         driver = parts.driver
         driver.draining = True
-        parts.door.shut(lambda: CacheClosed("the cache is closing"))
+        parts.lease_parts.shut(lambda: CacheClosed("the cache is closing"))
         try:
             if driver.closed is None:
                 await parts.saving.save(self._limit)
@@ -238,9 +239,9 @@ class AsyncCache:
             await self._stop(parts, max(MOMENT, self._limit.left()))
         return CloseReport(left.host, left.storage, parts.supervisor.error)
 
-    async def _stop(self, parts: Parts, patience: float) -> None:
+    async def _stop(self, parts: CacheParts, patience: float) -> None:
         try:
-            parts.keeper.close()
+            parts.kept_prefixes.close()
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
@@ -252,12 +253,12 @@ class AsyncCache:
             parts.close(None)
             await parts.worker.aclose(patience)
 
-    def _opened(self) -> Parts:
+    def _opened(self) -> CacheParts:
         if self._parts is None:
             raise RuntimeError("the cache is not open: use it in 'async with'")
         return self._parts
 
-    def _ready(self) -> Parts:
+    def _ready(self) -> CacheParts:
         parts = self._opened()
         parts.driver.check_ready()
         return parts
@@ -276,7 +277,7 @@ class AsyncCache:
         if not driver.lock.take():
             await acquire(driver.lock)
         try:
-            driver.settle()
+            driver.apply_outcomes()
             return driver.unlocked(driver.core.match, parts.namespaces.space(extra_key), key)
         finally:
             driver.lock.release()
@@ -332,14 +333,14 @@ class AsyncCache:
         Raises:
             ConfigError: an argument is unusable.
         """
-        door = self._opened().door
-        handle = None if prefetch is None else door.prefetching.own(prefetch)
+        parts = self._opened().lease_parts
+        handle = None if prefetch is None else parts.prefetching.own(prefetch)
         wait = checks.flag("wait", wait)
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
-        ask = ask_for(door, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
+        ask = ask_for(parts, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
         caller = sys._getframe(1)
-        return Lease(door, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
+        return Lease(parts, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. The ``tokens`` of
@@ -350,7 +351,7 @@ class AsyncCache:
         """
         parts = self._ready()
         ttl = checks.number("ttl", ttl, above=0)
-        return await parts.keeper.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
+        return await parts.kept_prefixes.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
 
     # the engine's batches, where there are several workers
 
@@ -505,7 +506,7 @@ class AsyncCache:
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken now; None if they are."""
+        """The reason why no requests are taken now; None if they are taken."""
         if self._parts is None:
             return "the cache is not open"
         driver = self._parts.driver
@@ -556,7 +557,7 @@ class AsyncCache:
             prefetches=parts.prefetching.read_outcomes(),
             leases=core.leases,
             waiting=len(parts.driver.line),
-            kept_tokens=parts.keeper.tokens(),
+            kept_tokens=parts.kept_prefixes.tokens(),
             tasks=len(parts.supervisor),
             storage=dict(storage),
             stores=stores,

@@ -1,4 +1,4 @@
-"""What a prefetch that has ended keeps on the host for its request, and until when.
+"""Claims: the pages that a prefetch that has ended keeps on the host for its request, and until when.
 
 Law: a claim ends when the lease that was given the handle is granted, when the handle is cancelled, when nobody refers
 to the handle any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELD_FOR = 30.0
 
 
-class Claims:
+class HandleClaims:
     """The claims of one cache, by the ticket of their handle. All methods but ``abandon`` are for the cache's
     thread."""
 
@@ -27,7 +27,7 @@ class Claims:
         self._timers: dict[int, asyncio.TimerHandle | None] = {}
 
     def __repr__(self) -> str:
-        return f"Claims({len(self._timers)} held)"
+        return f"HandleClaims({len(self._timers)} held)"
 
     def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None:
         """Claim the pages of ``key`` that the host has. ``leases``: how many leases are in line with the handle."""
@@ -44,7 +44,7 @@ class Claims:
         self._timers[ticket] = None if leases else self._loop.call_later(HELD_FOR, self.drop, ticket)
 
     def holds(self, ticket: int) -> bool:
-        """Whether the handle has a claim that was not dropped. The core may have ended it all the same."""
+        """Return True if the handle has a claim that was not dropped. The core may have ended it all the same."""
         return ticket in self._timers
 
     def drop(self, ticket: int) -> None:

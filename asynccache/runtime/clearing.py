@@ -62,7 +62,7 @@ class Clearing:
             self._post(Outcome(effect.op, Status.FAILED))
 
     def end(self) -> None:
-        """One clearing is over. After the last one, what was held back goes to the outbox."""
+        """Note that one clearing is over. After the last one, what was held back goes to the outbox."""
         self._running -= 1
         if not self._running:
             for effect in self._release():

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from asynccache.errors import CacheClosed, RankFailure
-from asynccache.runtime.saving import drain
+from asynccache.runtime.saving_and_forgetting import drain
 
 if TYPE_CHECKING:
-    from asynccache.runtime.claims import Claims
+    from asynccache.runtime.claims import HandleClaims
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.prefetching import Prefetching
 
@@ -48,9 +48,10 @@ class SavingLimit:
 
 
 class Saving:
-    """What a closing cache does before it stops its tasks: prefetches are cancelled, pages are backed up."""
+    """The saving of pages by a closing cache before it stops its tasks: prefetches are cancelled, pages are backed
+    up."""
 
-    def __init__(self, driver: Driver, prefetching: Prefetching, claims: Claims) -> None:
+    def __init__(self, driver: Driver, prefetching: Prefetching, claims: HandleClaims) -> None:
         self._driver = driver
         self._prefetching = prefetching
         self._claims = claims
@@ -58,13 +59,13 @@ class Saving:
     async def save(self, limit: SavingLimit) -> None:
         """Save as much as ``limit`` leaves time for. Cancelling it stops the waiting; backups that began go on."""
         try:
-            await limit.keep(self._settle_down)
+            await limit.keep(self._end_and_drain)
         except TimeoutError:
             pass  # what is left unsaved stands in the report of the caller
         except (CacheClosed, RankFailure):
             pass  # a task or a rank died meanwhile; the caller's report names the reason
 
-    async def _settle_down(self) -> None:
+    async def _end_and_drain(self) -> None:
         handles = tuple(self._prefetching.handles)
         self._prefetching.cancel()
         for handle in handles:

@@ -7,7 +7,7 @@ Laws:
 * A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
   give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
   evict or back up to the next holder.
-* Whoever takes the lock settles first: outcomes that wait are applied before anything is decided on top of them.
+* Whoever takes the lock applies outcomes first: those that wait are applied before anything is decided on top of them.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NoReturn, ParamSpec, TypeVar
 
-from asynccache.core.cache import Ask, CacheCore, Grant, Lease
+from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import (
     EMPTY,
     BackupHost,
@@ -57,7 +57,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 REFUSALS = (ConfigError, CacheFull)
-"""What a core call raises to refuse its arguments. Such a call has changed nothing."""
+"""The errors that a core call raises to refuse its arguments. Such a call has changed nothing."""
 
 
 class Nudge(Enum):
@@ -129,7 +129,7 @@ class Driver:
         for op in ops:
             self.post(Outcome(op, status))
 
-    def settle(self) -> None:
+    def apply_outcomes(self) -> None:
         """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.
 
         Raises:
@@ -220,7 +220,7 @@ class Driver:
             self._nudge()
         return plan
 
-    def lease_at_once(self, ask: Ask, granted: Callable[[Grant], None]) -> bool:
+    def lease_at_once(self, ask: LeaseRequest, granted: Callable[[Grant], None]) -> bool:
         """Make the core's ``lease`` in the common case: nobody is in line, the tree lock is free, and one slice
         suffices. ``granted`` is called with the grant in the same turn of the loop. Returns True if the lease was
         granted, and False in any other case.
@@ -232,7 +232,7 @@ class Driver:
         if self.line or not self.lock.take():
             return False
         try:
-            self.settle()
+            self.apply_outcomes()
             answer = self.locked(self.core.lease, ask)
             if isinstance(answer, Grant):
                 granted(answer)
@@ -241,7 +241,7 @@ class Driver:
             self.lock.release()
         return isinstance(answer, Grant)
 
-    def release(self, lease: Lease, ended: bool = False) -> None:
+    def release(self, lease: CoreLease, ended: bool = False) -> None:
         """Make the core's ``release``, and perform its plan."""
         call = self.core.release
         self.perform(self.give_back(call, lease, ended=True) if ended else self.give_back(call, lease))

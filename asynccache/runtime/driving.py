@@ -14,14 +14,15 @@ from typing import TypeVar
 
 from asynccache.core.plan import More, Plan
 from asynccache.runtime.driver import Driver, nothing
-from asynccache.runtime.line import Place
+from asynccache.runtime.line import LinePlace
 from asynccache.runtime.treelock import TreeLock
 
 T = TypeVar("T")
 
 
 class holding:
-    """``async with holding(lock)``: takes the tree lock as ``acquire`` does, and releases it at the end."""
+    """A context that holds the tree lock: ``async with holding(lock)`` takes the tree lock as ``acquire`` does, and
+    releases it at the end."""
 
     __slots__ = ("_lock",)
 
@@ -69,14 +70,14 @@ async def slices(
         except asyncio.CancelledError as error:
             cancelled = error
         if driver.closed is None:
-            driver.settle()
+            driver.apply_outcomes()
 
 
 async def drive(
     driver: Driver, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = nothing
 ) -> T:
-    """Take the lock, settle, make the core call ``call`` in slices, and return its answer. ``done`` is called with the
-    answer under the lock, and performs its plan.
+    """Take the lock, apply outcomes, make the core call ``call`` in slices, and return its answer. ``done`` is called
+    with the answer under the lock, and performs its plan.
 
     If the lock is free and one slice suffices, nothing is waited for. If it is cancelled before the first slice, no
     core call is made; later, the call is finished first, and ``done`` is called. ``check``: as in ``slices``.
@@ -84,7 +85,7 @@ async def drive(
     if not driver.lock.take():
         await acquire(driver.lock)
     try:
-        driver.settle()
+        driver.apply_outcomes()
         answer, cancelled = await slices(driver, call, check)
         done(answer)
     finally:
@@ -110,11 +111,11 @@ async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None
     while True:
         driver.take_in_hand(await driver.acks.get())
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
         then()
 
 
-async def woken(place: Place, until: float | None = None) -> None:
+async def woken(place: LinePlace, until: float | None = None) -> None:
     """Return when ``place`` was woken after ``Line.sleep``. Cancelling stops the waiting; the place stays taken.
 
     Raises:

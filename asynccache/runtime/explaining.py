@@ -1,4 +1,5 @@
-"""Where a prompt is, over all tiers: the core's answer, and what the store says of the rest. Reads only."""
+"""The explanation of a prompt over all tiers, where its pages are: the core's answer, and what the store says of the
+rest. Reads only."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import Shape, usable_end
+from asynccache.core.cache import PrefetchShape, usable_end
 from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime import learning
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
-from asynccache.worker.contract import Asked, Result
-from asynccache.worker.layout import Layout
+from asynccache.worker.contract import Result, StoreQuestion
+from asynccache.worker.pool_layout import PoolLayout
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore
@@ -50,12 +51,12 @@ class Span(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """In tokens. ``tokens``: the prompt; ``length``: its whole pages. ``device``, ``host``, ``storage``: how far a
-    match would reach with what the device has, with the host, and with storage (at least: a window that begins on
-    the host and ends in storage is not put together here). ``loads``: pages by component that the match would bring
-    from the host. ``ends``: what ends the match on device and host, ``why`` in words; ``fetch``: what a prefetch would
-    do. ``learned``: what the eviction policy ``policy`` has learned from all requests, whatever their prompts; None
-    where it learns nothing."""
+    """The places of a prompt's pages over all tiers, in tokens. ``tokens``: the prompt; ``length``: its whole pages.
+    ``device``, ``host``, ``storage``: how far a match would reach with what the device has, with the host, and with
+    storage (at least: a window that begins on the host and ends in storage is not put together here). ``loads``: pages
+    by component that the match would bring from the host. ``ends``: what ends the match on device and host, ``why`` in
+    words; ``fetch``: what a prefetch would do. ``learned``: what the eviction policy ``policy`` has learned from all
+    requests, whatever their prompts; None where it learns nothing."""
 
     tokens: int
     length: int
@@ -71,8 +72,8 @@ class Explained(NamedTuple):
     learned: Learned | None
 
     def plain(self) -> dict[str, Any]:
-        """As values that JSON has. ``learned`` is in short, at a few ages; it, ``policy`` and ``judged`` are left out
-        where they say nothing."""
+        """Return the explanation as values that JSON has. ``learned`` is in short, at a few ages; it, ``policy`` and
+        ``judged`` are left out where they say nothing."""
         values = self._asdict()
         policy, learned = values.pop("policy"), values.pop("learned")
         values["spans"] = [_plain_span(span) for span in self.spans]
@@ -89,7 +90,7 @@ def _plain_span(span: Span) -> dict[str, Any]:
     return values if judged is None else {**values, "judged": judged._asdict()}
 
 
-async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes) -> Explained:
+async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
     found = core.explain(space, key)
     stores = worker.has_stores
@@ -106,16 +107,17 @@ async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, 
 
 
 async def _stored(
-    core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes, found: Explanation
+    core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
 ) -> dict[str, bytes]:
-    """By pool, for every page of the prompt, what the stores say of it."""
+    """Return by pool what the stores say of every page of the prompt."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
-    asked = [Asked(name, hashes[: found.length // core.config.page_size * HASH_BYTES]) for name, _ in pools.named()]
+    whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
+    asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
     return dict(zip([pool for pool, _ in asked], await worker.ask(asked), strict=True))
 
 
-def _of_full(pools: Layout, present: Mapping[str, bytes]) -> list[int]:
-    """For every page, what is known of all the pools together that FULL consists of."""
+def _of_full(pools: PoolLayout, present: Mapping[str, bytes]) -> list[int]:
+    """Return what is known of every page of FULL, all pools that FULL consists of taken together."""
     parts = [present[spec.name] for spec in pools.lead if spec.name in present]
     return [int(Result.FAILED) if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
 
@@ -146,13 +148,13 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
         yield together[0]._replace(stop=together[-1].stop)
 
 
-def _reach(core: CacheCore, pools: Layout, found: Explanation, present: Mapping[str, bytes]) -> int:
+def _reach(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapping[str, bytes]) -> int:
     if not present:
         return found.host
     config = core.config
     window = next((component.window for component in config.components if component.window), 0)
     mamba = any(component.kind is ComponentKind.MAMBA for component in config.components)
-    shape = Shape(config.page_size, found.full, found.host, found.length, window, (), mamba)
+    shape = PrefetchShape(config.page_size, found.full, found.host, found.length, window, (), mamba)
     there = {name: [result == Result.HIT for result in results] for name, results in present.items()}
     return usable_end(shape, pools.named(), there, found.length)
 

@@ -16,18 +16,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from asynccache.config import PoolSpec
-from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
+from asynccache.core.cache import PrefetchShape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import drive
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
-from asynccache.worker.contract import Asked, Read, Result
-from asynccache.worker.layout import FULL, Layout
-from asynccache.worker.stats import Meter
+from asynccache.runtime.prefetch_commits import PrefetchCommits
+from asynccache.worker.contract import ReadOrder, Result, StoreQuestion
+from asynccache.worker.pool_layout import FULL, PoolLayout
+from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.core.plan import Plan
@@ -36,19 +36,19 @@ BATCH_BYTES = 4 << 20
 BATCH_PAGES = 128
 
 
-class Reader(Protocol):
+class FetchWorker(Protocol):
     """The part of ``Worker`` that a fetch uses."""
 
-    async def ask(self, asked: Sequence[Asked]) -> list[bytes]: ...
-    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]: ...
+    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]: ...
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]: ...
 
 
 class Fetch:
     """An open prefetch operation. ``sharers``: the handles it serves; ``end``: how far it was committed, in tokens."""
 
     def __init__(
-        self, driver: Driver, worker: Reader, pools: Layout, meter: Meter, op: int, shape: Shape, threshold: int,
-        completions: Completions,
+        self, driver: Driver, worker: FetchWorker, pools: PoolLayout, meter: StageMeter, op: int, shape: PrefetchShape,
+        threshold: int, commits: PrefetchCommits,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -66,7 +66,7 @@ class Fetch:
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
-        self._completions = completions
+        self._commits = commits
 
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
@@ -167,7 +167,8 @@ class Fetch:
 
     async def _ask_pools(self, questions: Sequence[tuple[PoolSpec, range]]) -> None:
         """Ask for some pages of several pools, in one call."""
-        answers = await self._worker.ask([Asked(spec.name, self._hashes_of(pages)) for spec, pages in questions])
+        asked = [StoreQuestion(spec.name, self._hashes_of(pages)) for spec, pages in questions]
+        answers = await self._worker.ask(asked)
         for (spec, pages), results in zip(questions, answers, strict=True):
             self._look_at(results)
             for page, result in zip(pages, results, strict=True):
@@ -245,7 +246,10 @@ class Fetch:
         """Read pages of several pools into their slots, in one call. Returns for each pool the pages that failed.
         ``run``: see ``Worker.read``."""
         answers = await self._worker.read(
-            [Read(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES]) for spec, pages, slots in reads],
+            [
+                ReadOrder(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES])
+                for spec, pages, slots in reads
+            ],
             run=run,
         )
         return [self._got(spec, pages, results)
@@ -277,7 +281,7 @@ class Fetch:
         return await drive(self._driver, call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
-        await self._completions.committed(partial(self._try_to_commit, end))
+        await self._commits.committed(partial(self._try_to_commit, end))
 
     def _try_to_commit(self, end: int) -> Sequence[int]:
         """Under the lock: hang the pages up to ``end`` into the tree. Returns the operations of which one must end

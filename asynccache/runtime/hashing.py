@@ -70,7 +70,7 @@ class Chain:
         return Chain(self._space, self._page_bytes // TOKEN_BYTES, self.key, self.hashes)
 
     def covers(self, key: bytes) -> bool:
-        """Whether every whole page of ``key`` is hashed already."""
+        """Return True if every whole page of ``key`` is hashed already."""
         whole = len(key) // self._page_bytes * self._page_bytes
         return len(self.key) >= whole and self.key.startswith(key[:whole])
 

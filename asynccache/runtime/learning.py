@@ -1,4 +1,4 @@
-"""What the eviction policy has learned, in short: for each kind of page a line with a few ages."""
+"""The short form of all that the eviction policy has learned: for each kind of page a line with a few ages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AGES = (1.0, 10.0, 60.0, 600.0, 3600.0)
 _SHORT = ("1 s", "10 s", "1 min", "10 min", "1 h")
 
 
-class Kind(NamedTuple):
+class LearnedKind(NamedTuple):
     """One kind of page. ``blocks``: blocks of 512 tokens that the curve was learned from, faded with time. ``again``:
     for each of ``AGES``, the share of them that is used again before that age, 0 to 1. ``worth``: what a block is worth
     when it is so old; the policy evicts what is worth least."""
@@ -24,11 +24,11 @@ class Kind(NamedTuple):
     worth: tuple[float, ...]
 
 
-def kinds(learned: Learned) -> tuple[Kind, ...]:
+def kinds(learned: Learned) -> tuple[LearnedKind, ...]:
     """Every kind of page, in the policy's order."""
     edges = learned.edges
     return tuple(
-        Kind(curve.name, max(0.0, curve.reached[0]), tuple(share_at(edges, curve.again, age) for age in AGES),
+        LearnedKind(curve.name, max(0.0, curve.reached[0]), tuple(share_at(edges, curve.again, age) for age in AGES),
              tuple(worth_at(edges, curve.worth, age) for age in AGES))
         for curve in learned.curves
     )  # fmt: skip
@@ -43,7 +43,7 @@ def share_at(edges: Sequence[float], again: Sequence[float], age: float) -> floa
 
 
 def worth_at(edges: Sequence[float], worth: Sequence[float], age: float) -> float:
-    """What a block is worth ``age`` seconds after its last use."""
+    """Return how much a block is worth ``age`` seconds after its last use."""
     return worth[bisect_right(edges, age) - 1]
 
 
@@ -97,7 +97,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def judgement(found: dict[str, Any]) -> str:
-    """What the policy thinks of some pages, in words. ``found``: a ``Judged`` as values that JSON has."""
+    """Return the policy's judgement of some pages, in words. ``found``: a ``Judged`` as values that JSON has."""
     if not found["worth"]:
         return f"{found['kind']}, ended"
     return f"{found['kind']}, {found['age']:.1f} s ago, worth {found['worth']:.2g}"

@@ -1,7 +1,7 @@
 """A request's hold on the cache, as an async context manager.
 
 Laws:
-* All or nothing at the door: entering takes everything or holds nothing, whatever interrupts it.
+* All or nothing: entering takes everything or holds nothing, whatever interrupts it.
 * ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages that may yet fail, and no slot is free while the engine may still touch it.
@@ -25,21 +25,20 @@ import numpy.typing as npt
 
 from asynccache.checks import flag, integer, text
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import Ask, Grant
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.driving import drive
-from asynccache.runtime.entry import Entry
 from asynccache.runtime.handoff import hand_over
-from asynccache.runtime.prefetch import Held, Prefetch
+from asynccache.runtime.lease_wait import LeaseWait
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
 from asynccache.runtime.publishing import Publishing
 from asynccache.runtime.tokens import Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.door import Door
-    from asynccache.worker.contract import Batch
+    from asynccache.runtime.lease_parts import LeaseParts
+    from asynccache.worker.contract import BatchInFlight
 
 Pages = npt.NDArray[np.int32]
 
@@ -72,28 +71,29 @@ NEW, ENTERING, HELD, RELEASED = LeaseState
 
 
 class Lease:
-    """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
+    """A lease: the pages that one request holds. See ``AsyncCache.lease``. It belongs to the cache's loop and thread,
+    except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_door", "_entering", "_extra_key", "_handle", "_publishing", "_since", "_state",
+        "_arrival", "_ask", "_core", "_entering", "_extra_key", "_handle", "_parts", "_publishing", "_since", "_state",
         "_taken", "_timeout", "_wait",
     )  # fmt: skip
 
     def __init__(
-        self, door: Door, ask: Ask, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
+        self, parts: LeaseParts, ask: LeaseRequest, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
         timeout: float | None, taken: Taken,
     ) -> None:  # fmt: skip
         self._state = NEW
-        self._door = door
+        self._parts = parts
         self._ask = ask
         self._extra_key = extra_key
-        self._since = door.namespaces.changes
+        self._since = parts.namespaces.changes
         self._handle = handle
         self._wait = wait
         self._timeout = timeout
         self._taken = taken
         self._core: CoreLease
-        self._arrival: Held | None = None
+        self._arrival: CachedOnArrival | None = None
         self._publishing: Publishing | None = None
         self._entering: asyncio.Task[object] | None = None
 
@@ -117,20 +117,20 @@ class Lease:
             RuntimeError: it would have to wait, and this task holds a lease already.
             RankFailure: a rank was lost; so ended the cache.
         """
-        door = self._door
-        door.driver.check_ready()
+        parts = self._parts
+        parts.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        if self._since != door.namespaces.changes:
+        if self._since != parts.namespaces.changes:
             self._into_what_is_valid()
         self._state = ENTERING
         try:
             if (
-                self._handle is not None or door.worker.has_stores
-                or not door.driver.lease_at_once(self._ask, self._granted)
+                self._handle is not None or parts.worker.has_stores
+                or not parts.driver.lease_at_once(self._ask, self._granted)
             ):  # fmt: skip
-                await self._enter(Entry(door, self._ask, self._handle, self._wait, self._timeout))
-            door.lookups.count(self._core, self._ask, self._found(), self._handle)
+                await self._enter(LeaseWait(parts, self._ask, self._handle, self._wait, self._timeout))
+            parts.lookups.count(self._core, self._ask, self._found(), self._handle)
         except BaseException:
             self.release()
             self._state = RELEASED
@@ -139,11 +139,11 @@ class Lease:
 
     def _into_what_is_valid(self) -> None:
         """Namespaces were invalidated since it was asked for: it enters the one that is called so now."""
-        namespaces = self._door.namespaces
+        namespaces = self._parts.namespaces
         self._since = namespaces.changes
         self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
 
-    async def _enter(self, entry: Entry) -> None:
+    async def _enter(self, entry: LeaseWait) -> None:
         self._entering = asyncio.current_task()
         try:
             await entry.run(self._granted)
@@ -158,12 +158,12 @@ class Lease:
         self.release()
 
     def _granted(self, grant: Grant) -> None:
-        """In the same turn as the core's answer: from here on ``release`` undoes it."""
+        """Take over the grant, in the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
-        door = self._door
-        task = asyncio.current_task(door.loop)
-        door.holders[grant.lease] = None if task is None else weakref.ref(task)
+        parts = self._parts
+        task = asyncio.current_task(parts.loop)
+        parts.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -176,25 +176,25 @@ class Lease:
             ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
                 held.
         """
-        door = self._door
-        door.driver.check_thread()
+        parts = self._parts
+        parts.driver.check_thread()
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
-        batch = None if after is None else door.engine.batch("release: after", after)
+        batch = None if after is None else parts.engine.batch("release: after", after)
         self._state = RELEASED
-        _give_back(door, self._core, self._publishing if batch is None else self._commits(), batch, ended)
+        _give_back(parts, self._core, self._publishing if batch is None else self._commits(), batch, ended)
 
     def __del__(self) -> None:
         """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
         what it holds."""
-        door = self._door
-        if self._state is not HELD or door.driver.closed is not None:
+        parts = self._parts
+        if self._state is not HELD or parts.driver.closed is not None:
             return
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
-            door.loop.call_soon_threadsafe(_give_back, door, self._core, self._publishing)
+            parts.loop.call_soon_threadsafe(_give_back, parts, self._core, self._publishing)
             warnings.warn(
                 f"{what}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
@@ -203,7 +203,7 @@ class Lease:
     def abort(self) -> None:
         """Give up: out of the line, where the task that waits to enter is cancelled, or ``release``. Idempotent,
         synchronous."""
-        self._door.driver.check_thread()
+        self._parts.driver.check_thread()
         entering, self._entering = self._entering, None
         if entering is not None:
             entering.cancel()
@@ -216,11 +216,11 @@ class Lease:
         return self._core
 
     def _commits(self) -> Publishing:
-        """What its commits share, made when first needed."""
+        """Return the part that the commits of this lease share. It is made when it is first needed."""
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
-            self._publishing = Publishing(self._door.publisher, self._core, self._ask, chain)
+            self._publishing = Publishing(self._parts.publisher, self._core, self._ask, chain)
         return self._publishing
 
     # what it holds
@@ -238,12 +238,12 @@ class Lease:
     def page_table(self, component: str) -> Pages:
         """The page table of ``"full"`` or ``"swa"``; -1 where it has no page (SWA outside the window)."""
         kind = _COMPONENT.get(text("component", component))
-        if kind is None or (kind and not self._door.has_swa):
+        if kind is None or (kind and not self._parts.has_swa):
             raise ConfigError(f"component={component!r}: no component with a page table is called so")
         return self._table(kind)
 
     def _table(self, component: int) -> Pages:
-        return np.frombuffer(self._door.driver.core.pages(self._held(), component), np.int32)
+        return np.frombuffer(self._parts.driver.core.pages(self._held(), component), np.int32)
 
     @property
     def states(self) -> Pages:
@@ -252,14 +252,14 @@ class Lease:
 
     @property
     def checkpoint_at(self) -> int:
-        """Where the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone matched, so that the
-        next request with this prefix hits. 0: none is wanted but at the prompt's end."""
+        """The length at which the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone
+        matched, so that the next request with this prefix hits. 0: none is wanted but at the prompt's end."""
         core = self._core
-        return core.full if self._door.default_states and core.full > core.cached else 0
+        return core.full if self._parts.default_states and core.full > core.cached else 0
 
     @property
     def hits(self) -> Hits:
-        """Where the cached tokens were when the request arrived."""
+        """The cached tokens by the tier that had them when the request arrived."""
         return Hits(*self._found())
 
     def _found(self) -> tuple[int, int, int]:
@@ -280,8 +280,8 @@ class Lease:
 
     @property
     def loading(self) -> bool:
-        """Whether ``loaded`` would have to wait."""
-        ops = self._door.driver.ops
+        """True if ``loaded`` would have to wait."""
+        ops = self._parts.driver.ops
         return any(op in ops for op in self._held().loads)
 
     async def loaded(self) -> None:
@@ -291,18 +291,18 @@ class Lease:
             LoadFailed: a load failed; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
-        self._door.driver.check_thread()
+        self._parts.driver.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._door.driver.ops.any((op,))
+            await self._parts.driver.ops.any((op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
         """An operation that is not in flight any more is DONE, unless it failed or the cache is closed."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
-        if core.loads and self._door.driver.closed is not None:
-            self._door.driver.refuse()
+        if core.loads and self._parts.driver.closed is not None:
+            self._parts.driver.refuse()
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
@@ -313,12 +313,12 @@ class Lease:
             CacheClosed: the cache was closed, and nobody knows what has arrived.
             ConfigError: the model has no layer ``i``.
         """
-        self._door.driver.check_thread()
+        self._parts.driver.check_thread()
         i = self._check_layer(i)
         core = self._held()
         for op in core.loads:
             try:
-                await self._door.worker.layer(op, i)
+                await self._parts.worker.layer(op, i)
             except CopyFailed:
                 await self.loaded()
         self._check_loads(core)
@@ -334,11 +334,11 @@ class Lease:
             ConfigError: ``stream`` is no stream, or the model has no layer ``i``.
             AsyncCacheError: the driver refused (a stream of another GPU, one that is captured): nothing was ordered.
         """
-        self._door.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
+        self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
 
     def _check_layer(self, i: object) -> int:
         """``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
-        return integer("i", i, 0, self._door.worker.layers - 1)
+        return integer("i", i, 0, self._parts.worker.layers - 1)
 
     # growing and shrinking
 
@@ -352,13 +352,13 @@ class Lease:
             CacheFull: not now.
             ConfigError: an argument is unusable; nothing was reserved.
         """
-        core, door, driver = self._held(), self._door, self._door.driver
+        core, parts, driver = self._held(), self._parts, self._parts.driver
         driver.check_thread()
-        tokens, states, wait = integer("tokens", tokens, 0), door.check_states(states), flag("wait", wait)
+        tokens, states, wait = integer("tokens", tokens, 0), parts.check_states(states), flag("wait", wait)
 
         def grow() -> Plan | More | Wait:
             reserve = core.reserved + tokens
-            return driver.core.extend(core, reserve, reserve if door.has_swa else 0, states)
+            return driver.core.extend(core, reserve, reserve if parts.has_swa else 0, states)
 
         def done(answer: Plan | Wait) -> None:
             driver.perform(answer.plan if isinstance(answer, Wait) else answer)
@@ -381,10 +381,10 @@ class Lease:
         Raises:
             ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
         """
-        self._door.driver.check_thread()
+        self._parts.driver.check_thread()
         position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
-        driver = self._door.driver
+        driver = self._parts.driver
         driver.perform(driver.unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
@@ -395,16 +395,16 @@ class Lease:
         Raises:
             ConfigError: ``length`` is less than what is committed.
         """
-        self._door.driver.check_thread()
+        self._parts.driver.check_thread()
         length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
-        driver = self._door.driver
+        driver = self._parts.driver
         driver.perform(driver.unlocked(driver.core.truncate, self._core, length))
 
     def _fence(self, name: str, after: object | None) -> None:
-        batch = self._door.engine.batch(name, after)
+        batch = self._parts.engine.batch(name, after)
         if batch is not None:
-            self._door.engine.fence(self._held(), batch)
+            self._parts.engine.fence(self._held(), batch)
 
     # committing
 
@@ -424,11 +424,11 @@ class Lease:
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
                 published, and ``ready`` was not taken.
         """
-        self._door.driver.check_thread()
+        self._parts.driver.check_thread()
         core, key = self._held(), as_key(tokens)
         commits = self._commits()
         checkpoint = commits.check(key, checkpoint)
-        batch = self._door.engine.batch("commit: ready", ready)
+        batch = self._parts.engine.batch("commit: ready", ready)
         if batch is not None:
             commits.expect(batch)
         async with commits.order:
@@ -439,14 +439,15 @@ class Lease:
             return self.pages
 
     def _still_valid(self) -> bool:
-        """Whether its namespace was not invalidated meanwhile: else it finishes undisturbed and publishes nothing."""
-        return self._door.namespaces.valid(self._extra_key, self._since)
+        """Return True if the lease's namespace was not invalidated since it was made. Otherwise the lease finishes
+        undisturbed and publishes nothing."""
+        return self._parts.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
         ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
-        self._door.driver.check_thread()
-        batch = self._door.engine.batch("adopt: after", after)
+        self._parts.driver.check_thread()
+        batch = self._parts.engine.batch("adopt: after", after)
         if self._publishing is not None:
             self._publishing.adopt(batch)
 
@@ -460,8 +461,8 @@ class Lease:
         Raises:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
         """
-        event = self._door.engine.event("commit_threadsafe: ready", ready)
-        loop, supervisor = self._door.loop, self._door.supervisor
+        event = self._parts.engine.event("commit_threadsafe: ready", ready)
+        loop, supervisor = self._parts.loop, self._parts.supervisor
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
@@ -471,11 +472,11 @@ class Lease:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
         ended = flag("ended", ended)
-        event = self._door.engine.event("release_threadsafe: after", after)
-        self._door.loop.call_soon_threadsafe(self._release_soon, event, ended)
+        event = self._parts.engine.event("release_threadsafe: after", after)
+        self._parts.loop.call_soon_threadsafe(self._release_soon, event, ended)
 
     def _release_soon(self, after: object | None, ended: bool) -> None:
-        if self._door.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
+        if self._parts.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
             self.release(after, ended)
 
     async def _release_in_order(self, after: object | None, ended: bool) -> None:
@@ -493,11 +494,13 @@ def _place(code: CodeType, at: int) -> str:
 
 
 def _give_back(
-    door: Door, core: CoreLease, publishing: Publishing | None, after: Batch | None = None, ended: bool = False
+    parts: LeaseParts, core: CoreLease, publishing: Publishing | None, after: BatchInFlight | None = None,
+    ended: bool = False,
 ) -> None:
-    """All that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its commits."""
-    del door.holders[core]
+    """Give back all that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its
+    commits."""
+    del parts.holders[core]
     if publishing is None:
-        door.driver.release(core, ended)
+        parts.driver.release(core, ended)
     else:
         publishing.release(after, ended)

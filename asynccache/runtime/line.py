@@ -13,7 +13,7 @@ from bisect import insort
 from collections.abc import Callable
 
 
-class Place:
+class LinePlace:
     """One waiter's place. ``signal`` is set while it sleeps."""
 
     __slots__ = ("signal", "ticket")
@@ -23,9 +23,9 @@ class Place:
         self.signal: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Place(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
+        return f"LinePlace(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
 
-    def __lt__(self, other: Place) -> bool:
+    def __lt__(self, other: LinePlace) -> bool:
         return self.ticket < other.ticket
 
 
@@ -33,7 +33,7 @@ class Line:
     """Places in order of their tickets."""
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
+        self._places: list[LinePlace] = []
         self._tickets = 0
 
     def __repr__(self) -> str:
@@ -47,19 +47,19 @@ class Line:
         self._tickets += 1
         return self._tickets
 
-    def join(self, ticket: int) -> Place:
+    def join(self, ticket: int) -> LinePlace:
         """Enter the line at the position that ``ticket`` gives, and return the place."""
-        place = Place(ticket)
+        place = LinePlace(ticket)
         insort(self._places, place)
         return place
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: LinePlace) -> None:
         """Give up ``place``, with or without success. The next one may try."""
         if place in self._places:
             self._places.remove(place)
         self.wake()
 
-    def is_head(self, place: Place) -> bool:
+    def is_head(self, place: LinePlace) -> bool:
         """Return True if ``place`` is the first in line, whose owner may try."""
         return self._places[0] is place
 
@@ -67,7 +67,7 @@ class Line:
         """Return True if somebody with an earlier ticket is in line."""
         return bool(self._places) and self._places[0].ticket < ticket
 
-    def sleep(self, place: Place) -> None:
+    def sleep(self, place: LinePlace) -> None:
         """Let a wake-up reach ``place`` from now on. There must be no await between the attempt that failed and this
         call."""
         place.signal = asyncio.get_running_loop().create_future()

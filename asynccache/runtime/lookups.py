@@ -1,4 +1,5 @@
-"""What requests found, and why they did not find the rest. Plain integers, counted once for every lease that gets in.
+"""Counters of the tokens that requests found, and of the reasons why they did not find the rest. Plain integers,
+counted once for every lease that gets in.
 
 A prompt's whole pages but the last token are wanted. Those that are cached count for the tier that had them at arrival.
 The others count for one reason each: where FULL reaches further than the match, for what cut it short; from where the
@@ -18,12 +19,12 @@ from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from asynccache.core.cache import Ask, CacheCore
-    from asynccache.core.leases import Lease as CoreLease
+    from asynccache.core.cache import CacheCore, LeaseRequest
+    from asynccache.core.leases import CoreLease
 
 
 class Miss(IntEnum):
-    """Why tokens had to be computed."""
+    """The reason why tokens had to be computed."""
 
     NEVER_STORED = 0
     EVICTED_DEVICE = 1
@@ -82,7 +83,7 @@ class Lookups:
             dict(zip(names, self._missed, strict=True)), dict(zip(names, self._missed_requests, strict=True)),
         )  # fmt: skip
 
-    def count(self, lease: CoreLease, ask: Ask, found: tuple[int, int, int], handle: Prefetch | None) -> None:
+    def count(self, lease: CoreLease, ask: LeaseRequest, found: tuple[int, int, int], handle: Prefetch | None) -> None:
         """A lease got in. ``found``: cached tokens by the tier that had them, as ``Lease.hits``."""
         wanted = ask.limit // self._size * self._size
         device, host, storage = found
@@ -103,13 +104,13 @@ class Lookups:
         self._missed[reason] += tokens
         self._missed_requests[reason] += 1
 
-    def _cut_short(self, ask: Ask, full: int) -> Miss:
+    def _cut_short(self, ask: LeaseRequest, full: int) -> Miss:
         """FULL goes on where the match ended: a component ended it, or there was no room to load more."""
         core = self._core
         path, _ = walk(core.world.roots[ask.space], ask.key, 0, core.world.page_bytes, full * TOKEN_BYTES)
         return _SHORT[core.explaining.limit(path, full // self._size)]
 
-    def _absent(self, lease: CoreLease, ask: Ask, handle: Prefetch | None) -> Miss:
+    def _absent(self, lease: CoreLease, ask: LeaseRequest, handle: Prefetch | None) -> Miss:
         """The tree ends where the match did, or further on."""
         core, end = self._core, lease.hold.end
         page = core.world.page_bytes

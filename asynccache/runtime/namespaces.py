@@ -10,17 +10,17 @@ from asynccache.config import CacheConfig
 from asynccache.runtime.hashing import namespace_digest
 
 
-class Names(Protocol):
-    """Who is told what a namespace is called."""
+class NamespaceListener(Protocol):
+    """A listener that is told the name of each namespace."""
 
     def name(self, space: bytes, extra_key: str | bytes) -> None: ...
 
 
 class Namespaces:
-    """Mutable state: how often each was invalidated, and when. ``changes``: how many invalidations there were by now,
-    of one or of all. Who finds it unchanged need not ask ``valid``."""
+    """The namespaces of one cache. Mutable state: how often each was invalidated, and when. ``changes``: how many
+    invalidations there were by now, of one or of all. A caller that finds it unchanged need not ask ``valid``."""
 
-    def __init__(self, config: CacheConfig, names: Names | None) -> None:
+    def __init__(self, config: CacheConfig, names: NamespaceListener | None) -> None:
         self.changes = 0
         self._reset_at = 0
         self._outdated_at: dict[str | bytes | None, int] = {}
@@ -50,7 +50,8 @@ class Namespaces:
         return space
 
     def valid(self, extra_key: str | bytes | None, since: int) -> bool:
-        """Whether the namespace was not invalidated, alone or with all others, since ``changes`` was ``since``."""
+        """Return True if the namespace was not invalidated, alone or with all others, since ``changes`` was
+        ``since``."""
         return since >= self._reset_at and since >= self._outdated_at.get(extra_key, 0)
 
     def reset(self) -> None:

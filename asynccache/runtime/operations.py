@@ -1,4 +1,4 @@
-"""Who waits for which operation to end.
+"""The operations in flight, and the tasks that wait for each of them to end.
 
 Law: each waiter awaits a future of its own, so cancelling one never touches another; an operation that is not here
 has ended. When the cache closes, every waiter gets the reason.
@@ -35,11 +35,11 @@ class Operations:
         return iter(tuple(self._live))
 
     def open(self, op: int) -> None:
-        """``op`` has begun; from now on it can be waited for."""
+        """Note that ``op`` has begun; from now on it can be waited for."""
         self._live.setdefault(op, [])
 
     def end(self, op: int, status: Status) -> None:
-        """``op`` has ended: wake everybody who waits for it, with ``status``."""
+        """Note that ``op`` has ended with ``status``, and wake everybody who waits for it."""
         for waiter in self._live.pop(op, ()):
             if not waiter.done():
                 waiter.set_result(status)

@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 from asynccache.core.plan import BackupStorage, Outcome, Status
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.worker.contract import Stored
+from asynccache.worker.contract import StoredBatch
 from asynccache.worker.inbox import Inbox
-from asynccache.worker.stats import Meter
+from asynccache.worker.stats import StageMeter
 
 WORKERS = 16  # a batch takes several turns of a busy loop, so few in flight leave the store idle where pages are small
 BATCH_OPS = 16
@@ -31,15 +31,15 @@ PATIENCE = 0.1
 TOO_LATE = 1.0
 
 
-class Writer(Protocol):
+class OutboxWorker(Protocol):
     """The part of ``Worker`` that is used here."""
 
-    async def store(self, batch: Sequence[BackupStorage]) -> Stored: ...
+    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch: ...
     def give_up(self, op: int) -> None: ...
 
 
-class Queued(NamedTuple):
-    """``at``: when the effect was queued, by the outbox's clock."""
+class QueuedBackup(NamedTuple):
+    """A queued backup. ``at``: when the effect was queued, by the outbox's clock."""
 
     effect: BackupStorage
     at: float
@@ -64,16 +64,16 @@ class Backlog:
 
     @property
     def over(self) -> bool:
-        """Whether some component's backups hold more slots than its limit."""
+        """True if some component's backups hold more slots than its limit."""
         return any(self._held[c] > limit for c, limit in self.limits.items())
 
     def add(self, effect: BackupStorage) -> None:
-        """``effect`` is queued: it holds its slots from now on."""
+        """Note that ``effect`` is queued: it holds its slots from now on."""
         for pages in effect.pages:
             self._held[pages.component] += len(pages.slots) // SLOT_BYTES
 
     def fly(self, effect: BackupStorage) -> bool:
-        """Whether ``effect`` may begin now, with what else is in flight. If so it counts as in flight until
+        """Return True if ``effect`` may begin now, beside all that is in flight. If so it counts as in flight until
         ``land``."""
         flying = self._flying
         sizes = {pages.component: len(pages.slots) // SLOT_BYTES for pages in effect.pages}
@@ -84,18 +84,18 @@ class Backlog:
         return True
 
     def land(self, effect: BackupStorage) -> None:
-        """The I/O of ``effect``, which was in flight, has let go of its slots."""
+        """Note that the I/O of ``effect``, which was in flight, has let go of its slots."""
         for pages in effect.pages:
             self._flying[pages.component] -= len(pages.slots) // SLOT_BYTES
         self.remove(effect)
 
     def remove(self, effect: BackupStorage) -> None:
-        """``effect`` leaves the queue without having been in flight."""
+        """Note that ``effect`` leaves the queue without having been in flight."""
         for pages in effect.pages:
             self._held[pages.component] -= len(pages.slots) // SLOT_BYTES
 
     def drop(self, effect: BackupStorage) -> None:
-        """``effect`` leaves the queue for want of room, and is counted in ``dropped``."""
+        """Note that ``effect`` leaves the queue for want of room, and is counted in ``dropped``."""
         self.remove(effect)
         self.dropped += 1
 
@@ -108,15 +108,15 @@ class Outbox:
     """
 
     def __init__(
-        self, worker: Writer, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
+        self, worker: OutboxWorker, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
         late: Callable[[bool], None],
     ) -> None:  # fmt: skip
         self.backlog = backlog
-        self.meter = Meter()
+        self.meter = StageMeter()
         self._worker = worker
         self._post = post
         self._clock = clock
-        self._inbox: Inbox[Queued] = Inbox()
+        self._inbox: Inbox[QueuedBackup] = Inbox()
         self._changed = asyncio.Event()
         self._late = late
         self._is_late = False
@@ -131,7 +131,7 @@ class Outbox:
 
     def put(self, effect: BackupStorage) -> None:
         """Queue the effect; its outcome is posted exactly once."""
-        self._inbox.put(Queued(effect, self._clock()))
+        self._inbox.put(QueuedBackup(effect, self._clock()))
         self.backlog.add(effect)
         self._inbox.take_while(self._dropped)
         self._changed.set()
@@ -149,19 +149,20 @@ class Outbox:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _dropped(self, oldest: Queued) -> bool:
-        """Whether the effect that has waited longest was dropped: the bound was exceeded, and others wait besides."""
+    def _dropped(self, oldest: QueuedBackup) -> bool:
+        """Drop the effect that has waited longest if the bound is exceeded and others wait besides. Returns True if it
+        was dropped."""
         if not self.backlog.over or len(self._inbox) == 1:
             return False
         self.backlog.drop(oldest.effect)
         self._post(Outcome(oldest.effect.op, Status.FAILED))
         return True
 
-    def _take(self) -> list[Queued]:
+    def _take(self) -> list[QueuedBackup]:
         """The operations of the next batch, taken from the queue; none, if too much is in flight."""
         pages = ops = 0
 
-        def wanted(queued: Queued) -> bool:
+        def wanted(queued: QueuedBackup) -> bool:
             nonlocal pages, ops
             pages, ops = pages + _pages_of(queued.effect), ops + 1
             fits = ops == 1 or (ops <= BATCH_OPS and pages <= BATCH_PAGES)
@@ -169,7 +170,7 @@ class Outbox:
 
         return self._inbox.take_while(wanted)
 
-    async def _store_in_time(self, batch: Sequence[Queued]) -> None:
+    async def _store_in_time(self, batch: Sequence[QueuedBackup]) -> None:
         loop, first = asyncio.get_running_loop(), batch[0].effect.op
         timers = (
             loop.call_later(PATIENCE, self._note_late, first), loop.call_later(TOO_LATE, self._note_too_late, first),
@@ -206,7 +207,7 @@ class Outbox:
                 self._worker.give_up(first)
             self._too_late.clear()
 
-    def _end(self, queued: Queued, failed: frozenset[int]) -> None:
+    def _end(self, queued: QueuedBackup, failed: frozenset[int]) -> None:
         effect, at = queued
         self.meter.took(self._clock() - at)
         self.backlog.land(effect)

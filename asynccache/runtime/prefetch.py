@@ -31,7 +31,8 @@ class PrefetchStatus(Enum):
 
 
 class PrefetchResult(NamedTuple):
-    """``tokens``: how many tokens storage added to what host and device held when the prefetch was asked for."""
+    """The result of a prefetch. ``tokens``: how many tokens storage added to what host and device held when the
+    prefetch was asked for."""
 
     status: PrefetchStatus
     tokens: int
@@ -39,7 +40,7 @@ class PrefetchResult(NamedTuple):
 
 
 class Wish(IntEnum):
-    """What the holder of a prefetch wants of its fetch. Only ever rises."""
+    """The wish of a prefetch's holder for its fetch. A wish only ever rises."""
 
     RUN = 0
     STOP = 1
@@ -47,7 +48,7 @@ class Wish(IntEnum):
 
 
 class Cut(Enum):
-    """Why a fetch ended before it had everything that storage had, or had said to have."""
+    """The reason why a fetch ended before it had everything that storage had, or had said to have."""
 
     NOTHING = "nothing"
     BACKEND = "the backend failed"
@@ -55,7 +56,7 @@ class Cut(Enum):
     ROOM = "the host had no room"
 
 
-class Held(NamedTuple):
+class CachedOnArrival(NamedTuple):
     """How many tokens of a prompt were cached when its request arrived: on the device, and on device and host
     together."""
 
@@ -63,14 +64,14 @@ class Held(NamedTuple):
     host: int
 
 
-class Shared(Protocol):
+class ServingFetch(Protocol):
     """The fetch that serves a prefetch now."""
 
     def told(self, handle: Prefetch) -> None: ...
 
 
 class Claiming(Protocol):
-    """The part of ``Claims`` that a prefetch uses."""
+    """The part of ``HandleClaims`` that a prefetch uses."""
 
     def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None: ...
     def note(self, ticket: int, leases: int) -> None: ...
@@ -86,7 +87,7 @@ class Prefetch:
     """
 
     def __init__(
-        self, space: bytes, key: bytes, chain: Chain, arrival: Held, started: float, ticket: int,
+        self, space: bytes, key: bytes, chain: Chain, arrival: CachedOnArrival, started: float, ticket: int,
         check: Callable[[], None], claims: Claiming,
     ) -> None:
         self.space = space
@@ -101,7 +102,7 @@ class Prefetch:
         self.began = 0.0
         self.result: PrefetchResult | None = None
         self.asleep: asyncio.Future[Any] | None = None
-        self.fetch: Shared | None = None
+        self.fetch: ServingFetch | None = None
         self._check = check
         self._claims = claims
         self._leases = 0
@@ -124,11 +125,11 @@ class Prefetch:
                 self._waiters.remove(waiter)
 
     def belongs_to(self, claims: Claiming) -> bool:
-        """Whether this is a prefetch of the cache that has these claims."""
+        """Return True if this is a prefetch of the cache that has these claims."""
         return self._claims is claims
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the prefetch has ended."""
         return self.result is not None
 
     def cancel(self) -> None:
@@ -137,7 +138,7 @@ class Prefetch:
         self.give_up()
 
     def give_up(self) -> None:
-        """As ``cancel``, for callers on the cache's own thread."""
+        """The same as ``cancel``, for callers on the cache's own thread."""
         self.tell(Wish.CANCEL)
         self._claims.drop(self.ticket)
 
@@ -214,7 +215,8 @@ class Prefetch:
 
 
 class PrefetchHandle:
-    """What ``AsyncCache.prefetch`` gives. ``await handle`` returns a ``PrefetchResult`` when the prefetch has ended.
+    """A handle of a prefetch, which ``AsyncCache.prefetch`` returns. ``await handle`` returns a ``PrefetchResult`` when
+    the prefetch has ended.
 
     Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
     """
@@ -232,7 +234,7 @@ class PrefetchHandle:
         return self._prefetch.__await__()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the prefetch has ended."""
         return self._prefetch.done()
 
     @property

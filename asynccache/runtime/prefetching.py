@@ -19,22 +19,30 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from asynccache.config import CacheConfig
-from asynccache.core.cache import Begin, Join, Opened, Skip
+from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
-from asynccache.runtime.claims import Claims
+from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.clearing import Clearing
-from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding, woken
 from asynccache.runtime.fetching import Fetch
 from asynccache.runtime.hashing import Chain
-from asynccache.runtime.line import Place
-from asynccache.runtime.prefetch import Cut, Held, Prefetch, PrefetchHandle, PrefetchStatus, Wish, prefetch_of
+from asynccache.runtime.line import LinePlace
+from asynccache.runtime.prefetch import (
+    CachedOnArrival,
+    Cut,
+    Prefetch,
+    PrefetchHandle,
+    PrefetchStatus,
+    Wish,
+    prefetch_of,
+)
+from asynccache.runtime.prefetch_commits import PrefetchCommits
 from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.worker.contract import Worker
-from asynccache.worker.layout import Layout
-from asynccache.worker.stats import Meter
+from asynccache.worker.pool_layout import PoolLayout
+from asynccache.worker.stats import StageMeter
 
 PATIENCE = 0.5
 MOST_SAVES = 4
@@ -48,8 +56,8 @@ class Prefetching:
     """Makes handles and runs them. Mutable state: the handles and fetches that are under way."""
 
     def __init__(
-        self, config: CacheConfig, driver: Driver, worker: Worker, pools: Layout, claims: Claims, clearing: Clearing,
-        spawn: Spawn, clock: Callable[[], float],
+        self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
+        clearing: Clearing, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config
         self._driver = driver
@@ -63,8 +71,8 @@ class Prefetching:
         self._fetches: dict[int, Fetch] = {}
         self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
-        self.meter = Meter()
-        self.completions = Completions(driver)
+        self.meter = StageMeter()
+        self.commits = PrefetchCommits(driver)
 
     def __repr__(self) -> str:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
@@ -76,7 +84,7 @@ class Prefetching:
             key = _usable_by_a_lease(key, size)
         match = driver.unlocked(driver.core.match, space, key)
         handle = Prefetch(
-            space, key, Chain(space, size), Held(match.device, match.host), self._time(),
+            space, key, Chain(space, size), CachedOnArrival(match.device, match.host), self._time(),
             driver.prefetch_line.ticket(), driver.check_thread, self._claims,
         )  # fmt: skip
         if not self._worker.has_stores:
@@ -100,7 +108,7 @@ class Prefetching:
 
     @property
     def policy(self) -> PrefetchPolicy:
-        """What a lease does with a prefetch that has not ended."""
+        """The policy that says what a lease does with a prefetch that has not ended."""
         return self._config.prefetch_policy
 
     def deadline(self, handle: Prefetch) -> float:
@@ -111,7 +119,7 @@ class Prefetching:
         return handle.started + min(allowed, config.prefetch_timeout_max)
 
     def may_stop(self, handle: Prefetch) -> bool:
-        """Whether the policy lets a lease stop ``handle`` now."""
+        """Return True if the policy lets a lease stop ``handle`` now."""
         if self.policy is PrefetchPolicy.TIMEOUT:
             return self._time() >= self.deadline(handle)
         return self.policy is PrefetchPolicy.BEST_EFFORT
@@ -177,7 +185,7 @@ class Prefetching:
                 return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, answer.reason)
             if isinstance(answer, Join):
                 await self._share(handle, answer.op)
-            elif isinstance(answer, Opened):
+            elif isinstance(answer, PrefetchBegun):
                 fetch = self._fetches[answer.op]
                 await self._own(handle, fetch)
                 if fetch.wish is Wish.RUN or handle.wish is not Wish.RUN:
@@ -214,16 +222,16 @@ class Prefetching:
         while op in self._driver.ops and handle.wish is not Wish.CANCEL:
             await self._asleep(handle, (op,))
 
-    async def _open(self, handle: Prefetch) -> Opened | Join | Skip | None:
+    async def _open(self, handle: Prefetch) -> PrefetchBegun | Join | Skip | None:
         """Ask the core for an operation until it has an answer; None if ``handle`` was told to end first."""
         line = self._driver.prefetch_line
-        place: Place | None = None
+        place: LinePlace | None = None
         begin, until = Begin.NEXT, None
         saved = 0
         try:
             while handle.wish is Wish.RUN:
                 async with holding(self._driver.lock):
-                    self._driver.settle()
+                    self._driver.apply_outcomes()
                     if handle.wish is not Wish.RUN:  # told while it waited for the lock
                         return None
                     answer = self._try(handle, Begin.LATER if line.must_wait(handle.ticket) else begin)
@@ -245,24 +253,24 @@ class Prefetching:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: Prefetch, begin: Begin) -> Opened | Join | Skip | Wait:
+    def _try(self, handle: Prefetch, begin: Begin) -> PrefetchBegun | Join | Skip | Wait:
         """Under the lock, with no await."""
         answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
-        if isinstance(answer, (Opened, Wait)):
+        if isinstance(answer, (PrefetchBegun, Wait)):
             self._driver.perform(answer.plan)
-        if isinstance(answer, Opened):
+        if isinstance(answer, PrefetchBegun):
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
-                self._config.prefetch_threshold, self.completions,
+                self._config.prefetch_threshold, self.commits,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
         return answer
 
-    def _give_way(self, handle: Prefetch, place: Place | None, answer: Wait) -> Place | None:
-        """Where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs; None, and out of
-        the line, if it waits for certain operations."""
+    def _give_way(self, handle: Prefetch, place: LinePlace | None, answer: Wait) -> LinePlace | None:
+        """Return the place where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs;
+        None, and out of the line, if it waits for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
             handle.unclaim()
@@ -285,7 +293,7 @@ class Prefetching:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: Prefetch, place: Place, until: float | None) -> bool:
+    async def _in_line(self, handle: Prefetch, place: LinePlace, until: float | None) -> bool:
         """Return True when ``place`` was woken or ``handle`` was told something; False if ``until`` came first."""
         handle.asleep = place.signal
         try:

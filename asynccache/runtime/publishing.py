@@ -13,27 +13,25 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynccache.core.cache import Ask, Committed
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import Committed, CoreLease, LeaseRequest
 from asynccache.core.plan import Wait
 from asynccache.errors import ConfigError
 from asynccache.runtime.driving import holding
-from asynccache.runtime.fences import not_over
+from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
-    from asynccache.runtime.engine import Engine
-    from asynccache.runtime.fences import RetireStage
-    from asynccache.worker.contract import Batch
+    from asynccache.runtime.engine_batches import EngineBatches, RetireStage
+    from asynccache.worker.contract import BatchInFlight
 
 
 class Publisher:
-    """What the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for storage
-    or for events. ``commits``: how many commits there were."""
+    """The part that the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for
+    storage or for events. ``commits``: how many commits there were."""
 
-    def __init__(self, driver: Driver, engine: Engine, retire: RetireStage, *, hashes: bool) -> None:
+    def __init__(self, driver: Driver, engine: EngineBatches, retire: RetireStage, *, hashes: bool) -> None:
         self.driver = driver
         self.engine = engine
         self.retire = retire
@@ -45,26 +43,27 @@ class Publisher:
 
 
 class Publishing:
-    """Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that may not be over, and
-    the duplicates that wait to be adopted. ``order``: one commit after the other."""
+    """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
+    may not be over, and the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
     __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
 
-    def __init__(self, publisher: Publisher, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
+    def __init__(self, publisher: Publisher, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
         self._publisher = publisher
         self._core = core
         self._space = ask.space
         self._key = ask.key
         self._chain = chain or Chain(ask.space, publisher.driver.core.config.page_size)
-        self._ready: list[Batch] = []
+        self._ready: list[BatchInFlight] = []
         self._retiring: list[int] = []
 
     def __repr__(self) -> str:
         return f"Publishing({self._core!r}, {len(self._ready)} batches, {len(self._retiring)} retiring)"
 
     def check(self, key: bytes, checkpoint: object) -> tuple[int, int] | None:
-        """Whether the lease may commit ``key`` and ``checkpoint``; the checkpoint as two integers, if there is one.
+        """Check that the lease may commit ``key`` and ``checkpoint``. Returns the checkpoint as two integers; None if
+        there is none.
 
         Raises:
             ConfigError: the key does not continue what the lease holds, or the checkpoint is not one of its own.
@@ -78,17 +77,17 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
         return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
 
-    def expect(self, ready: Batch) -> None:
+    def expect(self, ready: BatchInFlight) -> None:
         """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
         whatever becomes of the commit, and so do copies into these pages, some of which the commit may hand to
         others."""
         self._named(ready)
 
-    def _named(self, batch: Batch) -> None:
+    def _named(self, batch: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), batch]
         self._publisher.engine.fence(self._core, batch)
 
-    async def publish(self, key: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None) -> None:
+    async def publish(self, key: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
         it has published everything or nothing."""
         hashes = await self._hashes(key) if self._publisher.hashes else b""
@@ -97,11 +96,11 @@ class Publishing:
             await self._publisher.driver.ops.any(answer.ops)
 
     async def _try(
-        self, key: bytes, hashes: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None
+        self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
         driver = self._publisher.driver
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
             if self._core.released:
                 raise RuntimeError("the lease is released")
             answer = driver.locked(driver.core.commit, self._core, key, hashes, checkpoint)
@@ -115,7 +114,7 @@ class Publishing:
             self._chain.known(key, self._publisher.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
-    def _published(self, key: bytes, ready: Batch | None) -> None:
+    def _published(self, key: bytes, ready: BatchInFlight | None) -> None:
         """Note the commit before its plan is performed: the plan's backups must find ``ready``."""
         if len(key) > len(self._key):
             self._key = key
@@ -123,7 +122,7 @@ class Publishing:
             self._publisher.engine.expect(ready)
         self._publisher.commits += 1
 
-    def adopt(self, after: Batch | None = None) -> None:
+    def adopt(self, after: BatchInFlight | None = None) -> None:
         """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
         over."""
         if after is not None:
@@ -132,7 +131,7 @@ class Publishing:
             retiring, self._retiring = self._retiring, []
             self._publisher.retire.put(retiring, not_over(*self._ready))
 
-    def release(self, after: Batch | None, ended: bool) -> None:
+    def release(self, after: BatchInFlight | None, ended: bool) -> None:
         """Give the lease's pages back when ``after`` and every ``ready`` are over."""
         driver, batches = self._publisher.driver, not_over(*self._ready, after)
         self._publisher.engine.fence(self._core, *batches)

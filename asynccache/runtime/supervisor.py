@@ -34,7 +34,7 @@ class Supervisor:
 
     @property
     def running(self) -> bool:
-        """Whether new work may be spawned."""
+        """True if new work may be spawned."""
         return self._group is not None
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Where L3 bytes go: the contract a backend fulfils, and the verified store that the runtime talks to.
+"""Stores, where L3 bytes go: the contract that a backend fulfils, and the verified store that the runtime talks to.
 
 ``contract`` is all that a backend needs. ``CheckedStore`` adds headers, checksums, deadlines and a breaker;
 ``open_store`` finds a backend by its URL; ``Pages`` is several stores without a cache. The names exported here are for

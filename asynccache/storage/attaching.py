@@ -13,9 +13,9 @@ from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import StorageBackend, StoreLayout
 from asynccache.storage.opening import check_stores, no_store, open_store
 from asynccache.storage.options import StoreOptions, take_options
-from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import ParsedUrl, parse_url
-from asynccache.storage.wrapping import Borrowed
+from asynccache.storage.wrapping import BorrowedBackend
 
 
 def _parsed(storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]) -> ParsedUrl:
@@ -28,7 +28,7 @@ def _parsed(storage: str | StorageBackend | CheckedStore, options: Mapping[str, 
 async def open_attached(
     storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str],
     check: Callable[[StoreOptions], None],
-) -> Attached:  # fmt: skip
+) -> AttachedStore:  # fmt: skip
     """Return the store that ``storage`` stands for, ready to be attached.
 
     A URL is opened, and its store will be closed when it is detached. A backend or a store that somebody else made is
@@ -45,17 +45,17 @@ async def open_attached(
         store = await open_store(storage, layout, options=options)
         if store is None:
             raise no_store(storage)
-        return Attached(store, common)
+        return AttachedStore(store, common)
     common, rest = take_options(_parsed(storage, options))
     rest.allow_only(())
     check(common)
     if not isinstance(storage, CheckedStore):
-        store = CheckedStore(Borrowed(storage), layout, timeout=common.timeout, slow=common.slow,
+        store = CheckedStore(BorrowedBackend(storage), layout, timeout=common.timeout, slow=common.slow,
                              concurrency=common.concurrency)  # fmt: skip
-        return Attached(store, common)
+        return AttachedStore(store, common)
     if storage.layout.page_bytes != layout.page_bytes:
         raise ConfigError(f"storage: {storage!r} is for pages of {dict(storage.layout.page_bytes)} bytes")
-    return Attached(storage, common, owned=False)
+    return AttachedStore(storage, common, owned=False)
 
 
 async def open_all(
@@ -79,7 +79,7 @@ async def open_all(
             raise
 
 
-async def close_unattached(attached: Attached) -> None:
+async def close_unattached(attached: AttachedStore) -> None:
     """Close a store that was opened here and will not be attached. Cancelling it is up to the backend."""
     if attached.owned:
         await attached.store.aclose()

@@ -1,4 +1,5 @@
-"""When to stop calling a backend that fails, and when to try it again. A pure state machine: callers pass the time in.
+"""The breaker: it says when to stop calling a backend that fails, and when to try it again. A pure state machine:
+callers pass the time in.
 
     CLOSED     --threshold failures, see below-->  OPEN       every call is refused until the back-off is over
     OPEN       --back-off over, one call-->        HALF_OPEN  that call is the probe, all others are refused
@@ -32,7 +33,7 @@ REFUSED = Permit(0)
 
 
 class BreakerState(IntEnum):
-    """Whether calls are let through: all of them, none of them, or one as a probe."""
+    """The state of a breaker, which says what calls are let through: all of them, none of them, or one as a probe."""
 
     CLOSED = 0
     OPEN = 1
@@ -174,7 +175,7 @@ def _permit(permit: Permit) -> Permit:
     return Permit(checks.integer("permit", permit, 0))
 
 
-class Report:
+class CallReport:
     """Reports the outcome of one permitted call to the breaker. Only the first report counts: a call that was reported
     as too slow may still succeed, and that changes nothing."""
 

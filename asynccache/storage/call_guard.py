@@ -7,25 +7,39 @@ at once that it failed, whatever comes of it later. So a store that hangs is lef
 No call of a user is the breaker's probe. The first call after a back-off is refused like those before it, and begins
 a probe beside itself: the question whether one of its keys is stored. The probe has ``slow`` seconds at most and takes
 none of the places. So a store that is still away delays nobody, and where nobody calls there are no probes.
+
+Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
+first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
+writes are. Where there are eight places or more, reads never take the last eighth, so writes go on however much is
+read. Where there is a single place, both may take it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TypeVar
 
 from asynccache.errors import BackendError, Timeout
 from asynccache.settle import settled
-from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit, Report
-from asynccache.storage.call_limits import READ, WRITE, Places, Purpose
+from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, CallReport, Permit
 from asynccache.storage.contract import PageKey, Result
 
 _T = TypeVar("_T")
 
 BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
+
+
+class PlacePurpose(IntEnum):
+    """The purpose of a call's place, which says in which line the call waits."""
+
+    READ = 0
+    WRITE = 1
+
+
+READ, WRITE = PlacePurpose
 
 
 class CallSort(Enum):
@@ -38,7 +52,7 @@ class CallSort(Enum):
     PUT = "put", WRITE
     OTHER = "other", WRITE
 
-    def __init__(self, failure_kind: str, place: Purpose) -> None:
+    def __init__(self, failure_kind: str, place: PlacePurpose) -> None:
         self.failure_kind = failure_kind
         self.place = place
 
@@ -47,7 +61,7 @@ RESULTS = tuple(Result)
 COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_calls", "crowded_calls")
 
 
-class Guard:
+class CallGuard:
     """The guard of one backend, which errors call ``name``. Belongs to one event loop.
 
     ``ask`` makes the probe: it asks the backend for a sign of life (see ``probing``). ``timeout`` and ``slow`` are
@@ -60,7 +74,7 @@ class Guard:
         clock: Callable[[], float] | None,
     ) -> None:  # fmt: skip
         self.breaker = breaker
-        self.places = Places(concurrency)
+        self.places = CallPlaces(concurrency)
         self.last_error: Exception | None = None
         self._name = name
         self._ask = ask
@@ -71,7 +85,7 @@ class Guard:
         self._probing: asyncio.Task[list[Result]] | None = None
 
     def __repr__(self) -> str:
-        return f"Guard({self.breaker!r}, {self.places!r})"
+        return f"CallGuard({self.breaker!r}, {self.places!r})"
 
     def stats(self) -> dict[str, int | float]:
         """Return what was counted here, and the breaker's state."""
@@ -90,8 +104,8 @@ class Guard:
             await settled([self._probing])
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
-        """Whether the breaker refuses a call for these keys now. If so the call is counted as refused, and a probe is
-        begun where one is due."""
+        """Return True if the breaker refuses a call for these keys now. If so the call is counted as refused, and a
+        probe is begun where one is due."""
         if self.breaker.state is BreakerState.CLOSED:
             return False
         if self._probing is None or self._probing.done():  # while a probe hangs no other is begun
@@ -116,7 +130,7 @@ class Guard:
             if self.refuses(keys):
                 return [Result.FAILED] * len(keys)
             permit = self.breaker.allow(self._now())
-            return await self._answered(Report(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
+            return await self._answered(CallReport(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
         finally:
             self.places.give(call.place)
 
@@ -135,7 +149,7 @@ class Guard:
         finally:
             self.places.give(place)
 
-    async def _has_place(self, purpose: Purpose) -> bool:
+    async def _has_place(self, purpose: PlacePurpose) -> bool:
         """Wait for a place and take it; False if none came free in time."""
         try:
             async with asyncio.timeout(self._timeout):
@@ -146,7 +160,7 @@ class Guard:
         return True
 
     async def _answered(
-        self, report: Report, keys: Sequence[PageKey], act: BackendCall, timeout: float
+        self, report: CallReport, keys: Sequence[PageKey], act: BackendCall, timeout: float
     ) -> list[Result]:
         watch = self._watch(report)
         try:
@@ -168,7 +182,7 @@ class Guard:
         return results
 
     async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        report = Report(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
+        report = CallReport(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
         try:
             async with asyncio.timeout(self._timeout):
                 result = await _answer(act())
@@ -185,20 +199,20 @@ class Guard:
         report.success(self._now())
         return result
 
-    def _watch(self, report: Report) -> asyncio.TimerHandle | None:
+    def _watch(self, report: CallReport) -> asyncio.TimerHandle | None:
         return asyncio.get_running_loop().call_later(self._slow, self._too_slow, report) if self._slow else None
 
-    def _too_slow(self, report: Report) -> None:
+    def _too_slow(self, report: CallReport) -> None:
         self._counts["slow_calls"] += 1
         report.failure(self._now())
 
-    def _failed(self, report: Report, error: Exception) -> None:
+    def _failed(self, report: CallReport, error: Exception) -> None:
         self.last_error = _without_frames(error)
         self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
         report.failure(self._now())
 
     def _begin_probe(self, permit: Permit, keys: Sequence[PageKey]) -> None:
-        report = Report(self.breaker, permit, CallSort.ASK.failure_kind)
+        report = CallReport(self.breaker, permit, CallSort.ASK.failure_kind)
         timeout = min(self._timeout, self._slow or self._timeout)
         work = self._answered(report, keys, self._ask, timeout)
         self._probing = asyncio.get_running_loop().create_task(work, name="asynccache-probe")
@@ -225,8 +239,9 @@ async def _answer(call: Awaitable[_T]) -> _T:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels the current task. This is a function of its own so that no frame of the cancellation
-    refers to the task: the task keeps the cancellation, so they would keep each other and the call's buffers alive."""
+    """Return True if somebody cancels the current task. This is a function of its own so that no frame of the
+    cancellation refers to the task: the task keeps the cancellation, so they would keep each other and the call's
+    buffers alive."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
@@ -247,3 +262,63 @@ def _without_frames(error: Exception) -> Exception:
     except Exception:  # the class is a plug-in's, and its __new__ and __str__ may raise anything
         text = ""
     return BackendError(f"{kind.__name__}: {text}" if text else kind.__name__)
+
+
+class CallPlaces:
+    """``count`` places for the calls that one backend has at a time. Each call needs one; those without one wait in
+    line. Mutable state: how many are taken for each purpose, and who waits."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._most = (count - count // 8, max(1, count - max(1, count // 4)))
+        self._taken = [0, 0]
+        self._lines: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = (deque(), deque())
+
+    def __repr__(self) -> str:
+        return f"CallPlaces({self.taken}/{self.count} taken, {self.waiting} wait)"
+
+    @property
+    def taken(self) -> int:
+        """How many calls have a place."""
+        return sum(self._taken)
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for a place."""
+        return sum(map(len, self._lines))
+
+    def take_now(self, purpose: PlacePurpose) -> bool:
+        """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
+        if self._lines[purpose] or not self._is_free(purpose):
+            return False
+        self._taken[purpose] += 1
+        return True
+
+    async def take(self, purpose: PlacePurpose) -> None:
+        """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
+        if self.take_now(purpose):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines[purpose].append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(purpose)
+            elif turn in self._lines[purpose]:
+                self._lines[purpose].remove(turn)
+            raise
+
+    def give(self, purpose: PlacePurpose) -> None:
+        """Give back a place that was taken for ``purpose``. The next call in line takes it before this returns."""
+        self._taken[purpose] -= 1
+        for purpose in PlacePurpose:
+            line = self._lines[purpose]
+            while line and self._is_free(purpose):
+                turn = line.popleft()
+                if not turn.cancelled():
+                    self._taken[purpose] += 1
+                    turn.set_result(None)
+
+    def _is_free(self, purpose: PlacePurpose) -> bool:
+        return self._taken[0] + self._taken[1] < self.count and self._taken[purpose] < self._most[purpose]

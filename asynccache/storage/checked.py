@@ -16,7 +16,8 @@ on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import mmap
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from asynccache.errors import ConfigError
 from asynccache.settle import settled
 from asynccache.storage.blocking_threads import MOST_THREADS, Workers
 from asynccache.storage.breaker import Breaker
-from asynccache.storage.call_guard import CallSort, Guard
+from asynccache.storage.call_guard import CallGuard, CallSort
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -37,7 +38,6 @@ from asynccache.storage.contract import (
     StoreLayout,
     check_layout,
 )
-from asynccache.storage.headers import HeaderPool
 from asynccache.storage.options import MOST_CALLS
 from asynccache.storage.probing import probe
 from asynccache.storage.records import seal, verify
@@ -95,7 +95,7 @@ class CheckedStore:
         concurrency = checks.integer("concurrency", concurrency, 1, MOST_CALLS)
         threads = checks.integer("threads", threads, 0, MOST_THREADS)
         headers = checks.integer("headers", headers, 1, MOST_HEADERS)
-        self._guard = Guard(
+        self._guard = CallGuard(
             backend, lambda keys: probe(self.backend, keys), self.breaker,
             timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
         )  # fmt: skip
@@ -145,8 +145,8 @@ class CheckedStore:
         return results
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS as the backend says, FAILED where it cannot tell or is not asked.
-        Cancelling it changes nothing.
+        """Return for each key whether it is stored: HIT or MISS as the backend says, FAILED where it cannot tell or is
+        not asked. Cancelling it changes nothing.
 
         Raises:
             ConfigError: a key is unusable.
@@ -207,8 +207,8 @@ class CheckedStore:
         return done
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether the breaker refuses calls now. This counts as a refused call, and begins a probe with ``key`` where
-        one is due. Raises as ``exists`` does."""
+        """Return True if the breaker refuses calls now. This counts as a refused call, and begins a probe with ``key``
+        where one is due. Raises as ``exists`` does."""
         _check_key(key, "key")
         return self._guard.refuses((key,))
 
@@ -359,3 +359,63 @@ def _batches(records: Sequence[Any]) -> Iterator[slice]:
             start, size = i + 1, 0
     if size:
         yield slice(start, len(records))
+
+
+class HeaderPool:
+    """``count`` header buffers of 64 bytes, which calls borrow, first come, first served. They are slices of
+    ``memory``, which is page-aligned, so that a backend can register it.
+
+    A call gets all of its headers at once. If calls could hold some headers while they wait for more, two of them could
+    wait for each other for ever.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._map = mmap.mmap(-1, count * HEADER_BYTES)
+        self.memory = memoryview(self._map)
+        self._made = 0  # views are made when they are first needed: thousands of them would slow down every opening
+        self._free: list[memoryview] = []
+        self._line: deque[tuple[int, asyncio.Future[list[memoryview]]]] = deque()
+
+    @property
+    def free(self) -> int:
+        """Headers that are not lent."""
+        return len(self._free) + self.count - self._made
+
+    async def take(self, number: int) -> list[memoryview]:
+        """Return ``number`` headers as soon as so many are free; ``number`` is at most ``count``. Cancelling it leaves
+        the line and takes nothing."""
+        if not self._line and number <= self.free:
+            return self._pop(number)
+        turn: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
+        self._line.append((number, turn))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            self._leave(turn)
+            raise
+
+    def give(self, headers: list[memoryview]) -> None:
+        """Return headers that ``take`` gave, and serve those who wait in line for some."""
+        self._free.extend(headers)
+        while self._line and (self._line[0][1].cancelled() or self._line[0][0] <= self.free):
+            number, turn = self._line.popleft()
+            if not turn.cancelled():
+                turn.set_result(self._pop(number))
+
+    def _pop(self, number: int) -> list[memoryview]:
+        while len(self._free) < number:
+            at = self._made * HEADER_BYTES
+            self._free.append(self.memory[at : at + HEADER_BYTES])
+            self._made += 1
+        cut = len(self._free) - number
+        taken = self._free[cut:]
+        del self._free[cut:]
+        return taken
+
+    def _leave(self, turn: asyncio.Future[list[memoryview]]) -> None:
+        if turn.done() and not turn.cancelled():
+            self.give(turn.result())
+            return
+        self._line = deque(entry for entry in self._line if entry[1] is not turn)
+        self.give([])  # the next in line may need fewer headers and find enough of them

@@ -49,7 +49,7 @@ class Record(NamedTuple):
 
 
 class StoreLayout(NamedTuple):
-    """What a backend is told when it is opened.
+    """The description of the pools that a backend is given when it is opened.
 
     ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
     of records: a place that was written with another schema has no records for this cache.
@@ -76,7 +76,7 @@ def check_layout(layout: object) -> StoreLayout:
 
 
 def is_shared(backend: object) -> bool:
-    """Whether several processes that open this backend at the same place find each other's pages.
+    """Return True if several processes that open this backend at the same place find each other's pages.
 
     A backend says so with an optional attribute ``shared``; without it the answer is False. Where several workers hold
     the same page, only one of them writes it to a shared store. To any other store each worker writes its own copy.
@@ -89,7 +89,7 @@ class StorageBackend(Protocol):
     loop. If processes can share the store, the instance has a true attribute ``shared`` (see ``is_shared``)."""
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS, or FAILED where the store cannot tell."""
+        """Return for each key whether it is stored: HIT or MISS, or FAILED where the store cannot tell."""
         ...
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:

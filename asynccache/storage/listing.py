@@ -19,8 +19,9 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What one call of ``collect`` has removed. ``pages``: pages that were stored too long ago. ``waste``: objects that
-    are no pages and of no use, such as orphans and half-written objects. ``size``: the bytes of both together."""
+    """The things that one call of ``collect`` has removed. ``pages``: pages that were stored too long ago. ``waste``:
+    objects that are no pages and of no use, such as orphans and half-written objects. ``size``: the bytes of both
+    together."""
 
     pages: int = 0
     waste: int = 0

@@ -29,7 +29,7 @@ from typing import TypeVar
 from asynccache.errors import ConfigError, Timeout, Unavailable, forget_frames
 from asynccache.storage.attaching import open_all
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
-from asynccache.storage.rows import Loan, Rows
+from asynccache.storage.rows import RowLoan, Rows
 from asynccache.storage.tiers import TieredStore
 
 ATTEMPTS = 50
@@ -40,8 +40,8 @@ let go when it answers, but a thread of its own may be just about to drop its la
 _T = TypeVar("_T")
 
 
-class Verb(Enum):
-    """What a call asks of the stores."""
+class StoreVerb(Enum):
+    """The method of the stores that a call is for."""
 
     EXISTS = "exists"
     GET = "get"
@@ -49,7 +49,7 @@ class Verb(Enum):
 
 
 class CallState(Enum):
-    """Where a call stands. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
+    """The state of a call. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
     cancelled at its deadline or by ``close``, and the stores have not let go yet. ``DONE``: the stores have
     answered."""
 
@@ -66,7 +66,7 @@ class PendingCall:
     __slots__ = ("future", "keys", "known", "loan", "rows", "slots", "state", "task", "timer", "until", "verb")
 
     def __init__(
-        self, verb: Verb, keys: Sequence[PageKey], rows: Rows, slots: Sequence[int], until: float | None
+        self, verb: StoreVerb, keys: Sequence[PageKey], rows: Rows, slots: Sequence[int], until: float | None
     ) -> None:
         self.future: Future[list[Result]] = Future()
         self.verb = verb
@@ -76,7 +76,7 @@ class PendingCall:
         self.until = until
         self.state = CallState.WAITING
         self.known: list[Result] = []
-        self.loan: Loan | None = None
+        self.loan: RowLoan | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -94,7 +94,7 @@ class NoThread(Unavailable):
     """The system lets this process start no further thread."""
 
 
-class Serving:
+class StoreThread:
     """The thread, its event loop and its stores. ``start`` begins the thread and opens the stores. After it has failed
     there is neither a thread nor an open store."""
 
@@ -198,7 +198,7 @@ class Serving:
 
     def held(self) -> int:
         """Return how many pages there are whose memory a store may be using now."""
-        return sum(len(call.keys) for call in list(self._under_way) if call.verb is not Verb.EXISTS)
+        return sum(len(call.keys) for call in list(self._under_way) if call.verb is not StoreVerb.EXISTS)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters of the stores and of this instance. To be called on the loop only."""
@@ -282,7 +282,7 @@ class Serving:
         for call in self._under_way:
             if not call.future.done():
                 self.counts["abandoned_pages"] += len(call.keys)
-            if call.verb is Verb.EXISTS:
+            if call.verb is StoreVerb.EXISTS:
                 self._answer(call, call.so_far())
             self._end(call)
 
@@ -309,7 +309,7 @@ class Serving:
             self.counts["late_calls"] += 1
             self._answer(call, call.so_far())
             return
-        if call.verb is not Verb.EXISTS:
+        if call.verb is not StoreVerb.EXISTS:
             try:
                 call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
@@ -337,7 +337,7 @@ class Serving:
         self._answer(call, call.so_far() if results is None else results)
 
     async def _asked(self, call: PendingCall) -> list[Result]:
-        if call.loan is not None and call.verb is Verb.PUT:
+        if call.loan is not None and call.verb is StoreVerb.PUT:
             return await self.tiers.put(call.keys, call.loan.views)
         call.known = [Result.MISS] * len(call.keys)
         if call.loan is not None:
@@ -350,7 +350,7 @@ class Serving:
         if call.future.done():
             return
         self.counts["late_calls"] += 1
-        if call.verb is Verb.EXISTS:
+        if call.verb is StoreVerb.EXISTS:
             self._answer(call, call.so_far())
         else:
             self._end(call)
@@ -360,7 +360,7 @@ class Serving:
             call.state = CallState.ENDED
             call.task.cancel()
 
-    async def _let_go(self, loan: Loan, pages: int) -> None:
+    async def _let_go(self, loan: RowLoan, pages: int) -> None:
         """End the loan. If somebody still refers to the memory, wait up to ``ATTEMPTS`` times ``PAUSE`` for them to let
         go of it; what is not free then is counted."""
         free, attempts = loan.end(), 0

@@ -21,7 +21,7 @@ GROUP = "asynccache.backends"
 
 
 class BackendClass(Protocol):
-    """What an entry point of the group refers to: a class, or anything else with this method."""
+    """A backend class as an entry point of the group refers to it: a class, or anything else with this method."""
 
     async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
         """Open the backend that ``url`` names and return it, ready for use.
@@ -112,8 +112,8 @@ def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None
 
 
 def _check_fits_open(kind: CheckableClass) -> bool:
-    """Whether the class's ``check`` was written for its ``open``. That is not so if a subclass has overridden ``open``
-    alone."""
+    """Return True if the class's ``check`` was written for its ``open``. That is not so if a subclass has overridden
+    ``open`` alone."""
     definitions = kind.__mro__ if isinstance(kind, type) else ()
     return next(("check" in vars(one) for one in definitions if {"open", "check"} & vars(one).keys()), True)
 

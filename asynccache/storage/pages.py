@@ -6,7 +6,7 @@ Laws:
 * A call uses the memory only until its future is done. From then on nothing here refers to any of its pages.
 * A page is found again only under the namespace, pool and page size that it was stored with.
 
-The only mutable state is in ``Serving`` and belongs to its thread.
+The only mutable state is in ``StoreThread`` and belongs to its thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
-from asynccache.storage.loop_thread import PendingCall, Serving, Verb
+from asynccache.storage.loop_thread import PendingCall, StoreThread, StoreVerb
 from asynccache.storage.records import RECORD_SCHEMA
 from asynccache.storage.rows import Rows
 
@@ -37,7 +37,7 @@ LETTING_GO = 5.0
 
 
 class Closed(NamedTuple):
-    """What ``Pages.close`` returns.
+    """The result of ``Pages.close``.
 
     ``abandoned``: pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered.
     ``held``: pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not
@@ -51,16 +51,17 @@ class Closed(NamedTuple):
     over: bool
 
 
-class _Pool(NamedTuple):
+class _StoredPool(NamedTuple):
     rows: Rows
     digest: bytes
 
 
 class OpenParts(NamedTuple):
-    """What ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by name."""
+    """The arguments that ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by
+    name."""
 
-    serving: Serving
-    pools: Mapping[str, _Pool]
+    serving: StoreThread
+    pools: Mapping[str, _StoredPool]
 
 
 class Pages:
@@ -129,7 +130,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        return self._serving.submit(PendingCall(Verb.EXISTS, _page_keys(keys, chosen), chosen.rows, (), until))
+        return self._serving.submit(PendingCall(StoreVerb.EXISTS, _page_keys(keys, chosen), chosen.rows, (), until))
 
     def put(
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
@@ -144,7 +145,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        return self._serving.submit(self._page_call(Verb.PUT, keys, slots, chosen, until))
+        return self._serving.submit(self._page_call(StoreVerb.PUT, keys, slots, chosen, until))
 
     def get(
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
@@ -157,7 +158,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        call = self._page_call(Verb.GET, keys, slots, chosen, until)
+        call = self._page_call(StoreVerb.GET, keys, slots, chosen, until)
         if len(set(call.slots)) < len(call.slots):
             twice = next(slot for slot in call.slots if call.slots.count(slot) > 1)
             raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
@@ -184,8 +185,8 @@ class Pages:
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:
-        """For each store's name the error of its last call that failed as a whole (see ``CheckedStore.last_error``).
-        Stores without such a call are left out."""
+        """The errors of the stores: for each store's name the error of its last call that failed as a whole (see
+        ``CheckedStore.last_error``). Stores without such a call are left out."""
         errors = {one.options.name: one.store.last_error for one in self._serving.tiers.attached}
         return {name: error for name, error in errors.items() if error is not None}
 
@@ -247,7 +248,7 @@ class Pages:
             return None
         return time.monotonic() + checks.number("timeout", timeout, above=0)
 
-    def _pool(self, name: str | None) -> _Pool:
+    def _pool(self, name: str | None) -> _StoredPool:
         if name is None and len(self._pools) == 1:
             return next(iter(self._pools.values()))
         found = self._pools.get(name) if isinstance(name, str) else None
@@ -256,8 +257,9 @@ class Pages:
         return found
 
     def _page_call(
-        self, verb: Verb, keys: Iterable[bytes], slots: Iterable[SupportsIndex], pool: _Pool, until: float | None
-    ) -> PendingCall:
+        self, verb: StoreVerb, keys: Iterable[bytes], slots: Iterable[SupportsIndex], pool: _StoredPool,
+        until: float | None,
+    ) -> PendingCall:  # fmt: skip
         page_keys, rows = _page_keys(keys, pool), _slots(slots, pool.rows)
         if len(page_keys) != len(rows):
             raise ConfigError(f"slots: {len(rows)} for {len(page_keys)} keys: give one slot for each key")
@@ -272,7 +274,7 @@ def page_digest(namespace: bytes, pool: str, page_bytes: int) -> bytes:
     return digest.digest()
 
 
-def _page_keys(keys: Iterable[bytes], pool: _Pool) -> list[PageKey]:
+def _page_keys(keys: Iterable[bytes], pool: _StoredPool) -> list[PageKey]:
     """Return the storage keys of the caller's ``keys``. Each is the SHA-256 of the key and the pool's digest, so a key
     may have any length, and equal keys of two pools have different storage keys."""
     keys = keys if isinstance(keys, (list, tuple)) else _listed("keys", keys)
@@ -341,12 +343,12 @@ def _opened(
 ) -> OpenParts:
     pools = _pools(memory, page_bytes, namespace)
     layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
-    serving = Serving("asynccache-pages")
+    serving = StoreThread("asynccache-pages")
     serving.start(storages, layout, options, [pool.rows for pool in pools.values()])
     return OpenParts(serving, pools)
 
 
-def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _Pool]:
+def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _StoredPool]:
     buffers = dict(memory) if isinstance(memory, Mapping) else {POOL: memory}
     if not buffers:
         raise ConfigError("memory: no pool is named; give a buffer, or a buffer for each pool")
@@ -365,5 +367,5 @@ def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _Pool]:
             raise ConfigError(
                 f"page_bytes={checks.shown(sizes[name])} of pool {name!r} must be a whole number of bytes, 1 or more"
             ) from error
-        pools[name] = _Pool(Rows(name, buffer, size), page_digest(namespace, name, size))
+        pools[name] = _StoredPool(Rows(name, buffer, size), page_digest(namespace, name, size))
     return pools

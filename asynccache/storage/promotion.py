@@ -28,16 +28,16 @@ INLINE_BYTES = 128 << 10
 """Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
 
 
-class Target(Protocol):
+class PromotionTarget(Protocol):
     """A store that pages can be written to. One that was detached meanwhile answers FAILED."""
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
 
 
-class Wanted(NamedTuple):
-    """Which pages ``target`` lacks: their positions in the call's list of keys."""
+class LackingPages(NamedTuple):
+    """The pages that ``target`` lacks: their positions in the call's list of keys."""
 
-    target: Target
+    target: PromotionTarget
     pages: Sequence[int]
 
 
@@ -52,7 +52,7 @@ class RingSpan:
         self.free = False
 
 
-class Ring:
+class PromotionRing:
     """A fixed run of memory, used in a circle. Spans are given back in about the order in which they were taken: one
     that is given back early becomes room again when all older ones were given back. Nothing in the memory ever
     moves."""
@@ -62,7 +62,7 @@ class Ring:
         self._spans: deque[RingSpan] = deque()
 
     def __repr__(self) -> str:
-        return f"Ring({self.memory.nbytes} bytes, {len(self._spans)} spans)"
+        return f"PromotionRing({self.memory.nbytes} bytes, {len(self._spans)} spans)"
 
     def room(self) -> tuple[int, int]:
         """Return where the longest free run of bytes begins and ends."""
@@ -88,12 +88,12 @@ class Ring:
             self._spans.popleft()
 
 
-class Batch(NamedTuple):
+class PromotionBatch(NamedTuple):
     """Copied pages that wait to be promoted. Their copies lie in ``span``."""
 
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
-    wanted: Sequence[Wanted]
+    wanted: Sequence[LackingPages]
     span: RingSpan
 
 
@@ -107,11 +107,11 @@ class Promotions:
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
         self.counts: Counter[str] = Counter()
-        self.ring = Ring(room)
+        self.ring = PromotionRing(room)
         self._workers = Workers(threads, "asynccache-promotion") if threads else None
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[PromotionBatch] = deque()
         self._task: asyncio.Task[None] | None = None
-        self._current: Batch | None = None
+        self._current: PromotionBatch | None = None
         self._pauses = 0
         self._era = 0
         self._closed = False
@@ -126,7 +126,7 @@ class Promotions:
         return self._era
 
     async def offer(
-        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Sequence[Wanted], era: int
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Sequence[LackingPages], era: int
     ) -> None:
         """Copy the first of these pages, as many as there is room for, and have them promoted later.
 
@@ -148,7 +148,7 @@ class Promotions:
                 self.counts["unpromoted"] += count
                 self.ring.give(span)
         if queued:
-            self._queue.append(Batch(keys[:count], copies, [_up_to(count, want) for want in wanted], span))
+            self._queue.append(PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], span))
             self._go_on()
 
     def _allowed(self, era: int) -> bool:
@@ -191,7 +191,7 @@ class Promotions:
                 self._current = None
                 self.ring.give(batch.span)
 
-    async def _promote(self, batch: Batch, want: Wanted) -> None:
+    async def _promote(self, batch: PromotionBatch, want: LackingPages) -> None:
         stored = 0
         try:
             results = await want.target.put([batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages])
@@ -252,8 +252,8 @@ class Promotions:
             self._workers.close()
 
 
-def _up_to(count: int, want: Wanted) -> Wanted:
-    return Wanted(want.target, [page for page in want.pages if page < count])
+def _up_to(count: int, want: LackingPages) -> LackingPages:
+    return LackingPages(want.target, [page for page in want.pages if page < count])
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

@@ -51,7 +51,7 @@ class Rows:
         with self._whole() as flat:
             return flat[:]
 
-    def lend(self, slots: Sequence[int]) -> Loan:
+    def lend(self, slots: Sequence[int]) -> RowLoan:
         """Return a loan of the rows ``slots``, each of which is less than ``count``.
 
         Raises:
@@ -63,7 +63,7 @@ class Rows:
                 raise ConfigError(
                     f"memory of pool {self.pool!r} has {flat.nbytes} bytes now and had {self.nbytes} when it was given"
                 )
-            return Loan(flat, size, slots)
+            return RowLoan(flat, size, slots)
 
     def forget(self) -> None:
         """Drop the reference to the memory. From now on ``lend`` raises."""
@@ -76,7 +76,7 @@ class Rows:
             yield flat
 
 
-class Loan:
+class RowLoan:
     """Rows of ``size`` bytes of ``flat`` on loan to one call. ``views`` has a view of each row, in the order of
     ``slots``."""
 

@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Scrubbed(NamedTuple):
-    """What a scrub has done: ``pages`` of ``bytes`` bytes were read. ``bad`` pages did not verify and were deleted.
+    """The result of a scrub: ``pages`` of ``bytes`` bytes were read. ``bad`` pages did not verify and were deleted.
     ``unread`` pages could not be read because the disk gave an error; they were left as they are."""
 
     pages: int = 0

@@ -21,7 +21,7 @@ from asynccache.storage.breaker import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
 from asynccache.storage.options import StoreOptions, check_name
-from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
+from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, LackingPages, Promotions
 
 StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
 
@@ -30,7 +30,7 @@ StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
 _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED: 1}[result] for result in Result)
 
 
-class Attached:
+class AttachedStore:
     """One of the stores, and how it is used (``options``).
 
     ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
@@ -50,7 +50,7 @@ class Attached:
         self._idle.set()
 
     def __repr__(self) -> str:
-        return f"Attached({self.options.name!r}, {self._calls} calls, {'there' if self.there else 'detached'})"
+        return f"AttachedStore({self.options.name!r}, {self._calls} calls, {'there' if self.there else 'detached'})"
 
     async def ask(self, count: int, call: StoreCall, absent: Result) -> list[Result]:
         """Make ``call`` with this store, a call of ``count`` keys, and return its results. If the store was detached,
@@ -67,7 +67,7 @@ class Attached:
                 self._idle.set()
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        """As ``CheckedStore.put``; FAILED for each key if the store was detached."""
+        """The same as ``CheckedStore.put``; FAILED for each key if the store was detached."""
         return await self.ask(len(keys), lambda store: store.put(keys, payloads), Result.FAILED)
 
     async def act(self, call: Callable[[CheckedStore], Awaitable[None]]) -> None:
@@ -93,8 +93,8 @@ class TieredStore:
 
     def __init__(self, *, threads: int = 1, room: int = ROOM_BYTES) -> None:
         self.promotions = Promotions(room=room, threads=threads)
-        self._stores: tuple[Attached, ...] = ()
-        self._leaving: dict[Attached, None] = {}
+        self._stores: tuple[AttachedStore, ...] = ()
+        self._leaving: dict[AttachedStore, None] = {}
 
     def __repr__(self) -> str:
         return f"TieredStore({', '.join(self.names)})"
@@ -102,7 +102,7 @@ class TieredStore:
     # which stores there are
 
     @property
-    def attached(self) -> tuple[Attached, ...]:
+    def attached(self) -> tuple[AttachedStore, ...]:
         """The stores, nearest first."""
         return self._stores
 
@@ -113,13 +113,13 @@ class TieredStore:
 
     @property
     def writes(self) -> bool:
-        """Whether pages are written to at least one store."""
+        """True if pages are written to at least one store."""
         return any(attached.options.write for attached in self._stores)
 
     def __bool__(self) -> bool:
         return bool(self._stores)
 
-    def find(self, name: str | None) -> Attached:
+    def find(self, name: str | None) -> AttachedStore:
         """Return the store of this name, or the only store if ``name`` is None.
 
         Raises:
@@ -143,7 +143,7 @@ class TieredStore:
         if position is not None:
             checks.integer("position", position, 0, len(self._stores))
 
-    def attach(self, attached: Attached, position: int | None = None) -> None:
+    def attach(self, attached: AttachedStore, position: int | None = None) -> None:
         """Use this store from now on, at ``position`` (0: the nearest; None: the farthest).
 
         Raises:
@@ -153,7 +153,7 @@ class TieredStore:
         position = None if position is None else checks.integer("position", position)
         self._stores = self.introduce(attached, position)
 
-    def introduce(self, attached: Attached, position: int | None = None) -> tuple[Attached, ...]:
+    def introduce(self, attached: AttachedStore, position: int | None = None) -> tuple[AttachedStore, ...]:
         """Prepare ``attach`` without attaching anything: with ``attached`` at ``position``, tell every store that would
         be nearer than another one where promoted pages will lie. Returns the stores there would be, nearest first.
 
@@ -167,14 +167,14 @@ class TieredStore:
                 nearer.told = True
         return stores
 
-    def detach(self, attached: Attached) -> None:
+    def detach(self, attached: AttachedStore) -> None:
         """Give this store no more calls from now on. ``aclose_detached`` must follow. Calling it twice is fine."""
         if attached.there:
             attached.there = False
             self._stores = tuple(other for other in self._stores if other is not attached)
             self._leaving[attached] = None
 
-    async def aclose_detached(self, attached: Attached) -> None:
+    async def aclose_detached(self, attached: AttachedStore) -> None:
         """Wait until no call is under way in a detached store, then close it if it is owned. If it is cancelled,
         ``aclose`` will close that store.
 
@@ -194,7 +194,7 @@ class TieredStore:
 
     # pages
 
-    def writers(self, *, shared: bool = True) -> list[Attached]:
+    def writers(self, *, shared: bool = True) -> list[AttachedStore]:
         """Return the stores that pages are written to. With ``shared=False`` shared stores are left out, because
         another worker writes these pages to them."""
         return [one for one in self._stores if one.options.write and (shared or not one.shared)]
@@ -228,7 +228,7 @@ class TieredStore:
             return await stores[0].ask(len(keys), lambda store: store.get(keys, payloads), Result.MISS)
         results = [Result.MISS] * len(keys) if known is None else known
         era = self.promotions.era
-        asked: list[tuple[Attached, Sequence[int], list[Result]]] = []
+        asked: list[tuple[AttachedStore, Sequence[int], list[Result]]] = []
         for attached in stores:
             part = _missing(results)
             if not part:
@@ -242,21 +242,21 @@ class TieredStore:
         return results
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether there are stores and all of them refuse calls now. Probes with ``key`` are begun where they are
-        due."""
+        """Return True if there are stores and all of them refuse calls now. Probes with ``key`` are begun where they
+        are due."""
         away = [attached.store.is_away(key) for attached in self._stores]
         return bool(away) and all(away)
 
     @property
     def shut(self) -> bool:
-        """Whether there are stores and all of them refuse calls now. Unlike ``is_away`` it begins no probe."""
+        """True if there are stores and all of them refuse calls now. Unlike ``is_away``, reading it begins no probe."""
         return bool(self._stores) and all(
             attached.store.breaker.state is not BreakerState.CLOSED for attached in self._stores
         )
 
     async def exists(self, keys: Sequence[PageKey], known: list[Result] | None = None) -> list[Result]:
-        """Whether any store has each page: HIT where one says so, else FAILED where one could not tell, else MISS.
-        ``known``: as for ``get``. Cancelling it changes nothing."""
+        """Return for each page whether any store has it: HIT where one says so, else FAILED where one could not tell,
+        else MISS. ``known``: as for ``get``. Cancelling it changes nothing."""
         stores = self._stores
         if len(stores) == 1:
             return await stores[0].ask(len(keys), lambda store: store.exists(keys), Result.MISS)
@@ -282,7 +282,7 @@ class TieredStore:
 
     async def _promote(
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], found: Sequence[int],
-        asked: Sequence[tuple[Attached, Sequence[int], list[Result]]], era: int,
+        asked: Sequence[tuple[AttachedStore, Sequence[int], list[Result]]], era: int,
     ) -> None:
         """Have the pages at the positions ``found``, which were just read, promoted to the stores that were asked
         before and answered that they lack them. ``asked`` has these stores, the positions they were asked for, and
@@ -293,7 +293,7 @@ class TieredStore:
             lacks = [place[at] for at, answer in zip(part, answers, strict=True)
                      if at in place and answer is not Result.FAILED]  # fmt: skip
             if lacks and attached.options.promote:
-                wanted.append(Wanted(attached, lacks))
+                wanted.append(LackingPages(attached, lacks))
         if wanted:
             await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, era)
 
@@ -348,7 +348,7 @@ class TieredStore:
 
 
 async def _get_part(
-    attached: Attached, keys: Sequence[PageKey], payloads: Sequence[memoryview], part: Sequence[int]
+    attached: AttachedStore, keys: Sequence[PageKey], payloads: Sequence[memoryview], part: Sequence[int]
 ) -> list[Result]:
     wanted, buffers = [keys[at] for at in part], [payloads[at] for at in part]
     return await attached.ask(len(part), lambda store: store.get(wanted, buffers), Result.MISS)

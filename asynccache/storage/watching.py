@@ -2,8 +2,8 @@
 
 A backend that knows when its own index changes is ``Watchable``: it tells every change itself, and what it has told is
 true at every moment. Any other backend, say a server to which others write and which evicts on its own, is wrapped in
-``Watched``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit it, and
-gone once one of them has missed it.
+``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit
+it, and gone once one of them has missed it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Watchable(Protocol):
         ...
 
 
-class Watched(WrappedBackend):
+class WatchedBackend(WrappedBackend):
     """A wrapper that tells ``tell`` what the answers of ``inner`` show of its keys."""
 
     def __init__(self, inner: StorageBackend, tell: Tell) -> None:
@@ -42,31 +42,31 @@ class Watched(WrappedBackend):
         self._there.clear()
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.exists(keys)
         self._note(keys, results)
         return results
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.get(keys, records)
         self._note(keys, results)
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.put(keys, records)
         self._note(keys, results)
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         results = await self.inner.delete(keys)
         self._note(keys, [Result.FAILED if result is Result.FAILED else Result.MISS for result in results])
         return results
 
     async def clear(self) -> None:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         await self.inner.clear()
         self._change(False, list(self._there))
 
@@ -88,5 +88,5 @@ def watch(backend: StorageBackend, tell: Tell) -> tuple[StorageBackend, Callable
     if isinstance(backend, Watchable):
         backend.watch(tell)
         return backend, lambda: backend.watch(None)
-    watched = Watched(backend, tell)
+    watched = WatchedBackend(backend, tell)
     return watched, watched.stop

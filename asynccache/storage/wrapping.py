@@ -31,43 +31,43 @@ class WrappedBackend:
         return f"{type(self).__name__}({self.inner!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         return await self.inner.exists(keys)
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         return await self.inner.get(keys, records)
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         return await self.inner.put(keys, records)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         return await self.inner.delete(keys)
 
     async def clear(self) -> None:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         await self.inner.clear()
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         self.inner.register(pool, memory)
 
     def stats(self) -> Mapping[str, int | float]:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         return self.inner.stats()
 
     async def flush(self) -> None:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         await self.inner.flush()
 
     async def aclose(self) -> None:
-        """As ``inner``."""
+        """The same as the method of ``inner``."""
         await self.inner.aclose()
 
 
-class Borrowed(WrappedBackend):
+class BorrowedBackend(WrappedBackend):
     """A backend that one cache, or one ``Pages``, uses for as long as it is open, and does not close."""
 
     async def aclose(self) -> None:

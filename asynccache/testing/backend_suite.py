@@ -64,7 +64,7 @@ def blank(key: PageKey, layout: StoreLayout = LAYOUT) -> Record:
 
 
 def same(a: Sequence[Record], b: Sequence[Record]) -> bool:
-    """Whether all headers and payloads are equal."""
+    """Return True if all headers and payloads are equal."""
     return all(x.header == y.header and x.payload == y.payload for x, y in zip(a, b, strict=True))
 
 
@@ -349,7 +349,7 @@ class FlipsOneBit(WrappedBackend):
         self._victim = victim
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``, except for one bit."""
+        """The same as ``inner.get``, except for one bit."""
         results = await self.inner.get(keys, records)
         records[self._victim].payload[77] ^= 4
         return results

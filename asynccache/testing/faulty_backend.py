@@ -51,11 +51,11 @@ class FaultyBackend(WrappedBackend):
         self._rng = Random(f"faulty backend {seed}")
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``, or a fault."""
+        """The same as the method of ``inner``, or a fault."""
         return await self._call(len(keys), self._draw(), lambda: self.inner.exists(keys))
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``, or a fault."""
+        """The same as the method of ``inner``, or a fault."""
         fault = self._draw()
         results = await self._call(len(keys), fault, lambda: self.inner.get(keys, records))
         if fault is Fault.CORRUPTED:
@@ -63,11 +63,11 @@ class FaultyBackend(WrappedBackend):
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``, or a fault."""
+        """The same as the method of ``inner``, or a fault."""
         return await self._call(len(keys), self._draw(), lambda: self.inner.put(keys, records))
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``, or a fault."""
+        """The same as the method of ``inner``, or a fault."""
         return await self._call(len(keys), self._draw(), lambda: self.inner.delete(keys))
 
     def _draw(self) -> Fault:

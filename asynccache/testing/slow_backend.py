@@ -20,22 +20,22 @@ class SlowBackend(WrappedBackend):
         self.bandwidth = bandwidth
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``, later. If it is cancelled while it waits, ``inner`` is not asked."""
+        """The same as the method of ``inner``, later. If it is cancelled while it waits, ``inner`` is not asked."""
         await self._wait(())
         return await self.inner.exists(keys)
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``, later. If it is cancelled while it waits, no buffer was touched."""
+        """The same as the method of ``inner``, later. If it is cancelled while it waits, no buffer was touched."""
         await self._wait(records)
         return await self.inner.get(keys, records)
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``, later. If it is cancelled while it waits, nothing was stored."""
+        """The same as the method of ``inner``, later. If it is cancelled while it waits, nothing was stored."""
         await self._wait(records)
         return await self.inner.put(keys, records)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """As ``inner``, later. If it is cancelled while it waits, nothing was deleted."""
+        """The same as the method of ``inner``, later. If it is cancelled while it waits, nothing was deleted."""
         await self._wait(())
         return await self.inner.delete(keys)
 

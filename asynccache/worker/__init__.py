@@ -14,22 +14,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynccache.worker.gathering import Workers, listen
-    from asynccache.worker.rank import RankWorker
-    from asynccache.worker.sent import EngineBatch
+    from asynccache.worker.admitting_ranks import Workers, listen
+    from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.sent_batches import EngineBatch
     from asynccache.worker.serving import connect
     from asynccache.worker.topology import Place, Topology
 
 __all__ = ["EngineBatch", "Place", "RankWorker", "Topology", "Workers", "connect", "listen"]
 
 _LAZY = {
-    "EngineBatch": "asynccache.worker.sent",
+    "EngineBatch": "asynccache.worker.sent_batches",
     "Place": "asynccache.worker.topology",
-    "RankWorker": "asynccache.worker.rank",
+    "RankWorker": "asynccache.worker.rank_worker",
     "Topology": "asynccache.worker.topology",
-    "Workers": "asynccache.worker.gathering",
+    "Workers": "asynccache.worker.admitting_ranks",
     "connect": "asynccache.worker.serving",
-    "listen": "asynccache.worker.gathering",
+    "listen": "asynccache.worker.admitting_ranks",
 }
 
 

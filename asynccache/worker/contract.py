@@ -1,4 +1,4 @@
-"""What passes between a cache's head and its worker: values of integers and bytes, and the calls that carry them.
+"""The contract between a cache's head and its worker: values of integers and bytes, and the calls that carry them.
 
 Laws:
 * Work is handed over in the order in which the core decided it, with no await in between; each operation in it gets
@@ -20,24 +20,24 @@ from asynccache.memory.device import Device
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import Result, StorageBackend
 from asynccache.storage.options import StoreOptions
-from asynccache.worker.stats import Meter
-from asynccache.worker.work import Kind, Work
+from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import CopyKind, Work
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import DevicePool as DevicePool
 
 Storage = str | StorageBackend | CheckedStore
-"""What can be a store: a URL, or a backend that the caller has made and closes."""
+"""A store as a caller names it: a URL, or a backend that the caller has made and closes."""
 
 
-class Asked(NamedTuple):
+class StoreQuestion(NamedTuple):
     """A question: which pages of ``pool`` do the stores have? ``hashes``: 32 bytes for each page, joined."""
 
     pool: str
     hashes: bytes
 
 
-class Read(NamedTuple):
+class ReadOrder(NamedTuple):
     """An order to read pages of ``pool`` into host slots. ``hashes``: 32 bytes for each page; ``slots``: an int32."""
 
     pool: str
@@ -45,7 +45,7 @@ class Read(NamedTuple):
     slots: bytes
 
 
-class Stored(NamedTuple):
+class StoredBatch(NamedTuple):
     """How a batch of backups ended. ``failed``: the operations of which at least one page was not stored. ``pages``:
     how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them stand for a page
     of FULL."""
@@ -64,17 +64,17 @@ class StoreEntry(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """What a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work`` have ended, all
-    with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so the cache cannot
-    either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from now on or, if
-    ``there`` is False, has them no more."""
+    """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
+    have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
+    the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
+    now on or, if ``there`` is False, has them no more."""
 
     ended: Callable[[Status, Sequence[int]], None]
     failed: Callable[[BaseException], None]
     keys: Callable[[int, bool, Sequence[bytes]], None]
 
 
-class Batch(Protocol):
+class BatchInFlight(Protocol):
     """A piece of the engine's work, from the moment that the head knows of it."""
 
     number: int
@@ -139,7 +139,7 @@ class Worker(Protocol):
         """
         ...
 
-    def batch(self, event: object) -> Batch:
+    def batch(self, event: object) -> BatchInFlight:
         """Return the batch that ends with ``event``, which ``engine_event`` returned. As long as the batch is not over,
         the same event gives the same batch."""
         ...
@@ -181,7 +181,7 @@ class Worker(Protocol):
 
     # pages and stores
 
-    async def store(self, batch: Sequence[BackupStorage]) -> Stored:
+    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
         """Write the host pages of ``batch`` to the stores, and return what was stored. Cancelling it returns after the
         stores have let go of the pages."""
         ...
@@ -190,12 +190,12 @@ class Worker(Protocol):
         """Write nothing more of the batch that begins with operation ``op``, after what is under way."""
         ...
 
-    async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
+    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
         it changes nothing."""
         ...
 
-    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
         """Read pages from the stores. Returns bytes for each of ``reads``: a ``Result`` for each page.
 
         ``run``: ``reads`` name the same pages in several pools, and the pages are wanted up to the first one that is
@@ -287,7 +287,7 @@ class Worker(Protocol):
 
     # looking at it
 
-    def meters(self) -> Mapping[str, Meter]:
+    def meters(self) -> Mapping[str, StageMeter]:
         """The counters of the copies between device and host, by stage."""
         ...
 
@@ -314,6 +314,6 @@ def check_device(name: str, device: object) -> None:
 
 
 __all__ = [
-    "Asked", "Batch", "Device", "Kind", "Read", "Reports", "Result", "Storage", "StoreEntry", "StoreOptions", "Stored",
-    "Work", "Worker", "check_device", "check_storage",
+    "BatchInFlight", "CopyKind", "Device", "ReadOrder", "Reports", "Result", "Storage", "StoreEntry", "StoreOptions",
+    "StoreQuestion", "StoredBatch", "Work", "Worker", "check_device", "check_storage",
 ]  # fmt: skip

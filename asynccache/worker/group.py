@@ -27,22 +27,31 @@ from asynccache.core.slots import SLOT_BYTES
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.options import StoreOptions, check_name
-from asynccache.worker import fold
+from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
-from asynccache.worker.change import Change
-from asynccache.worker.contract import Asked, Kind, Read, Reports, Storage, Stored, StoreEntry, Work
-from asynccache.worker.holdings import Holdings
-from asynccache.worker.layout import FULL
+from asynccache.worker.contract import (
+    CopyKind,
+    ReadOrder,
+    Reports,
+    Storage,
+    StoredBatch,
+    StoreEntry,
+    StoreQuestion,
+    Work,
+)
+from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Wire, slices
-from asynccache.worker.performing import Performer
-from asynccache.worker.rank import RankWorker
-from asynccache.worker.stats import Meter
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.rank_worker import RankWorker
+from asynccache.worker.stats import StageMeter
+from asynccache.worker.watched_keys import WatchedKeys
 
 if TYPE_CHECKING:
+    from asynccache.worker.admitting_ranks import Workers
     from asynccache.worker.contract import DevicePool
-    from asynccache.worker.gathering import Workers
-    from asynccache.worker.given import Given
-    from asynccache.worker.link import Link
+    from asynccache.worker.embedder import EmbedderParts
+    from asynccache.worker.link import RankLink
 
 T = TypeVar("T")
 
@@ -55,10 +64,10 @@ UNABLE = 1024
 DELETED = 4096
 """How many pages one message tells to delete, at most."""
 
-_STAGES = {Kind.BACKUP: "backup_host", Kind.LOAD: "load_back", Kind.CLONE: "load_back"}
+_STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.CLONE: "load_back"}
 
 
-class Told:
+class RankReports:
     """Something that every rank says once. ``left``: the ranks that have not said it yet. ``said``: what each of the
     others said, by rank."""
 
@@ -77,7 +86,7 @@ class Told:
         return True
 
 
-class Copies(Told):
+class WorkInFlight(RankReports):
     """A work in flight. ``at``: when it began, in seconds of ``perf_counter``."""
 
     __slots__ = ("at", "work")
@@ -88,7 +97,7 @@ class Copies(Told):
         self.at = perf_counter()
 
 
-class Awaited(Told):
+class AwaitedAnswers(RankReports):
     """The answers to a call, or the ends of a batch."""
 
     __slots__ = ("_changed", "_failed", "number")
@@ -96,11 +105,11 @@ class Awaited(Told):
     def __init__(self, number: int, ranks: Iterable[int]) -> None:
         super().__init__(ranks)
         self.number = number
-        self._changed = Change()
+        self._changed = ChangeSignal()
         self._failed: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
-        return f"Awaited({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
+        return f"AwaitedAnswers({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
 
     def done(self) -> bool:
         """Return True once every rank has spoken."""
@@ -119,7 +128,7 @@ class Awaited(Told):
             await self._changed.wait()
 
     def hear(self, rank: int, message: object) -> bool:
-        """See ``Told``."""
+        """See ``RankReports``."""
         expected = super().hear(rank, message)
         if not self.left:
             self._changed.tell()
@@ -131,7 +140,7 @@ class Awaited(Told):
         self._changed.tell()
 
 
-async def open_group(config: CacheConfig, given: Given, workers: Workers) -> WorkerGroup:
+async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
     """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
 
     Raises:
@@ -160,10 +169,12 @@ async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
 
 
 class WorkerGroup:
-    """See ``Worker``, and the module. ``own``: the head's own worker; None: it has none. ``face``: what the engine in
-    the head's process sees of it. ``failure``: why the group is over, once it is."""
+    """The workers of all ranks as one ``Worker``. ``own``: the head's own worker; None: it has none. ``face``: what the
+    engine in the head's process sees of it. ``failure``: why the group is over, once it is."""
 
-    def __init__(self, config: CacheConfig, given: Given, workers: Workers, links: Mapping[int, Link]) -> None:
+    def __init__(
+        self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, RankLink]
+    ) -> None:
         self.layers = 0
         self.own: Performer | None = None
         self.takes_stores = config.pools()[0].host_pages > 0
@@ -175,11 +186,11 @@ class WorkerGroup:
         self._wire = Wire(links.values(), self._unsendable)
         self._reports: Reports | None = None
         self._numbers = 0
-        self._calls: dict[int, Awaited] = {}
-        self._copies: dict[int, Copies] = {}
+        self._calls: dict[int, AwaitedAnswers] = {}
+        self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
         self._given_up: set[int] = set()
-        self._batches: dict[int, Awaited] = {}
+        self._batches: dict[int, AwaitedAnswers] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
         self._entries: tuple[StoreEntry, ...] = ()
@@ -188,17 +199,17 @@ class WorkerGroup:
         self._last_store = 0
         self._opening = 0
         self._shut: set[int] = set()
-        self._counters: dict[int, m.Counters] = {}
+        self._counters: dict[int, m.StoreCounters] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
-        self._meters = {"backup_host": Meter(), "load_back": Meter()}
+        self._meters = {"backup_host": StageMeter(), "load_back": StageMeter()}
         self._weights: dict[int, tuple[int, int]] = {}
-        self._holdings = Holdings(self._report_keys)
+        self._holdings = WatchedKeys(self._report_keys)
         self._closing = self._leaving = self._late = self._hurried = False
-        self._stirred = Change()
+        self._stirred = ChangeSignal()
         self._timers: list[asyncio.TimerHandle] = []
         self._took: dict[type, Callable[[int, Any], None]] = {
-            m.Ended: self._ended, m.Over: self._over, m.Keys: self._keys, m.Health: self._health,
-            m.Counters: self._counted, m.Died: self._died,
+            m.WorksEnded: self._ended, m.BatchOver: self._over, m.StoreKeys: self._keys, m.StoreHealth: self._health,
+            m.StoreCounters: self._counted, m.WorkerDied: self._died,
         }  # fmt: skip
         self.face: RankWorker | None = None
         if workers.own is not None:
@@ -218,7 +229,7 @@ class WorkerGroup:
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
-        opened = await self._call(lambda call: m.Open(call, m.settings_of(self._config)), m.Opened)
+        opened = await self._call(lambda call: m.OpenWorker(call, m.settings_of(self._config)), m.WorkerOpened)
         first = next(iter(opened.values()))
         pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():
@@ -240,7 +251,7 @@ class WorkerGroup:
             entry = self._enter(options, any(one.stores[at][1] for one in opened.values()))
             self._entries = (*self._entries, entry)
         self._be_patient(-1)
-        self._put(m.Ready())
+        self._put(m.AllOpen())
 
     def _enter(self, options: StoreOptions, shared: bool) -> StoreEntry:
         self._last_store += 1
@@ -271,7 +282,7 @@ class WorkerGroup:
         self._leaving = True
         try:
             if self.failure is None:
-                await self._call(lambda call: m.Close(call, patience), m.Done)
+                await self._call(lambda call: m.CloseWorker(call, patience), m.CallDone)
         except RankFailure as failure:
             if self._late:  # else it is known already, or nobody is left to be told
                 raise BackendError(f"{failure}: it may have lost what it had stored last") from None
@@ -301,7 +312,7 @@ class WorkerGroup:
     async def abandon(self, error: BaseException) -> None:
         """The cache could not be opened, because of ``error``: close all that is open, on every worker."""
         reason = str(error) or type(error).__name__
-        self._wire.put(m.Lost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
+        self._wire.put(m.GroupLost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
         self._closing = self._leaving = True
         await self._let_go(1.0, inf)
 
@@ -350,21 +361,21 @@ class WorkerGroup:
         if self.failure is not None:
             raise self._again()
         self._numbers += 1
-        number, call = self._numbers, Awaited(self._numbers, self._ranks)
+        number, call = self._numbers, AwaitedAnswers(self._numbers, self._ranks)
         self._calls[number] = call
         self._put(make(number))
         try:
             await call.wait()
         except asyncio.CancelledError:
             if call.left and self.failure is None:
-                self._put(m.Cancel(number))
+                self._put(m.CancelCall(number))
                 await completed_quietly(self._let_go_of(call))
             raise
         finally:
             del self._calls[number]
-        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.Failed)}
+        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.CallFailed)}
         if failures:
-            raise fold.error_of(failures)
+            raise combined_answers.error_of(failures)
         found: dict[int, T] = {}
         for rank, one in sorted(call.said.items()):
             if not isinstance(one, kind):
@@ -372,7 +383,7 @@ class WorkerGroup:
             found[rank] = one
         return found
 
-    async def _let_go_of(self, call: Awaited) -> None:
+    async def _let_go_of(self, call: AwaitedAnswers) -> None:
         """Return when all workers have let go of a cancelled call. A worker that does not, within the time-out and what
         a store's call may take, has failed like one that is silent. Raises ``RankFailure``: the group is over."""
         loop = asyncio.get_running_loop()
@@ -391,7 +402,7 @@ class WorkerGroup:
         return OPENING if self._opening else self._timeout + slowest
 
     def _heard(self, rank: int, frame: bytes) -> None:
-        for message in m.decode_news(frame):
+        for message in m.decode_worker_messages(frame):
             self._take(rank, message)
 
     def _take(self, rank: int, message: m.Message) -> None:
@@ -415,7 +426,7 @@ class WorkerGroup:
         if not self._leaving or any(rank in call.left for call in self._calls.values()):  # else it has closed
             self._fail(RankFailure(failure.reason, rank))
 
-    def _died(self, rank: int, news: m.Died) -> None:
+    def _died(self, rank: int, news: m.WorkerDied) -> None:
         self._fail(RankFailure(news.reason, rank))
 
     def _unsendable(self, failure: RankFailure) -> None:
@@ -435,7 +446,7 @@ class WorkerGroup:
             return
         self.failure = failure
         self._stirred.tell()
-        self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
+        self._wire.put(m.GroupLost(-1 if failure.rank is None else failure.rank, failure.reason))
         self._wire.flush()
         for awaited in (*self._calls.values(), *self._batches.values()):
             awaited.fail(self._again)
@@ -467,16 +478,16 @@ class WorkerGroup:
             raise ConfigError(f"batch {number} was not sent")
         return number
 
-    def batch(self, event: object) -> Awaited:
+    def batch(self, event: object) -> AwaitedAnswers:
         """See ``Worker``. A batch that is not known any more is over."""
         assert isinstance(event, int)
-        return self._batches.get(event) or Awaited(event, ())
+        return self._batches.get(event) or AwaitedAnswers(event, ())
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
         """See ``Worker``."""
         self._last_batch += 1
         number = self._last_batch
-        self._batches[number] = Awaited(number, self._ranks)
+        self._batches[number] = AwaitedAnswers(number, self._ranks)
         self._put(m.SendBatch(number, payload, loads))
         return number
 
@@ -488,7 +499,7 @@ class WorkerGroup:
         if number in self._unable:
             raise BatchFailed(number, self._unable[number])
 
-    def _over(self, rank: int, news: m.Over) -> None:
+    def _over(self, rank: int, news: m.BatchOver) -> None:
         batch = self._batches.get(news.number)
         if batch is None or not batch.hear(rank, news):
             self._nonsense(rank, f"ended batch {news.number}, which was not sent or had ended")
@@ -503,19 +514,19 @@ class WorkerGroup:
     def perform(self, plan: Sequence[Work]) -> None:
         """See ``Worker``."""
         orders: list[m.Message] = []
-        if self._to_forget and not all(work.kind is Kind.BACKUP for work in plan):
+        if self._to_forget and not all(work.kind is CopyKind.BACKUP for work in plan):
             # What is loaded now was decided with all outcomes applied that were known: no batch and no private copy
             # names a load any more that had failed by then.
             orders, self._to_forget = self._to_forget, []
-        orders += [m.Perform(work) for work in plan]
+        orders += [m.PerformWork(work) for work in plan]
         if self.failure is None:
             self._wire.send(orders)
         for work in plan:  # after sending, so that the other workers begin meanwhile
-            self._copies[work.ops[0]] = Copies(work, self._ranks)
+            self._copies[work.ops[0]] = WorkInFlight(work, self._ranks)
         if self.failure is None and self.own is not None:
             self.own.take(*orders)
 
-    def _ended(self, rank: int, news: m.Ended) -> None:
+    def _ended(self, rank: int, news: m.WorksEnded) -> None:
         for first in news.works:
             copies = self._copies.get(first)
             if copies is None or not copies.hear(rank, news.status):
@@ -531,8 +542,8 @@ class WorkerGroup:
         meter.took(perf_counter() - at, count)
         if failed:
             meter.errors += count
-            if work.kind is not Kind.BACKUP:  # nothing names a failed backup later
-                self._to_forget += map(m.Forget, work.ops)
+            if work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
+                self._to_forget += map(m.ForgetLoad, work.ops)
         else:
             meter.count(count, *self._size_of(work.moves))
         if self._reports is not None:
@@ -564,44 +575,44 @@ class WorkerGroup:
 
     # pages and stores
 
-    async def store(self, batch: Sequence[BackupStorage]) -> Stored:
+    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
         """See ``Worker``. A batch that is too long for one message is written in parts, one after the other; once a
         part of an operation has failed, nothing more of the operation is written."""
         first = batch[0].op
-        parts: list[Stored] = []
+        parts: list[StoredBatch] = []
         try:
             for part in _parts(batch):
                 if first in self._given_up or any(part[0].op in done.failed for done in parts):
-                    parts.append(Stored(frozenset(effect.op for effect in part), 0, 0, 0))
+                    parts.append(StoredBatch(frozenset(effect.op for effect in part), 0, 0, 0))
                 else:
                     parts.append(await self._store(part))
         finally:
             self._given_up.discard(first)
-        done = parts[0] if len(parts) == 1 else fold.stored(parts, full_pages=sum)
+        done = parts[0] if len(parts) == 1 else combined_answers.stored(parts, full_pages=sum)
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
                     self._holdings.name(pages.hashes for pages in effect.pages if pages.component == FULL)
         return done
 
-    async def _store(self, batch: Sequence[BackupStorage]) -> Stored:
-        said = await self._call(lambda call: m.Store.of(call, batch), m.Written)
+    async def _store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
+        said = await self._call(lambda call: m.WritePages.of(call, batch), m.PagesWritten)
         ops = {effect.op for effect in batch}
         for rank, one in said.items():
             if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
                 raise self._nonsense(rank, "wrote a batch of other operations")
-        return fold.stored(list(said.values()), full_pages=max)
+        return combined_answers.stored(list(said.values()), full_pages=max)
 
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
         self._given_up.add(op)
         self._put(m.GiveUp(op))
 
-    async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
+    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """See ``Worker``."""
         return await self._in_parts(asked, self._ask)
 
-    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
         """See ``Worker``. The pages of a run have to fit one message."""
         read = partial(self._read, run=run)
         return await read(reads) if run else await self._in_parts(reads, read)
@@ -618,16 +629,16 @@ class WorkerGroup:
                 answers[at] += answer
         return answers
 
-    async def _ask(self, asked: Sequence[Asked]) -> list[bytes]:
-        said = await self._call(lambda call: m.Ask(call, tuple(asked)), m.Answers)
+    async def _ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
+        said = await self._call(lambda call: m.AskPages(call, tuple(asked)), m.PageResults)
         return self._folded(said, asked, int.__eq__, "answered a question of other pages")
 
-    async def _read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
-        said = await self._call(lambda call: m.Fetch(call, tuple(reads), run), m.Answers)
+    async def _read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+        said = await self._call(lambda call: m.ReadPages(call, tuple(reads), run), m.PageResults)
         return self._folded(said, reads, int.__le__ if run else int.__eq__, "read other pages")
 
     def _folded(
-        self, said: Mapping[int, m.Answers], wanted: Sequence[Asked] | Sequence[Read],
+        self, said: Mapping[int, m.PageResults], wanted: Sequence[StoreQuestion] | Sequence[ReadOrder],
         fits: Callable[[int, int], bool], nonsense: str,
     ) -> list[bytes]:  # fmt: skip
         """Return the worst result of each page, for each pool. ``fits``: called with the number of a worker's results
@@ -636,14 +647,14 @@ class WorkerGroup:
         for rank, one in said.items():
             sizes = [len(answer) for answer in one.answers]
             right = len(sizes) == len(counts) and all(map(fits, sizes, counts))
-            if not right or not fold.are_results(one.answers):
+            if not right or not combined_answers.are_results(one.answers):
                 raise self._nonsense(rank, nonsense)
-        answers = fold.all_worst([one.answers for one in said.values()])
+        answers = combined_answers.all_worst([one.answers for one in said.values()])
         self._name([(pages.pool, pages.hashes) for pages in wanted], answers)
         return answers
 
     def _name(self, asked: Sequence[tuple[str, bytes]], answers: Sequence[bytes]) -> None:
-        """Name the pages that all workers have to the ``Holdings``, which need their hashes."""
+        """Name the pages that all workers have to the ``WatchedKeys``, which need their hashes."""
         if self._holdings.watches:
             for (pool, hashes), answer in zip(asked, answers, strict=True):
                 if pool in self._leads:
@@ -655,20 +666,20 @@ class WorkerGroup:
         """See ``Worker``."""
         for at in range(0, len(hashes), DELETED):
             some = b"".join(hashes[at : at + DELETED])
-            await self._call(lambda call, some=some: m.Delete(call, some), m.Done)  # type: ignore[misc]
+            await self._call(lambda call, some=some: m.DeletePages(call, some), m.CallDone)  # type: ignore[misc]
 
     async def clear(self) -> None:
         """See ``Worker``."""
-        await self._call(m.Clear, m.Done)
+        await self._call(m.ClearStores, m.CallDone)
 
     async def flush(self) -> None:
         """See ``Worker``."""
-        await self._call(m.Flush, m.Done)
+        await self._call(m.FlushStores, m.CallDone)
 
     def is_away(self, page_hash: bytes) -> bool:
         """See ``Worker``. True if it is so on any worker, since then no page can be fetched whole."""
         if self._shut:
-            self._put(m.Probe(page_hash))
+            self._put(m.ProbeStores(page_hash))
         return bool(self._shut)
 
     @property
@@ -676,7 +687,7 @@ class WorkerGroup:
         """See ``Worker``. True if it is so on any worker."""
         return bool(self._shut)
 
-    def _health(self, rank: int, news: m.Health) -> None:
+    def _health(self, rank: int, news: m.StoreHealth) -> None:
         (self._shut.add if news.shut else self._shut.discard)(rank)
 
     # which stores there are
@@ -749,7 +760,7 @@ class WorkerGroup:
     async def drop_store(self, number: int) -> None:
         """See ``Worker``."""
         self._forget_store(number)
-        await self._call(lambda call: m.DropStore(call, number), m.Done)
+        await self._call(lambda call: m.DropStore(call, number), m.CallDone)
 
     def _forget_store(self, number: int) -> None:
         self._opened.pop(number, None)
@@ -764,19 +775,19 @@ class WorkerGroup:
     async def close_store(self, number: int) -> None:
         """See ``Worker``."""
         self._forget_store(number)
-        await self._call(lambda call: m.CloseStore(call, number), m.Done)
+        await self._call(lambda call: m.CloseStore(call, number), m.CallDone)
 
     def watch_store(self, number: int) -> None:
         """See ``Worker``."""
         self._holdings.watch(number, shared=self._shared[number])
-        self._put(m.Watch(number, True))
+        self._put(m.WatchStore(number, True))
 
     def unwatch_store(self, number: int) -> None:
         """See ``Worker``."""
         if self._holdings.unwatch(number):
-            self._put(m.Watch(number, False))
+            self._put(m.WatchStore(number, False))
 
-    def _keys(self, rank: int, news: m.Keys) -> None:
+    def _keys(self, rank: int, news: m.StoreKeys) -> None:
         self._holdings.told(news.store, rank, news.there, news.keys)
 
     def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
@@ -790,7 +801,7 @@ class WorkerGroup:
 
     # looking at it
 
-    def meters(self) -> Mapping[str, Meter]:
+    def meters(self) -> Mapping[str, StageMeter]:
         """See ``Worker``. An operation takes as long as on the slowest worker; pages and bytes of all workers add
         up."""
         return self._meters
@@ -808,11 +819,13 @@ class WorkerGroup:
             self.own.count()
         parts = list(self._counters.values())
         names = [entry.options.name for entry in self._entries]
-        by_name = {name: fold.sums([part.stores[name] for part in parts if name in part.stores]) for name in names}
-        return fold.sums([part.storage for part in parts]), by_name
+        by_name = {
+            name: combined_answers.sums([part.stores[name] for part in parts if name in part.stores]) for name in names
+        }
+        return combined_answers.sums([part.storage for part in parts]), by_name
 
-    def _counted(self, rank: int, news: m.Counters) -> None:
-        if not fold.are_counters([news.storage, *news.stores.values()]):
+    def _counted(self, rank: int, news: m.StoreCounters) -> None:
+        if not combined_answers.are_counters([news.storage, *news.stores.values()]):
             self._nonsense(rank, "counted what nobody can")
             return
         self._counters[rank] = news
@@ -822,13 +835,13 @@ def _closed() -> CacheClosed:
     return CacheClosed("the cache was closed before the batch was over")
 
 
-Pages = TypeVar("Pages", Asked, Read, StoredPages)
+Pages = TypeVar("Pages", StoreQuestion, ReadOrder, StoredPages)
 
 
 def _cut(pages: Pages, begin: int, end: int) -> Pages:
     """Return the pages from ``begin`` up to ``end`` of ``pages``."""
     hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
-    if isinstance(pages, Asked):
+    if isinstance(pages, StoreQuestion):
         return pages._replace(hashes=hashes)
     return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
 

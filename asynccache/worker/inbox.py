@@ -1,13 +1,25 @@
-"""The queue in front of a transfer stage. It has no bound, and its reader takes all items at once or the first few."""
+"""Where the tasks of a worker wait: a queue without a bound, whose reader takes all items at once or the first few; and
+a signal that some state has changed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from asynccache.memory.device import Event
+from asynccache.worker.work import Work
 
 T = TypeVar("T")
+
+
+class QueuedWork(NamedTuple):
+    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
+
+    work: Work
+    after: Sequence[Event]
+    at: float
 
 
 class Inbox(Generic[T]):
@@ -49,3 +61,20 @@ class Inbox(Generic[T]):
         while self._items and wanted(self._items[0]):
             taken.append(self._items.popleft())
         return taken
+
+
+class ChangeSignal:
+    """A signal that several tasks of one loop may wait for, any number of times."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return at the next ``tell``. The caller then has to look whether the state is what it waits for. Cancelling
+        it stops the waiting."""
+        await self._event.wait()
+
+    def tell(self) -> None:
+        """Wake all tasks that wait now. A task that comes later waits for the next ``tell``."""
+        self._event.set()
+        self._event.clear()

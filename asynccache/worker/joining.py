@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from asynccache.core.plan import BackupHost, Clone, Copy, LoadBack, Move
-from asynccache.worker.work import Kind, Work
+from asynccache.worker.work import CopyKind, Work
 
 MOST_OPS, MOST_BYTES = 256, 1 << 20
 """How many operations, and how many bytes of slots on either side, are joined into one ``Work`` at most. An operation
 that is larger by itself is a work by itself."""
 
-_KINDS: dict[type, Kind] = {BackupHost: Kind.BACKUP, LoadBack: Kind.LOAD, Clone: Kind.CLONE}
+_KINDS: dict[type, CopyKind] = {BackupHost: CopyKind.BACKUP, LoadBack: CopyKind.LOAD, Clone: CopyKind.CLONE}
 
 
 class Numbered(Protocol):

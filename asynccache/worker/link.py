@@ -30,7 +30,7 @@ from math import inf
 from typing import Protocol, cast
 
 from asynccache.errors import RankFailure
-from asynccache.worker.messages import Ended, Message, encode
+from asynccache.worker.messages import Message, WorksEnded, encode
 
 MOST_FRAME = 16 << 20
 """Bytes that a frame has at most."""
@@ -55,7 +55,7 @@ BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 
 
-class Link(Protocol):
+class RankLink(Protocol):
     """One authenticated connection. All calls belong to the thread of its loop."""
 
     @property
@@ -99,7 +99,7 @@ class Link(Protocol):
 
 
 class StreamLink(asyncio.Protocol):
-    """``Link`` over a stream. Until ``established`` is called, ``take`` reads the handshake and no frame is heard.
+    """``RankLink`` over a stream. Until ``established`` is called, ``take`` reads the handshake and no frame is heard.
 
     ``made``: called with this link when the stream is open. ``room``: how many bytes of a handshake a peer may have
     sent before they are taken.
@@ -130,12 +130,12 @@ class StreamLink(asyncio.Protocol):
 
     @property
     def ended(self) -> bool:
-        """See ``Link``."""
+        """See ``RankLink``."""
         return self._ended
 
     @property
     def timeout(self) -> float:
-        """See ``Link``; from the end of the handshake on."""
+        """See ``RankLink``; from the end of the handshake on."""
         return self._timeout
 
     # the handshake
@@ -191,10 +191,10 @@ class StreamLink(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # as Link has it
+    # as RankLink has it
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._heard, self._lost = heard, lost
         self._loop.call_soon(self._go_on)
 
@@ -211,7 +211,7 @@ class StreamLink(asyncio.Protocol):
             self._watch()
 
     def send(self, frame: bytes) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         size = len(frame)
         if not 0 < size <= MOST_FRAME:
             raise ValueError(f"a frame has 1 to {MOST_FRAME} bytes, and not {size}")
@@ -227,13 +227,13 @@ class StreamLink(asyncio.Protocol):
             self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
 
     def patience(self, seconds: float | None) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._patience = self._timeout if seconds is None else seconds
         if self._timer is not None:
             self._watch()
 
     async def aclose(self) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         transport = self._transport
         if not (self._ended or self._leaving) and transport is not None:
             self._leaving, self._lost = True, None
@@ -246,7 +246,7 @@ class StreamLink(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._leaving, self._lost = True, None
         self._end(None)
 
@@ -387,7 +387,7 @@ def _raised(error: Exception) -> RankFailure:
 
 
 def _deaf(_: bytes) -> None:
-    """What hears frames after the end of the link."""
+    """The receiver of frames that come after the end of the link: it drops them."""
 
 
 # messages
@@ -397,7 +397,7 @@ class Wire:
     """Sends what one process says over its links. ``links``: may become fewer at any time; the end of a link is left to
     whoever listens to it. ``failed``: called for a message that cannot be sent, which is the end of the group."""
 
-    def __init__(self, links: Iterable[Link], failed: Callable[[RankFailure], None]) -> None:
+    def __init__(self, links: Iterable[RankLink], failed: Callable[[RankFailure], None]) -> None:
         self.links = list(links)
         self._failed = failed
         self._loop = asyncio.get_running_loop()
@@ -414,7 +414,7 @@ class Wire:
             if not self._held:
                 self._loop.call_soon(self.flush)
         elif (
-            type(message) is Ended and type(last := unsent[-1]) is Ended
+            type(message) is WorksEnded and type(last := unsent[-1]) is WorksEnded
             and last.status is message.status and len(last.works) < SLICE
         ):  # fmt: skip
             last.works += message.works

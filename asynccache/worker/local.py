@@ -20,26 +20,26 @@ from asynccache.memory.mover import Mover
 from asynccache.settle import completed
 from asynccache.storage.records import store_layout
 from asynccache.storage.tiers import TieredStore
-from asynccache.worker.batches import LocalBatch, LocalBatches
-from asynccache.worker.contract import Kind, Reports, StoreEntry, Work
-from asynccache.worker.given import MOMENT, Given
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.contract import CopyKind, Reports, StoreEntry, Work
+from asynccache.worker.embedder import MOMENT, EmbedderParts
+from asynccache.worker.local_batches import LocalBatch, LocalBatches
+from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages.backup_host import BackupHostStage
 from asynccache.worker.stages.load_back import LoadBackStage
-from asynccache.worker.stages.reading import Reading
-from asynccache.worker.stages.writing import Writing
-from asynccache.worker.stores import Stores
+from asynccache.worker.stages.reading import ReadingStage
+from asynccache.worker.stages.writing import WritingStage
+from asynccache.worker.stores import OpenStores
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Device, Event
     from asynccache.memory.pools import DevicePool
     from asynccache.worker.stages.load_back import Copying
-    from asynccache.worker.stats import Meter
+    from asynccache.worker.stats import StageMeter
 
 DELETE_PAGES = 32
 
 
-async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> LocalWorker:
+async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
     """Allocate ``pools`` and open the stores. Cancelling it leaves nothing open.
 
     Raises:
@@ -57,7 +57,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Give
 class _Opening:
     """The parts of a worker that are open by now, for whoever has to close them."""
 
-    def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> None:
+    def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: EmbedderParts) -> None:
         self._config = config
         self._pools = pools
         self._given = given
@@ -77,7 +77,7 @@ class _Opening:
         takes_stores = config.pools()[0].host_pages > 0
         if given.storage is not None and not takes_stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-        stores = Stores(self.tiers, store_layout(config.pools()), mover.host_pools)
+        stores = OpenStores(self.tiers, store_layout(config.pools()), mover.host_pools)
         await stores.open_first(given.stores(config), given.options(config))
         pools = PoolMap(self._pools, config.page_size, mover.host_pools)
         return LocalWorker(device, mover, pools, stores, takes_stores=takes_stores, own_device=given.device is None)
@@ -118,13 +118,13 @@ async def close_all(
 
 
 class LocalWorker:
-    """See ``Worker``, and the module. ``mover``: the pools and streams. ``put``: for each kind of work, the function
-    that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
+    """The ``Worker`` of the head's own process. ``mover``: the pools and streams. ``put``: for each kind of work, the
+    function that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
 
-    put: Mapping[Kind, Callable[[Work, Sequence[Event]], None]]
+    put: Mapping[CopyKind, Callable[[Work, Sequence[Event]], None]]
 
     def __init__(
-        self, device: Device, mover: Mover, pools: PoolMap, stores: Stores, *, takes_stores: bool, own_device: bool
+        self, device: Device, mover: Mover, pools: PoolMap, stores: OpenStores, *, takes_stores: bool, own_device: bool
     ) -> None:  # fmt: skip
         self.mover = mover
         self.layers = mover.layers
@@ -136,8 +136,8 @@ class LocalWorker:
         self._stores = stores
         self._tiers = stores.tiers
         self._batches = LocalBatches()
-        self._writing = Writing(stores.tiers, pools)
-        self._reading = Reading(stores.tiers, pools)
+        self._writing = WritingStage(stores.tiers, pools)
+        self._reading = ReadingStage(stores.tiers, pools)
         self.store = self._writing.store
         self.give_up = self._writing.give_up
         self.ask = self._reading.ask
@@ -163,7 +163,8 @@ class LocalWorker:
         self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
         self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
         self.put = {
-            Kind.BACKUP: self.backup_host.put, Kind.LOAD: self.load_back.put, Kind.CLONE: self.load_back.put,
+            CopyKind.BACKUP: self.backup_host.put, CopyKind.LOAD: self.load_back.put,
+            CopyKind.CLONE: self.load_back.put,
         }  # fmt: skip
         return [
             ("backup-host", self.backup_host.run()),
@@ -287,7 +288,7 @@ class LocalWorker:
 
     # looking at it
 
-    def meters(self) -> Mapping[str, Meter]:
+    def meters(self) -> Mapping[str, StageMeter]:
         """See ``Worker``."""
         return {"backup_host": self.backup_host.meter, "load_back": self.load_back.meter}
 

@@ -1,4 +1,4 @@
-"""What goes over a link between the head and a worker: typed values, several of them in one frame.
+"""The messages between the head and a worker: typed values, several of them in one frame of a link.
 
 Laws:
 * A frame is a MessagePack array of messages; a message is an array that begins with the number of its kind.
@@ -22,7 +22,7 @@ from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, Slid
 from asynccache.core.plan import BackupStorage, Status, StoredPages
 from asynccache.errors import RankFailure
 from asynccache.storage.options import StoreOptions
-from asynccache.worker.contract import Asked, Read, Work
+from asynccache.worker.contract import ReadOrder, StoreQuestion, Work
 
 Places = tuple[int, int, int]
 
@@ -65,7 +65,7 @@ class Answer(Message):
 # from the head
 
 
-class Settings(Message):
+class PlainConfig(Message):
     """A ``CacheConfig`` in plain values. ``components``: the class name of each, and its fields."""
 
     components: tuple[tuple[str, dict[str, Any]], ...]
@@ -73,23 +73,23 @@ class Settings(Message):
     others: dict[str, Any]
 
 
-class Open(Call, tag=1):
-    """Open pools and stores. Answered by ``Opened``."""
+class OpenWorker(Call, tag=1):
+    """Open pools and stores. Answered by ``WorkerOpened``."""
 
-    settings: Settings
+    settings: PlainConfig
 
 
-class Ready(Message, tag=2):
+class AllOpen(Message, tag=2):
     """All workers are open: the cache takes requests."""
 
 
-class Perform(Message, tag=3):
-    """Copy what one work says. Its end is told by ``Ended``."""
+class PerformWork(Message, tag=3):
+    """Copy what one work says. Its end is told by ``WorksEnded``."""
 
     work: Work
 
 
-class Forget(Message, tag=6):
+class ForgetLoad(Message, tag=6):
     """The head has closed this load or private copy, which failed. No later message needs it."""
 
     op: int
@@ -103,7 +103,7 @@ class SendBatch(Message, tag=7):
     loads: tuple[int, ...] = ()
 
 
-class Backup(NamedTuple):
+class SentBackup(NamedTuple):
     """A ``BackupStorage`` as it is sent. A decoder cannot use the annotations of ``BackupStorage`` itself: of
     ``tuple[StoredPages, ...]`` a compiled core keeps only that it is a tuple."""
 
@@ -111,15 +111,15 @@ class Backup(NamedTuple):
     pages: tuple[StoredPages, ...]
 
 
-class Store(Call, tag=8):
-    """Write host pages to the stores. Answered by ``Written``."""
+class WritePages(Call, tag=8):
+    """Write host pages to the stores. Answered by ``PagesWritten``."""
 
-    batch: tuple[Backup, ...]
+    batch: tuple[SentBackup, ...]
 
     @classmethod
-    def of(cls, call: int, batch: Sequence[BackupStorage]) -> Store:
+    def of(cls, call: int, batch: Sequence[BackupStorage]) -> WritePages:
         """Return the message for ``batch``."""
-        return cls(call, tuple([Backup(*effect) for effect in batch]))
+        return cls(call, tuple([SentBackup(*effect) for effect in batch]))
 
     @property
     def effects(self) -> list[BackupStorage]:
@@ -133,34 +133,34 @@ class GiveUp(Message, tag=9):
     op: int
 
 
-class Ask(Call, tag=10):
-    """Ask which of these pages the stores have. Answered by ``Answers``."""
+class AskPages(Call, tag=10):
+    """Ask which of these pages the stores have. Answered by ``PageResults``."""
 
-    asked: tuple[Asked, ...]
+    asked: tuple[StoreQuestion, ...]
 
 
-class Fetch(Call, tag=11):
-    """Read these pages into host slots; ``run``: see ``Worker.read``. Answered by ``Answers``."""
+class ReadPages(Call, tag=11):
+    """Read these pages into host slots; ``run``: see ``Worker.read``. Answered by ``PageResults``."""
 
-    reads: tuple[Read, ...]
+    reads: tuple[ReadOrder, ...]
     run: bool
 
 
-class Delete(Call, tag=12):
-    """Delete stored pages. ``hashes``: 32 bytes for each page, joined. Answered by ``Done``."""
+class DeletePages(Call, tag=12):
+    """Delete stored pages. ``hashes``: 32 bytes for each page, joined. Answered by ``CallDone``."""
 
     hashes: bytes
 
 
-class Clear(Call, tag=13):
-    """Delete everything that is stored. Answered by ``Done``."""
+class ClearStores(Call, tag=13):
+    """Delete everything that is stored. Answered by ``CallDone``."""
 
 
-class Flush(Call, tag=14):
-    """Make what is stored durable. Answered by ``Done``."""
+class FlushStores(Call, tag=14):
+    """Make what is stored durable. Answered by ``CallDone``."""
 
 
-class Probe(Message, tag=15):
+class ProbeStores(Message, tag=15):
     """Probe stores that refuse calls, where that is due, with the key of this page."""
 
     page_hash: bytes
@@ -183,7 +183,7 @@ class UseStore(Message, tag=17):
 
 
 class DropStore(Call, tag=18):
-    """Close this store, which is not used, if it was opened. Answered by ``Done``."""
+    """Close this store, which is not used, if it was opened. Answered by ``CallDone``."""
 
     number: int
 
@@ -195,32 +195,33 @@ class LeaveStore(Message, tag=19):
 
 
 class CloseStore(Call, tag=20):
-    """Close this store, which was left. Answered by ``Done``."""
+    """Close this store, which was left. Answered by ``CallDone``."""
 
     number: int
 
 
-class Watch(Message, tag=21):
-    """Tell by ``Keys`` which keys this store has: from now on or, if ``on`` is False, no more."""
+class WatchStore(Message, tag=21):
+    """Tell by ``StoreKeys`` which keys this store has: from now on or, if ``on`` is False, no more."""
 
     number: int
     on: bool
 
 
-class Cancel(Message, tag=22):
-    """Nobody wants the answer of this call any more. It still comes, when the call's buffers are let go."""
+class CancelCall(Message, tag=22):
+    """Note that nobody wants the answer of this call any more. The answer still comes, when the call's buffers are let
+    go."""
 
     call: int
 
 
-class Close(Call, tag=23):
-    """Close stores, pools and device. ``patience``: see ``LocalWorker.aclose``. Answered by ``Done``, the last message
-    of a worker."""
+class CloseWorker(Call, tag=23):
+    """Close stores, pools and device. ``patience``: see ``LocalWorker.aclose``. Answered by ``CallDone``, the last
+    message of a worker."""
 
     patience: float
 
 
-class Lost(Message, tag=24):
+class GroupLost(Message, tag=24):
     """The group is over. ``rank``: the one that failed; -1 is a head without a rank. ``reason``: what it did."""
 
     rank: int
@@ -230,16 +231,17 @@ class Lost(Message, tag=24):
         self.reason = _sendable(self.reason)
 
 
-Orders = (
-    Open | Ready | Perform | Forget | SendBatch | Store | GiveUp | Ask | Fetch | Delete | Clear | Flush | Probe
-    | OpenStore | UseStore | DropStore | LeaveStore | CloseStore | Watch | Cancel | Close | Lost
+HeadMessage = (
+    OpenWorker | AllOpen | PerformWork | ForgetLoad | SendBatch | WritePages | GiveUp | AskPages | ReadPages
+    | DeletePages | ClearStores | FlushStores | ProbeStores | OpenStore | UseStore | DropStore | LeaveStore | CloseStore
+    | WatchStore | CancelCall | CloseWorker | GroupLost
 )  # fmt: skip
 """Any message from a head, after the handshake."""
 
 # from a worker
 
 
-class Ended(Message, tag=1):
+class WorksEnded(Message, tag=1):
     """Works have ended, in this order and all with ``status``, and their buffers are let go. ``works``: the first
     operation of each."""
 
@@ -247,7 +249,7 @@ class Ended(Message, tag=1):
     works: list[int]
 
 
-class Over(Message, tag=2):
+class BatchOver(Message, tag=2):
     """A batch is over. ``error``: why the engine could not run it; empty if it did."""
 
     number: int
@@ -257,11 +259,11 @@ class Over(Message, tag=2):
         self.error = _sendable(self.error)
 
 
-class Done(Answer, tag=3):
+class CallDone(Answer, tag=3):
     """A call without a result went well."""
 
 
-class Failed(Answer, tag=4):
+class CallFailed(Answer, tag=4):
     """A call failed. ``kind``: the name of the error's class."""
 
     kind: str
@@ -271,7 +273,7 @@ class Failed(Answer, tag=4):
         self.reason = _sendable(self.reason)
 
 
-class Opened(Answer, tag=5):
+class WorkerOpened(Answer, tag=5):
     """A worker is open. ``layers``: how many layers the model has, up to the last one that this worker has.
     ``weights``: bytes of a page, for each pool with bytes on this worker. ``stores``: the options of each, nearest
     first, and True if it is shared (``is_shared``). ``digest``: what turns a page's hash into its key in the pool whose
@@ -283,14 +285,14 @@ class Opened(Answer, tag=5):
     digest: bytes
 
 
-class Answers(Answer, tag=6):
+class PageResults(Answer, tag=6):
     """A ``Result`` for each page, as bytes for each pool that was asked about or read."""
 
     answers: tuple[bytes, ...]
 
 
-class Written(Answer, tag=7):
-    """A batch was written: the fields of ``Stored``."""
+class PagesWritten(Answer, tag=7):
+    """A batch was written: the fields of ``StoredBatch``."""
 
     failed: tuple[int, ...]
     pages: int
@@ -305,7 +307,7 @@ class StoreOpened(Answer, tag=8):
     shared: bool
 
 
-class Keys(Message, tag=9):
+class StoreKeys(Message, tag=9):
     """A watched store has these keys from now on or, if ``there`` is False, has them no more."""
 
     store: int
@@ -313,21 +315,21 @@ class Keys(Message, tag=9):
     keys: tuple[bytes, ...]
 
 
-class Health(Message, tag=10):
-    """``shut``: True if all stores refuse calls."""
+class StoreHealth(Message, tag=10):
+    """The health of the stores. ``shut``: True if all of them refuse calls."""
 
     shut: bool
 
 
-class Counters(Message, tag=11):
+class StoreCounters(Message, tag=11):
     """The stores' counters: their sums, and those of each store by name."""
 
     storage: dict[str, int | float]
     stores: dict[str, dict[str, int | float]]
 
 
-class Died(Message, tag=12):
-    """This worker cannot go on."""
+class WorkerDied(Message, tag=12):
+    """The end of a worker that cannot go on."""
 
     reason: str
 
@@ -335,7 +337,10 @@ class Died(Message, tag=12):
         self.reason = _sendable(self.reason)
 
 
-News = Ended | Over | Keys | Health | Counters | Died | Done | Failed | Opened | Answers | Written | StoreOpened
+WorkerMessage = (
+    WorksEnded | BatchOver | StoreKeys | StoreHealth | StoreCounters | WorkerDied | CallDone | CallFailed | WorkerOpened
+    | PageResults | PagesWritten | StoreOpened
+)  # fmt: skip
 """Any message from a worker, after the handshake."""
 
 
@@ -361,8 +366,8 @@ def _decoder(kind: Any) -> Callable[[bytes], Any]:
 
 encode = msgspec.msgpack.Encoder().encode
 """Encodes a list of messages as a frame, or one message of the handshake."""
-decode_orders: Callable[[bytes], list[Orders]] = _decoder(list[Orders])
-decode_news: Callable[[bytes], list[News]] = _decoder(list[News])
+decode_head_messages: Callable[[bytes], list[HeadMessage]] = _decoder(list[HeadMessage])
+decode_worker_messages: Callable[[bytes], list[WorkerMessage]] = _decoder(list[WorkerMessage])
 decode_hello: Callable[[bytes], Hello] = _decoder(Hello)
 decode_welcome: Callable[[bytes], Welcome] = _decoder(Welcome)
 
@@ -372,14 +377,14 @@ decode_welcome: Callable[[bytes], Welcome] = _decoder(Welcome)
 _COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full, SlidingWindow, Mamba)}
 
 
-def settings_of(config: CacheConfig) -> Settings:
+def settings_of(config: CacheConfig) -> PlainConfig:
     """Return ``config`` as plain values."""
     plain = msgspec.to_builtins(config)  # not encoded yet: a worker of this process may have what no frame can hold
     kinds = [type(part).__name__ for part in config.components]
-    return Settings(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
+    return PlainConfig(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
 
 
-def config_of(settings: Settings) -> CacheConfig:
+def config_of(settings: PlainConfig) -> CacheConfig:
     """Return the configuration that was sent. Raises ``RankFailure``: the values make no configuration."""
     try:
         components = tuple(_COMPONENTS[kind](**part) for kind, part in settings.components)

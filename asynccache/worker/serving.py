@@ -17,34 +17,36 @@ from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import messages as m
-from asynccache.worker.given import Given
+from asynccache.worker.embedder import EmbedderParts
 from asynccache.worker.group import OPENING
 from asynccache.worker.link import Wire
-from asynccache.worker.performing import Performer
-from asynccache.worker.rank import RankWorker
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.rank_worker import RankWorker
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
-    from asynccache.worker.link import Link
-    from asynccache.worker.performing import Shard
+    from asynccache.worker.link import RankLink
+    from asynccache.worker.rank_performer import Shard
 
 ARRIVAL = 300.0
 COUNTED = 5.0
 """Seconds from an answer to the head until it is told what the stores count, once for all answers meanwhile."""
 
 
-class Serving:
+class WorkerEnd:
     """A worker's end of its link: it hands what the head says to a ``Performer``, and sends what that says."""
 
-    def __init__(self, link: Link, rank: int, topology: Topology, given: Given, shard: Shard | None = None) -> None:
+    def __init__(
+        self, link: RankLink, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
+    ) -> None:
         self.performer = Performer(rank, topology, given, shard, self._tell, {
-            m.Ready: self._all_open, m.Close: self._is_closing,
-            m.Lost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
+            m.AllOpen: self._all_open, m.CloseWorker: self._is_closing,
+            m.GroupLost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
             m.OpenStore: self._wait_for_stores, m.UseStore: self._wait_for_stores, m.DropStore: self._wait_for_stores,
         })  # fmt: skip
         self.worker = RankWorker(self.performer)
         self._link = link
-        self._wire = Wire([link], lambda failure: self._wire.put(m.Died(failure.reason)))
+        self._wire = Wire([link], lambda failure: self._wire.put(m.WorkerDied(failure.reason)))
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -55,7 +57,7 @@ class Serving:
         self._opening: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"Serving({self.performer!r})"
+        return f"WorkerEnd({self.performer!r})"
 
     async def open(self) -> None:
         """Return when all workers have opened. After cancelling it, too, the caller has to call ``aclose``.
@@ -85,17 +87,17 @@ class Serving:
             await self._link.aclose()
 
     def _heard(self, frame: bytes) -> None:
-        orders = m.decode_orders(frame)
+        orders = m.decode_head_messages(frame)
         self._wire.hold()
         self.performer.take(*orders)
         self._wire.flush()
 
-    def _all_open(self, _: m.Ready) -> None:
+    def _all_open(self, _: m.AllOpen) -> None:
         self._link.patience(None)
         if not self._opened.done():
             self._opened.set_result(None)
 
-    def _is_closing(self, order: m.Close) -> None:
+    def _is_closing(self, order: m.CloseWorker) -> None:
         self._last_call, self._closing_takes = order.call, order.patience
 
     def _wait_for_stores(self, order: m.OpenStore | m.UseStore | m.DropStore) -> None:
@@ -135,7 +137,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(serve: Serving) -> AsyncIterator[RankWorker]:
+async def serving(serve: WorkerEnd) -> AsyncIterator[RankWorker]:
     """Open ``serve`` and give its worker. It closes when the head closes, and at the end of the ``async with`` at the
     latest."""
     try:
@@ -150,7 +152,7 @@ async def serving(serve: Serving) -> AsyncIterator[RankWorker]:
         await serve.aclose()
 
 
-async def _close_when_over(serve: Serving) -> None:
+async def _close_when_over(serve: WorkerEnd) -> None:
     await serve.over()
     await serve.aclose()
 
@@ -187,7 +189,7 @@ async def connect(
     link, welcome = await open_link(address, secret, hello, timeout=checks.number("arrival", arrival, above=0))
     try:
         topology = Topology(*m.decode_welcome(welcome).topology)
-        serve = Serving(link, rank, topology, Given(device), shard)  # type: ignore[arg-type]
+        serve = WorkerEnd(link, rank, topology, EmbedderParts(device), shard)  # type: ignore[arg-type]
     except (RankFailure, ConfigError):
         link.abort()
         raise

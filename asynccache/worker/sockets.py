@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
-from asynccache.worker.link import LENGTH, MOST_FRAME, Link, StreamLink
+from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink, StreamLink
 
 VERSION = 1
 GREETING = b"acachel" + bytes([VERSION])
@@ -48,13 +48,13 @@ RETRY = 0.1
 
 SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
-Answer = Callable[[bytes, Link], bytes]
-"""What a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or raises
-``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
+Answer = Callable[[bytes, RankLink], bytes]
+"""The function that a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or
+raises ``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
 
 
-class Address(NamedTuple):
-    """Where a head listens: a host and a port, or the path of a Unix socket."""
+class ListenAddress(NamedTuple):
+    """The address where a head listens: a host and a port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -66,7 +66,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(address: str) -> Address:
+def parse_address(address: str) -> ListenAddress:
     """Read ``127.0.0.1:7011``, ``[::1]:7011``, ``name:7011`` or ``unix:/path``.
 
     Raises:
@@ -75,7 +75,7 @@ def parse_address(address: str) -> Address:
     text = checks.text("address", address)
     kind, _, path = text.partition(":")
     if kind == "unix" and path.startswith("/"):
-        return Address(path=path)
+        return ListenAddress(path=path)
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     plain = bool(host) and not any(sign in host for sign in ":[]/ ")
@@ -84,7 +84,7 @@ def parse_address(address: str) -> Address:
         plain = True
     if not (plain and text.isascii() and port.isdecimal()):
         raise ConfigError(f"address={address!r} must be HOST:PORT, [IPV6]:PORT or unix:/PATH")
-    return Address(host, checks.integer("address: port", int(port), 0, 65535))
+    return ListenAddress(host, checks.integer("address: port", int(port), 0, 65535))
 
 
 def find_secret(secret: bytes | None = None) -> bytes:
@@ -122,7 +122,7 @@ def _proof(secret: bytes, side: bytes, head: bytes, worker: bytes) -> bytes:
 
 async def open_link(
     address: str, secret: bytes | None, hello: bytes, *, timeout: float
-) -> tuple[Link, bytes]:
+) -> tuple[RankLink, bytes]:
     """Connect to the head at ``address``, which may not be there yet, and send ``hello``. Returns the link and the
     head's welcome. ``timeout``: seconds in which the head must have answered; the head chooses the link's own time-out.
     Cancelling it leaves nothing open.
@@ -153,7 +153,7 @@ async def open_link(
         raise RankFailure(f"the head at {where} did not answer within {timeout:g} s{why}") from None
 
 
-async def _enter(where: Address, link: StreamLink, secret: bytes, hello: bytes) -> bytes:
+async def _enter(where: ListenAddress, link: StreamLink, secret: bytes, hello: bytes) -> bytes:
     """Connect, and return the head's welcome. Raises ``OSError``: there was no greeting; another attempt may do
     better."""
     loop = asyncio.get_running_loop()
@@ -214,7 +214,7 @@ class Listener:
     def __repr__(self) -> str:
         return f"Listener({self.address})"
 
-    async def open(self, where: Address) -> None:
+    async def open(self, where: ListenAddress) -> None:
         """Begin to listen at ``where``. To be called once. Raises ``OSError``: the address cannot be used."""
         loop = asyncio.get_running_loop()
         if where.path:

@@ -22,7 +22,7 @@ class Latency(NamedTuple):
 
 
 class StageStats(NamedTuple):
-    """What a transfer stage did so far. ``pages``: of all pools; ``full_pages``: of FULL, so that each stands for
+    """Counters of one transfer stage. ``pages``: of all pools; ``full_pages``: of FULL, so that each stands for
     ``page_size`` tokens. ``errors``: operations that failed (prefetch: pages)."""
 
     ops: int
@@ -45,7 +45,7 @@ class Histogram(NamedTuple):
     total_ms: float
 
 
-class Meter:
+class StageMeter:
     """One stage's counters."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Meter:
         self._buckets = [0] * (len(BOUNDS_MS) + 1)
 
     def __repr__(self) -> str:
-        return f"Meter({self.ops} ops, {self.pages} pages, {self.bytes} bytes, {self.errors} errors)"
+        return f"StageMeter({self.ops} ops, {self.pages} pages, {self.bytes} bytes, {self.errors} errors)"
 
     def count(self, ops: int, pages: int, full_pages: int, size: int) -> None:
         """Count ``ops`` operations that moved ``pages`` pages, ``size`` bytes in all; ``full_pages`` of them are

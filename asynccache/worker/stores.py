@@ -11,7 +11,7 @@ from typing import Protocol
 
 from asynccache.storage import StoreLayout
 from asynccache.storage.attaching import close_unattached, open_all, open_attached
-from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.watching import watch
 from asynccache.worker.contract import Storage, StoreEntry
 
@@ -25,21 +25,21 @@ class HostMemory(Protocol):
     def memory(self) -> memoryview: ...
 
 
-class Stores:
-    """Mutable state, by number: the stores that are open, and for each store that is watched the call that ends
-    that."""
+class OpenStores:
+    """The open stores of one worker. Mutable state, by number: the stores, and for each store that is watched the call
+    that ends that."""
 
     def __init__(self, tiers: TieredStore, layout: StoreLayout, host: Mapping[str, HostMemory]) -> None:
         self.tiers = tiers
         self._layout = layout
         self._host = host
-        self._open: dict[int, Attached] = {}
+        self._open: dict[int, AttachedStore] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._last = 0
         self._changed: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
-        return f"Stores({self.tiers!r})"
+        return f"OpenStores({self.tiers!r})"
 
     @property
     def entries(self) -> tuple[StoreEntry, ...]:
@@ -50,7 +50,7 @@ class Stores:
         """See ``Worker.find_store``."""
         return self._entry(self.tiers.find(name))
 
-    def _entry(self, attached: Attached) -> StoreEntry:
+    def _entry(self, attached: AttachedStore) -> StoreEntry:
         number = next(number for number, opened in self._open.items() if opened is attached)
         return StoreEntry(number, attached.options)
 
@@ -123,12 +123,12 @@ class Stores:
         if end is not None:
             end()
 
-    def _introduce(self, attached: Attached) -> None:
+    def _introduce(self, attached: AttachedStore) -> None:
         """Tell a store where the host's pages lie."""
         for name, pool in self._host.items():
             attached.store.register(name, pool.memory)
 
-    def _number(self, attached: Attached, number: int | None = None) -> int:
+    def _number(self, attached: AttachedStore, number: int | None = None) -> int:
         self._last = number or self._last + 1
         self._open[self._last] = attached
         if self._changed is not None:

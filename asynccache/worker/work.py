@@ -1,4 +1,5 @@
-"""What a worker is to copy, as it is handed over and sent. Values only: msgspec reads their types."""
+"""Work: the copies that a worker is to make, as they are handed over and sent. Values only: msgspec reads their
+types."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import NamedTuple
 from asynccache.core.plan import Move
 
 
-class Kind(IntEnum):
-    """What an effect copies: from the device to the host, back, or on the device."""
+class CopyKind(IntEnum):
+    """The direction in which an effect copies: from the device to the host, back, or on the device."""
 
     BACKUP = 0
     LOAD = 1
@@ -21,7 +22,7 @@ class Work(NamedTuple):
     and end together. ``moves``: all that they copy. ``source``: the load whose pages a private copy is made of; 0: no
     load. ``after``: the numbers of the batches that must be over, on the device, before the copy begins."""
 
-    kind: Kind
+    kind: CopyKind
     ops: list[int]
     moves: tuple[Move, ...]
     source: int = 0

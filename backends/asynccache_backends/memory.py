@@ -71,7 +71,7 @@ class MemoryBackend:
         return f"MemoryBackend(pages={len(self._stored)}, bytes={self._bytes}, capacity={self._capacity})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS. It never waits."""
+        """Return for each key whether it is stored: HIT or MISS. The call never waits."""
         self._check_open()
         return [Result.HIT if key.key in self._stored else Result.MISS for key in keys]
 

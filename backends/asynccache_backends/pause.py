@@ -15,7 +15,7 @@ FIRST, LAST = 0.1, 1.0
 
 
 class Health(IntEnum):
-    """Whether callers may try."""
+    """The health of a thing that may fail, which says whether callers may try."""
 
     WELL = 0
     RESTING = 1
@@ -32,7 +32,7 @@ class Pause:
         self._until = 0.0
 
     def allows(self, now: float) -> bool:
-        """Whether the caller may try."""
+        """Return True if the caller may try."""
         if self.health is Health.RESTING and now >= self._until:
             self.health = Health.TRIED
             return True

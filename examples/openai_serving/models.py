@@ -13,8 +13,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from asynccache import ConfigError
-from openai_serving.text import VOCABULARY, Bytes
-from openai_serving.words import Checkpoint, Words
+from openai_serving.text import VOCABULARY, ByteWords
+from openai_serving.words import CheckpointWords, Words
 
 transformers.logging.set_verbosity_error()  # or it would warn of optional kernels that are not installed
 transformers.logging.disable_progress_bar()
@@ -64,7 +64,7 @@ def make(family: str, seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A model, its tokenizer, and the number of positions that the model has."""
 
     model: Any
@@ -72,12 +72,12 @@ class Served(NamedTuple):
     context: int
 
 
-def random(family: str, seed: int = 0) -> Served:
+def random(family: str, seed: int = 0) -> ServedModel:
     """A random model of ``family``, whose tokens are bytes."""
-    return Served(make(family, seed), Bytes(), CONTEXT)
+    return ServedModel(make(family, seed), ByteWords(), CONTEXT)
 
 
-def checkpoint(place: str, *, dtype: str = "auto", device: str = "cpu", revision: str | None = None) -> Served:
+def checkpoint(place: str, *, dtype: str = "auto", device: str = "cpu", revision: str | None = None) -> ServedModel:
     """The checkpoint in the folder ``place``, or on the hub under that name: weights, tokenizer and chat template. Its
     settings of sampling are not used, because each request has its own.
 
@@ -94,9 +94,9 @@ def checkpoint(place: str, *, dtype: str = "auto", device: str = "cpu", revision
     pad = next((token for token in (tokenizer.pad_token_id, *sorted(ends)) if token is not None), None)
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=pad)
     text = model.config.get_text_config(decoder=True)
-    words = Checkpoint(tokenizer, int(text.vocab_size), ends)
+    words = CheckpointWords(tokenizer, int(text.vocab_size), ends)
     words.encode("The first call changes the tokenizer's settings, so it is made here.")
-    return Served(model, words, int(getattr(text, "max_position_embeddings", 0) or CONTEXT))
+    return ServedModel(model, words, int(getattr(text, "max_position_embeddings", 0) or CONTEXT))
 
 
 def _ends(given: Any) -> frozenset[int]:

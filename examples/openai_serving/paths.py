@@ -1,7 +1,7 @@
 """The ways to compute answers. The server uses them by two protocols: a ``Path`` has a model and a cache, and a
 ``TokenStream`` is one answer that is being computed.
 
-To add a way, write a class with the members of ``Path``, made from ``Means``, and give it a name in ``PATHS``. A
+To add a way, write a class with the members of ``Path``, made from ``PathParts``, and give it a name in ``PATHS``. A
 ``Request`` of ``asynccache_shim`` can be used as a ``TokenStream``. A class that computes in a thread of its own may
 use ``ThreadRun``.
 """
@@ -37,9 +37,9 @@ LEAST_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to be computed: at most ``most`` tokens that follow ``tokens``. Generation ends earlier with one of the
-    tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache."""
+class WantedAnswer:
+    """The answer that is to be computed: at most ``most`` tokens that follow ``tokens``. Generation ends earlier with
+    one of the tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache."""
 
     tokens: list[int] = field(repr=False)
     most: int
@@ -82,7 +82,7 @@ class Path(Protocol):
 
     async def __aexit__(self, *raised: Any) -> None: ...
 
-    def start(self, wanted: Wanted) -> TokenStream:
+    def start(self, wanted: WantedAnswer) -> TokenStream:
         """Begin to compute ``wanted``.
 
         Raises:
@@ -98,14 +98,14 @@ class Path(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why this path takes no requests; None if it takes them."""
+        """The reason why this path takes no requests; None if it takes them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What paths are made from: a model, the settings of its cache (those of ``Layout.cache_config``), the callback for
-    KV events, and the settings of our scheduler."""
+class PathParts:
+    """The parts that paths are made from: a model, the settings of its cache (those of ``Layout.cache_config``), the
+    callback for KV events, and the settings of our scheduler."""
 
     model: Any
     page_size: int
@@ -117,7 +117,7 @@ class Means:
 class SchedulerPath:
     """Our own scheduler: many requests in each step, on the cache's pages."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: PathParts) -> None:
         """Describe the model, which calls it a few times.
 
         Raises:
@@ -146,7 +146,7 @@ class SchedulerPath:
     async def __aexit__(self, *raised: Any) -> None:
         await self._stack.__aexit__(*raised)
 
-    def start(self, wanted: Wanted) -> Request:
+    def start(self, wanted: WantedAnswer) -> Request:
         limits = Limits(wanted.most, wanted.ends)
         request = Request(wanted.tokens, limits, priority=wanted.priority, extra_key=wanted.salt,
                           sampling=wanted.sampling)  # fmt: skip
@@ -217,7 +217,7 @@ class _InThreads(Generic[C]):
 
     name: str
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: PathParts) -> None:
         self._means = means
         self._thread: ThreadPoolExecutor | None = None
         self._opened: C | None = None
@@ -254,7 +254,7 @@ class _InThreads(Generic[C]):
     def _open(self) -> C:
         raise NotImplementedError
 
-    def _serving(self, wanted: Wanted) -> C:
+    def _serving(self, wanted: WantedAnswer) -> C:
         """The object that computes ``wanted``. Raises what ``Path.start`` raises."""
         if self._opened is None:
             raise CacheClosed("the cache is closed")
@@ -279,7 +279,7 @@ class PrefixPath(_InThreads[PrefixCache]):
     name = "prefix"
     limit: int | None = None
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: PathParts) -> None:
         super().__init__(means)
         self._runs: set[ThreadRun] = set()
 
@@ -296,7 +296,7 @@ class PrefixPath(_InThreads[PrefixCache]):
         means = self._means
         return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
 
-    def start(self, wanted: Wanted) -> ThreadRun:
+    def start(self, wanted: WantedAnswer) -> ThreadRun:
         cached, run = self._serving(wanted), ThreadRun(asyncio.get_running_loop())
         self._runs.add(run)
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, cached, wanted, run)
@@ -305,7 +305,7 @@ class PrefixPath(_InThreads[PrefixCache]):
 
     # runs in the thread
 
-    def _generate(self, cached: PrefixCache, wanted: Wanted, run: ThreadRun) -> None:
+    def _generate(self, cached: PrefixCache, wanted: WantedAnswer, run: ThreadRun) -> None:
         if run.aborted:
             return
         before = cached.counts
@@ -317,7 +317,7 @@ class PrefixPath(_InThreads[PrefixCache]):
         hits = Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True)))
         run.end(Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH, hits)
 
-    def _made(self, cached: PrefixCache, wanted: Wanted, run: ThreadRun) -> list[int]:
+    def _made(self, cached: PrefixCache, wanted: WantedAnswer, run: ThreadRun) -> list[int]:
         ids = torch.tensor([wanted.tokens], device=self._means.model.device)
         with torch.random.fork_rng(enabled=wanted.sampling.seed is not None):
             if wanted.sampling.seed is not None:
@@ -335,7 +335,7 @@ class BatchingPath(_InThreads[ContinuousBatching]):
 
     name = "batching"
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: PathParts) -> None:
         super().__init__(means)
         self._vocabulary = int(means.model.get_output_embeddings().weight.shape[0])
         self.limit: int | None = longest(means.model.config)
@@ -351,7 +351,7 @@ class BatchingPath(_InThreads[ContinuousBatching]):
             step_tokens=means.scheduler.step_tokens, **means.cache,
         )  # fmt: skip
 
-    def start(self, wanted: Wanted) -> BatchRequest:
+    def start(self, wanted: WantedAnswer) -> BatchRequest:
         batching, sampling = self._serving(wanted), wanted.sampling
         if sampling.seed is not None and sampling.temperature >= GREEDY_BELOW:
             raise ConfigError(f"seed={sampling.seed}: --path batching draws for all requests together")
@@ -400,7 +400,7 @@ class _Aborted:
         return torch.full((len(input_ids),), self._run.aborted, dtype=torch.bool, device=input_ids.device)
 
 
-PATHS: Mapping[str, Callable[[Means], Path]] = {
+PATHS: Mapping[str, Callable[[PathParts], Path]] = {
     "scheduler": SchedulerPath, "prefix": PrefixPath, "batching": BatchingPath,
 }  # fmt: skip
 """The ways to compute, by the value of ``--path``."""

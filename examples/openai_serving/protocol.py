@@ -195,7 +195,7 @@ class Body:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether ``text`` can be written as UTF-8. JSON may contain half of a surrogate pair, which cannot."""
+    """Return True if ``text`` can be written as UTF-8. JSON may contain half of a surrogate pair, which cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -20,15 +20,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
 from asynccache.metrics import CacheCollector, LoopLag
-from openai_serving.paths import Path, TokenStream, Wanted
+from openai_serving.paths import Path, TokenStream, WantedAnswer
 from openai_serving.protocol import COMPLETION_TOKENS, ApiError, ParsedRequest, Prompt, tokens_of
 from openai_serving.text import StopStrings
 from openai_serving.words import Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What is served.
+class ServiceParts:
+    """The parts of a service.
 
     name: what requests call the model. words: its tokenizer. path: what computes.
     context: how many tokens prompt and answer may have together.
@@ -165,7 +165,7 @@ class Service:
     """Serves what ``served`` says: ``async with Service(served) as service`` opens its path, and closes it at the
     end."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServiceParts) -> None:
         self.served = served
         self._stack = AsyncExitStack()
         self._live: set[Generation] = set()
@@ -238,7 +238,7 @@ class Service:
             sampling = sampling._replace(seed=sampling.seed + index)
         try:
             ends = self.served.words.ends
-            return self.served.path.start(Wanted(tokens=tokens, most=most, ends=ends, sampling=sampling,
+            return self.served.path.start(WantedAnswer(tokens=tokens, most=most, ends=ends, sampling=sampling,
                                                  priority=ask.priority, salt=ask.cache_salt))  # fmt: skip
         except CacheFull as error:
             raise _too_long(str(error), ask) from error
@@ -287,7 +287,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """Why the service takes no requests; None if it takes them."""
+        """The reason why the service takes no requests; None if it takes them."""
         return self.served.path.failure
 
     async def metrics(self) -> bytes:
@@ -303,7 +303,7 @@ class Service:
         return await self.served.path.ask(scrape)
 
     async def explain(self, tokens: list[int], extra_key: str | None) -> Mapping[str, Any]:
-        """Where a prompt's pages are in the cache, and what ends its match.
+        """Return where a prompt's pages are in the cache, and what ends its match.
 
         Raises:
             CacheClosed: the cache is closed.

@@ -37,7 +37,7 @@ def conversation(messages: Iterable[tuple[str, str]]) -> list[int]:
     return [*tokens, BEGIN, *encode("assistant\n")]
 
 
-class Reader:
+class ByteReader:
     """Turns tokens into text, one token at a time. A character is returned with its last byte."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Reader:
         return self._decoder.decode(b"", final=True).translate(_SHOWN)
 
 
-class Bytes:
+class ByteWords:
     """This tokenizer as a ``Words``, which the server uses."""
 
     vocabulary = VOCABULARY
@@ -64,8 +64,8 @@ class Bytes:
     def conversation(self, messages: Sequence[Message]) -> list[int]:
         return conversation((message["role"], message["content"]) for message in messages)
 
-    def reader(self, before: Sequence[int] = ()) -> Reader:
-        return Reader()
+    def reader(self, before: Sequence[int] = ()) -> ByteReader:
+        return ByteReader()
 
 
 class StopStrings:

@@ -1,9 +1,9 @@
 """Text and tokens: what the server asks of a tokenizer, and the tokenizer of a checkpoint.
 
-Law: the pieces that a ``Reader`` returns, one after the other, are the text of all its tokens, and no piece contains a
-part of a character. A token of a byte-level tokenizer may be a part of a character, and the text of a token may depend
-on the token before it. So tokens are decoded together with a few tokens before them, and text is shown when no later
-token can change it.
+Law: the pieces that a ``TextReader`` returns, one after the other, are the text of all its tokens, and no piece
+contains a part of a character. A token of a byte-level tokenizer may be a part of a character, and the text of a token
+may depend on the token before it. So tokens are decoded together with a few tokens before them, and text is shown when
+no later token can change it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unspeakable(ValueError):
     """The model has no tokens for a conversation; the message says why."""
 
 
-class Reader(Protocol):
+class TextReader(Protocol):
     """Turns tokens into text, one token at a time."""
 
     def put(self, token: int) -> str:
@@ -64,12 +64,12 @@ class Words(Protocol):
         """
         ...
 
-    def reader(self, before: Sequence[int] = ()) -> Reader:
+    def reader(self, before: Sequence[int] = ()) -> TextReader:
         """A reader for the tokens that follow ``before``. The text of ``before`` is not shown."""
         ...
 
 
-class Checkpoint:
+class CheckpointWords:
     """The tokenizer that comes with a model's weights, with its chat template."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
@@ -104,7 +104,7 @@ class Incremental:
     """A reader for any tokenizer that can decode. It keeps a window of the last tokens. The first ``_known`` tokens of
     it were shown already; they are kept so that the others are decoded with the tokens before them."""
 
-    def __init__(self, words: Checkpoint, before: Sequence[int]) -> None:
+    def __init__(self, words: CheckpointWords, before: Sequence[int]) -> None:
         self._decode = words.decode
         self._window, text = self._begun(before)
         self._known = len(self._window)

@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 INSTALL = install("hf")
-"""What the extra ``hf`` brings, by a command that does so in a clone too."""
+"""The command that installs the packages of the extra ``hf``. It does so in a clone, too."""
 
 _LAZY = {
     "Generated": "generation", "Generator": "generation", "Layout": "layout", "PagedModel": "paged",

@@ -1,4 +1,5 @@
-"""Who waits for whom: a prompt that begins as one before it, which is being computed, waits for that one's pages.
+"""Prompts that wait for each other: a prompt that begins as one before it, which is being computed, waits for that
+one's pages.
 
 Otherwise requests that come together would each compute what they share: a lease sees what is in the cache when it is
 taken, and while the first of them is computed nothing is.
@@ -34,11 +35,11 @@ def findable(tokens: Sequence[int], page_size: int) -> int:
     return (len(tokens) - 1) // page_size
 
 
-class Prompt:
-    """One that has come and is not computed yet. ``reached``: so many of its tokens nobody has to wait for, since they
-    are cached, or about to be loaded."""
+class UncomputedPrompt:
+    """A prompt that has come and is not computed yet. ``reached``: so many of its tokens nobody has to wait for, since
+    they are cached, or about to be loaded."""
 
-    def __init__(self, prompts: Prompts, beginnings: Sequence[Beginning], most: int) -> None:
+    def __init__(self, prompts: UncomputedPrompts, beginnings: Sequence[Beginning], most: int) -> None:
         """``beginnings``: its first page, its first two, and so on. ``most``: how many of its pages others may compute
         for it."""
         self.beginnings = beginnings
@@ -62,7 +63,7 @@ class Prompt:
                 self.reach(shared)  # which nobody behind has to wait for once more
 
     def go(self) -> None:
-        """It computes nothing more."""
+        """Note that nothing more of this prompt is computed, and wake those who wait for it."""
         self._gone = True
         self._tell()
 
@@ -71,32 +72,32 @@ class Prompt:
         self._moved = asyncio.Event()
 
 
-class Prompts:
-    """Those that are not computed yet. For one event loop."""
+class UncomputedPrompts:
+    """The prompts that have come and are not computed yet. For one event loop."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._alike: dict[Beginning, dict[Prompt, None]] = {}  # in the order in which they came
+        self._alike: dict[Beginning, dict[UncomputedPrompt, None]] = {}  # in the order in which they came
 
-    def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> Prompt:
+    def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> UncomputedPrompt:
         """``tokens``, in the namespace ``extra_key``, are the next to be computed. ``leave`` has to follow."""
         beginnings = [(extra_key, number) for number in numbers(tokens, self._page_size)]
-        prompt = Prompt(self, beginnings, findable(tokens, self._page_size))
+        prompt = UncomputedPrompt(self, beginnings, findable(tokens, self._page_size))
         for beginning in beginnings:
             self._alike.setdefault(beginning, {})[prompt] = None
         return prompt
 
-    def ahead_of(self, prompt: Prompt) -> tuple[Prompt, int] | None:
-        """Of those before ``prompt`` that share most with it, beyond what it has reached, the first, and how many
-        tokens they share; None: nobody does."""
+    def ahead_of(self, prompt: UncomputedPrompt) -> tuple[UncomputedPrompt, int] | None:
+        """Return the first of the prompts that share most with ``prompt``, beyond what it has reached, and how many
+        tokens they share; None if no other prompt does."""
         for pages in range(prompt.most, prompt.reached // self._page_size, -1):
             first = next(iter(self._alike[prompt.beginnings[pages - 1]]))
             if first is not prompt:
                 return first, pages * self._page_size
         return None
 
-    def leave(self, prompt: Prompt) -> None:
-        """All of it is computed, or nobody will compute it. May be repeated."""
+    def leave(self, prompt: UncomputedPrompt) -> None:
+        """Note that all of ``prompt`` is computed, or that nobody will compute it. May be repeated."""
         prompt.go()
         for beginning in prompt.beginnings:
             alike = self._alike.get(beginning, {})

@@ -6,7 +6,7 @@ with a row each; one with more is a call of its own. What is attended to is read
 request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the same index.
 
 transformers asks an attention function by name. Those that take part (``IMPLEMENTATIONS``) are registered anew, and do
-as before unless they are given ``Attended`` pages as their ``cache``.
+as before unless they are given ``PagedAttention`` pages as their ``cache``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as functional
 from transformers import AttentionInterface
 
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Scratch, TrackMemory
+from asynccache_hf.memory import ScratchMemory, TrackMemory
 from asynccache_hf.parts import Attention
 
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
@@ -28,13 +28,13 @@ IMPLEMENTATIONS = ("sdpa", "paged|eager")
 batching serves it."""
 
 LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
-"""What transformers calls the layers of a component."""
+"""The names that transformers gives the layers of a component."""
 
 PADDED = 2
 """A request may be read as if it were so many times as long, to be computed in one call with longer ones."""
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """One request in a step: it computes its tokens ``start`` to ``stop``. ``places``: by component, where each of its
     tokens is kept."""
 
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     stop: int
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Requests that are computed in one call, each as one row of it. ``tokens``: which of the step's tokens those are,
     ``[rows * new]``. ``read``: the places of what each attends to, ``[rows * seen]``; None: one request that attends to
     its new tokens only. ``mask``: ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
@@ -58,10 +58,10 @@ class StepPlan(NamedTuple):
     """A step, for the layers of one component. ``write``: the places of all new tokens."""
 
     write: torch.Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
 
 
-def planned(rows: Sequence[Row], component: str, window: int | None) -> StepPlan:
+def planned(rows: Sequence[StepRow], component: str, window: int | None) -> StepPlan:
     """How the step is computed by the layers of a component whose window has so many tokens."""
     starts, at = [], 0
     for row in rows:
@@ -79,7 +79,7 @@ def planned(rows: Sequence[Row], component: str, window: int | None) -> StepPlan
 def attend(
     plan: StepPlan, slots: TrackMemory, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     scaling: float | None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    scratch: Scratch | None = None,
+    scratch: ScratchMemory | None = None,
 ) -> torch.Tensor:
     """Keep ``key`` and ``value`` (``[1, heads, tokens, width]``) in the pages; what ``query`` makes of all that it
     attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have
@@ -95,8 +95,8 @@ def attend(
     return made.unsqueeze(0)
 
 
-class Attended:
-    """What a model's attention is computed on, layer by layer: keys and values by token, in pages."""
+class PagedAttention:
+    """The pages that a model's attention is computed on, layer by layer: keys and values by token, in pages."""
 
     def __init__(self, layout: Layout, slots: Sequence[TrackMemory]) -> None:
         """``slots``: of each layer's keys and values."""
@@ -104,11 +104,11 @@ class Attended:
         self.windows = {part.tracks[0].source: part.window for part in parts}
         self._components = [part.tracks[0].source for part in parts]
         self._slots = slots
-        self._scratch = Scratch()
+        self._scratch = ScratchMemory()
         self._plans: Mapping[str, StepPlan] = {}
 
-    def plan(self, rows: Sequence[Row]) -> None:
-        """The next call computes these, in this order."""
+    def plan(self, rows: Sequence[StepRow]) -> None:
+        """Note that the next call computes ``rows``, in this order."""
         self._plans = {component: planned(rows, component, window) for component, window in self.windows.items()}
 
     def attend(
@@ -123,20 +123,22 @@ class Attended:
 
     @property
     def mask(self) -> Any:
-        """What the model is given as a mask, so that it makes none: requests are kept apart by their places."""
+        """The mask that the model is given, so that it makes none of its own: requests are kept apart by their
+        places."""
         none = torch.empty(1, 1, 1, 1)
         return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
 
 
 def kept_by_token(layout: Layout) -> list[Attention]:
-    """What each layer keeps, where that is keys and values by token and nothing else."""
+    """Return the part of each layer that keeps keys and values by token. Layers that keep anything else are left
+    out."""
     parts = [layer.parts[0] for layer in layout.layers]
     assert all(len(layer.parts) == 1 for layer in layout.layers)
     return [part for part in parts if isinstance(part, Attention)]
 
 
 def places_of(layout: Layout, full: Any, swa: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """By component, the place of every token, from its page tables."""
+    """Return by component the place of every token, from its page tables."""
     size = layout.page_size
     tables = {"full": full, "swa": swa} if layout.window else {"full": full}
     offsets = np.arange(size)
@@ -145,13 +147,13 @@ def places_of(layout: Layout, full: Any, swa: Any, device: torch.device) -> dict
 
 
 def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function that does as ``usual`` unless it is given ``Attended`` pages."""
+    """The attention function that does as ``usual`` unless it is given ``PagedAttention`` pages."""
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
         *others: Any, **given: Any,
     ) -> Any:  # fmt: skip
-        if isinstance(given.get("cache"), Attended):
+        if isinstance(given.get("cache"), PagedAttention):
             cache, scaling = given.pop("cache"), given.pop("scaling", None)
             return cache.attend(module, query, key, value, scaling, given), None
         return usual(module, query, key, value, attention_mask, *others, **given)
@@ -172,7 +174,7 @@ def take_part() -> None:
 # groups
 
 
-def _seen(row: Row, window: int | None) -> int:
+def _seen(row: StepRow, window: int | None) -> int:
     """How many tokens it attends to, the new ones included."""
     return row.stop if window is None else min(row.stop, row.stop - row.start + window - 1)
 
@@ -189,23 +191,24 @@ def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _alone(row: Row, at: int, component: str, window: int | None, device: torch.device) -> Group:
+def _alone(row: StepRow, at: int, component: str, window: int | None, device: torch.device) -> RowGroup:
     new, seen = row.stop - row.start, _seen(row, window)
     tokens = torch.arange(at, at + new, device=device)
     read = None if seen == new else row.places[component][row.stop - seen : row.stop]
     if read is None and (window is None or new <= window):
-        return Group(tokens, 1, None, None)
+        return RowGroup(tokens, 1, None, None)
     asks = torch.arange(seen - new, seen, device=device)[:, None]
     keys = torch.arange(seen, device=device)[None, :]
     mask = keys <= asks
     if window is not None:
         mask &= keys > asks - window
-    return Group(tokens, 1, read, mask[None, None])
+    return RowGroup(tokens, 1, read, mask[None, None])
 
 
-def _together(rows: Sequence[Row], at: Sequence[int], component: str, window: int | None,
-              device: torch.device) -> Group:  # fmt: skip
-    """What a shorter one lacks is read from its last place, and masked."""
+def _together(rows: Sequence[StepRow], at: Sequence[int], component: str, window: int | None,
+              device: torch.device) -> RowGroup:  # fmt: skip
+    """Return one group of several rows. A row that is shorter than the longest is filled up from its last place, and
+    what was filled up is masked."""
     seen = [_seen(row, window) for row in rows]
     longest = max(seen)
     parts = []
@@ -216,14 +219,14 @@ def _together(rows: Sequence[Row], at: Sequence[int], component: str, window: in
     if min(seen) < longest:
         lengths = torch.tensor(seen, device=device)
         mask = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
-    return Group(torch.tensor(at, device=device), len(rows), torch.cat(parts), mask)
+    return RowGroup(torch.tensor(at, device=device), len(rows), torch.cat(parts), mask)
 
 
 # computing
 
 
 def _read(
-    group: Group, slots: TrackMemory, key: torch.Tensor, value: torch.Tensor, scratch: Scratch | None
+    group: RowGroup, slots: TrackMemory, key: torch.Tensor, value: torch.Tensor, scratch: ScratchMemory | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[rows, heads, seen, width]``."""
     if group.read is None:
@@ -261,7 +264,7 @@ def _spelt_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None, new: int,
 ) -> torch.Tensor:  # fmt: skip
-    """For what torch's own function has no argument for."""
+    """Compute attention step by step, for options that torch's own function has no argument for."""
     weights = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         weights = torch.tanh(weights / softcap) * softcap
@@ -277,6 +280,6 @@ def _spelt_out(
 
 
 def options_of(given: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """What a model says about its attention beside its scaling, as arguments of ``attend``."""
+    """Return what a model says about its attention beside its scaling, as arguments of ``attend``."""
     sinks = given.get("s_aux")
     return {"softcap": given.get("softcap"), "sinks": getattr(module, "sinks", None) if sinks is None else sinks}

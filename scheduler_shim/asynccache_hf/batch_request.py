@@ -15,7 +15,7 @@ from asynccache import Hits
 
 
 class BatchPrompt(NamedTuple):
-    """What is wanted: the prompt, at most so many new tokens, and the tokens that end the answer."""
+    """The input of a request: the prompt, at most so many new tokens, and the tokens that end the answer."""
 
     tokens: list[int]
     most: int
@@ -141,14 +141,14 @@ class BatchRequest:
     # for who serves it
 
     def tell(self, tokens: list[int]) -> None:
-        """It has these tokens now."""
+        """Note that the output has these tokens now, and wake those who wait for more."""
         if len(tokens) > len(self.output):
             with self._news:
                 self.output.extend(tokens[len(self.output) :])
                 self._wake()
 
     def end(self, finish: Finish, error: BaseException | None = None) -> None:
-        """There will be no more. The first end counts."""
+        """Note that the output is complete. Of several calls the first one counts."""
         with self._news:
             if self.finish is None:
                 self.error, self.finish = error, finish

@@ -23,7 +23,7 @@ import numpy as np
 from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
-from asynccache_hf.ahead import Prompt, Prompts
+from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
 from asynccache_hf.describing import describe
@@ -31,7 +31,7 @@ from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
 
 try:
-    from asynccache_hf.continuous import Manager, PageCache, RequestOutcome, RequestPages, check_model, contract
+    from asynccache_hf.continuous import PageCache, PagedManager, RequestOutcome, RequestPages, check_model, contract
     from asynccache_hf.trial_together import slots_of, tried_together, wanted_of
 except (ImportError, AttributeError) as error:
     if (error.name or "").partition(".")[0] == "asynccache_hf":
@@ -83,7 +83,7 @@ class ContinuousBatching:
         self._model = model
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
-        self._manager = Manager(model, generation, seed, step_tokens)
+        self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
             tried_together(self._manager, model, layout, wanted)
             self._loop, self._cache = opened(NAME, config, on_event)
@@ -93,7 +93,7 @@ class ContinuousBatching:
         self._pages = PageCache(layout, slots_of(layout, self._cache.pools), device_tokens, step_tokens)
         self._ids = count(1)
         self._open: dict[str, _Served] = {}
-        self._prompts = Prompts(page_size)
+        self._prompts = UncomputedPrompts(page_size)
         self._door, self._closer = threading.Lock(), threading.Lock()
         self._counts = Counts()
         self._closing = False
@@ -153,19 +153,19 @@ class ContinuousBatching:
 
     @property
     def counts(self) -> Counts:
-        """What prompts found so far, of requests that were granted room."""
+        """The tokens that prompts found so far, of requests that were granted room."""
         return self._counts
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are taken any more; None while they are."""
+        """The reason why no requests are taken any more; None while they are."""
         if self._closing or not self._loop.alive:
             return "the cache is closed"
         return self._cache.closed if self._manager.is_running() else "the thread that generates has ended"
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """What ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called in the
-        cache's thread. Blocks the thread of whoever calls.
+        """Return what ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called
+        in the cache's thread. Blocks the thread of whoever calls.
 
         Raises:
             CacheClosed: this is closed.
@@ -173,7 +173,7 @@ class ContinuousBatching:
         return self._loop.call(asked_of(question, self._cache))
 
     def statistics(self) -> Any:
-        """What ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
+        """Return what ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
 
         Raises:
             CacheClosed: this is closed.
@@ -306,7 +306,7 @@ class ContinuousBatching:
             finally:
                 self._prompts.leave(prompt)
 
-    async def _run(self, served: _Served, lease: Lease, prompt: Prompt) -> Finish:
+    async def _run(self, served: _Served, lease: Lease, prompt: UncomputedPrompt) -> Finish:
         """From here on nothing but the end of the request at transformers ends it here."""
         request, asked = served.request, served.request.asked
         self._counts = self._counts.plus(len(asked.tokens), lease.hits)
@@ -333,7 +333,7 @@ class ContinuousBatching:
         await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
-    async def _prompt_published(self, served: _Served, lease: Lease, prompt: Prompt) -> Exception | None:
+    async def _prompt_published(self, served: _Served, lease: Lease, prompt: UncomputedPrompt) -> Exception | None:
         """Publish the prompt as it is computed, until all of it is, or the request is over. Returns the error, if that
         could not be: then the request is taken from transformers, which still has its pages."""
         tokens = served.request.asked.tokens

@@ -25,7 +25,7 @@ def _names(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def cache_name(model: Any) -> str:
-    """What ``forward`` calls its cache.
+    """Return the name of the argument in which ``forward`` takes its cache.
 
     Raises:
         ConfigError: the model takes none.

@@ -27,7 +27,7 @@ _OVERLAP = "update_overlap_state"
 
 
 def is_compressed(layer: Any) -> bool:
-    """Whether the layer's class keeps just that, beside its window."""
+    """Return True if the layer's class keeps compressed entries beside its window, and nothing else."""
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return False
     more = vars(layer).keys() - vars(DynamicSlidingWindowLayer(layer.sliding_window)).keys() - {"dtype", "device"}
@@ -36,7 +36,8 @@ def is_compressed(layer: Any) -> bool:
 
 
 class CompressorState(NamedTuple):
-    """What one compressor needs to go on: each ``[1, tokens, width]``, or None where there is nothing."""
+    """The state that one compressor needs to go on: each field is ``[1, tokens, width]``, or None where there is
+    nothing."""
 
     overlap_kv: torch.Tensor | None
     overlap_gate: torch.Tensor | None
@@ -47,8 +48,8 @@ class CompressorState(NamedTuple):
 Tail = Mapping[str, CompressorState]
 
 
-class Heard(NamedTuple):
-    """``before``: the state at the start of the call."""
+class CompressorInput(NamedTuple):
+    """The input of one compressor in one call. ``before``: the state at the start of the call."""
 
     before: Tail
     raw: Calls
@@ -132,11 +133,11 @@ class Compressed(LayerPart):
             for name in self._compressors
         }
 
-    def watch(self, layer: Any) -> Heard:
+    def watch(self, layer: Any) -> CompressorInput:
         raw, entries = (overhear(layer, method) for method in _METHODS)
-        return Heard(self.tail(layer), raw, entries, overhear(layer, _OVERLAP) if self._overlaps else [])
+        return CompressorInput(self.tail(layer), raw, entries, overhear(layer, _OVERLAP) if self._overlaps else [])
 
-    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Heard) -> None:
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: CompressorInput) -> None:
         for name, (entries, states) in self._own(slots).items():
             made = [compressed[0] for who, compressed in heard.entries if who == name]
             entries.write(span.tables["full"], span.start // self._rate, {"kv": torch.cat(made)})
@@ -146,11 +147,11 @@ class Compressed(LayerPart):
                 states.write(span.tables["swa"], first, values)
 
     def _ends(self, span: CallSpan) -> range:
-        """Where pages end in the span."""
+        """Return the ends of the pages in the span."""
         size = span.page_size
         return range((span.start // size + 1) * size, span.stop + 1, size)
 
-    def _overlaps_at(self, name: str, span: CallSpan, heard: Heard) -> dict[str, torch.Tensor]:
+    def _overlaps_at(self, name: str, span: CallSpan, heard: CompressorInput) -> dict[str, torch.Tensor]:
         """The overlap at each page's end: that of the last entry that was complete there."""
         if not self._overlaps:
             return {}
@@ -165,7 +166,7 @@ class Compressed(LayerPart):
         back = [end // self._rate - last - 1 for end in self._ends(span)]
         return {"overlap_kv": kv[back], "overlap_gate": gate[back]}
 
-    def _buffers_at(self, name: str, span: CallSpan, heard: Heard) -> dict[str, torch.Tensor]:
+    def _buffers_at(self, name: str, span: CallSpan, heard: CompressorInput) -> dict[str, torch.Tensor]:
         """The tokens at each page's end that did not fill an entry."""
         if not self._buffered:
             return {}

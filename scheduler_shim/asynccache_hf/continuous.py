@@ -1,4 +1,4 @@
-"""All that asynccache knows of the inside of transformers' continuous batching: no other module has a name of it.
+"""The inside of transformers' continuous batching: no other module uses a name of it.
 
 transformers decides which requests a step computes, runs the model, chooses tokens and ends requests. Four of its
 classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
@@ -30,7 +30,7 @@ from transformers.generation.continuous_batching import input_outputs, model_run
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 from asynccache import ConfigError
-from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, Attended, Row, kept_by_token
+from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, kept_by_token
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
 from asynccache_hf.parts import Attention
@@ -85,7 +85,8 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
                                 "logit_processor_kwargs")),
     (GenerationOutput, "is_finished", ()),
 )  # fmt: skip
-"""What is called, or called here, with the parameters that must be there."""
+"""The methods of transformers that are called from here, or that call what is here, each with the parameters that it
+must have."""
 
 
 def contract(used: Sequence[tuple[Any, str, tuple[str, ...]]] = USED) -> None:
@@ -162,8 +163,8 @@ class RequestPages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What transformers asks of one kind of layers."""
+class _LayerKind:
+    """One kind of layers, with the answers that transformers asks for."""
 
     index: int
     window: int | None
@@ -180,9 +181,9 @@ class _NoSectors:
     def try_to_free_sectors(self) -> None: ...
 
 
-class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
-    """What transformers takes for its cache. Its own constructor is not called: it would allocate memory. ``held`` may
-    be added to by any thread; all else belongs to the one that generates."""
+class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[misc]
+    """The cache's pages as transformers' own paged cache. The constructor of transformers' class is not called: it
+    would allocate memory. ``held`` may be added to by any thread; all else belongs to the one that generates."""
 
     use_prefix_sharing = True
     allow_block_sharing = False
@@ -194,15 +195,15 @@ class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
     def __init__(self, layout: Layout, slots: Sequence[TrackMemory], tokens: int, step_tokens: int) -> None:
         """``slots``: of each layer's keys and values. ``tokens``: how many fit on the device. ``step_tokens``: the most
         that one step computes."""
-        Attended.__init__(self, layout, slots)
-        self.cache_allocators = {LAYER_TYPES[component]: _Kind(index, window)
+        PagedAttention.__init__(self, layout, slots)
+        self.cache_allocators = {LAYER_TYPES[component]: _LayerKind(index, window)
                                  for index, (component, window) in enumerate(self.windows.items())}  # fmt: skip
         self.pool = _NoSectors()
         self.max_batch_tokens = step_tokens
         self.max_tokens_read = READ * tokens
         self.num_blocks = tokens // layout.page_size
         self.held: dict[str, RequestPages] = {}
-        self._rows: list[Row] = []
+        self._rows: list[StepRow] = []
 
     # a request
 
@@ -224,7 +225,7 @@ class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
                 held.prompt = 0
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Nothing: transformers calls it before it tells the request's end."""
+        """Do nothing: transformers calls this before it tells the request's end."""
 
     def over(self, request_id: str) -> None:
         held = self.held.pop(request_id, None)
@@ -249,7 +250,7 @@ class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
         """A request is part of the next step."""
-        self._rows.append(Row(self.held[request_id].places, past_length, past_length + query_length))
+        self._rows.append(StepRow(self.held[request_id].places, past_length, past_length + query_length))
 
     def begin(self) -> None:
         """Plan the step of which all requests were named."""
@@ -277,7 +278,7 @@ class _Scheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
         return gone
 
 
-class Processor(api.ContinuousBatchProcessor):  # type: ignore[misc]
+class StepProcessor(api.ContinuousBatchProcessor):  # type: ignore[misc]
     """Steps. An error of the model fails the requests of the step that it was in, and no others."""
 
     @torch.no_grad()
@@ -298,7 +299,8 @@ class Processor(api.ContinuousBatchProcessor):  # type: ignore[misc]
             self.inputs_and_outputs.requests_in_batch = []
 
     def step(self, model: Any) -> list[str]:
-        """For who has no thread: one step; the requests that got a token by it, in the order of their logits."""
+        """Make one step, for a caller that has no thread. Returns the requests that got a token by it, in the order of
+        their logits."""
         if not self.prepare_next_batch():
             return []
         self._generation_step(model)
@@ -308,7 +310,8 @@ class Processor(api.ContinuousBatchProcessor):  # type: ignore[misc]
 
 
 class RequestOutcome(NamedTuple):
-    """What became of a request: all its tokens so far. ``error``: what it failed of."""
+    """The outcome of a request: all its tokens so far. ``error``: the error that it failed of; None: it did not
+    fail."""
 
     request_id: str
     tokens: list[int]
@@ -341,7 +344,7 @@ class _Router(api.OutputRouter):  # type: ignore[misc]
             self._cache.over(told.request_id)
 
 
-class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
+class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
     """transformers' manager, whose requests bring their pages. Constructing it may change the model's attention
     implementation; ``end`` puts that back."""
 
@@ -369,11 +372,11 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
             raise
         self.page_cache: PageCache | None = None
 
-    def processor(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> Processor:
+    def processor(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> StepProcessor:
         """Steps over the pages of ``cache``."""
         config = copy.copy(self.model.config.get_text_config())
         config._attn_implementation = "asynccache"  # so that transformers allocates and fills no masks
-        return Processor(
+        return StepProcessor(
             cache=cache, config=config, generation_config=self.generation_config,
             continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
             input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_Router(cache, tell),
@@ -420,7 +423,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
             self.model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
 
-    def _create_batch_processor(self) -> Processor:
+    def _create_batch_processor(self) -> StepProcessor:
         assert self.page_cache is not None
         made = self.processor(self.page_cache, self._tell)
         self.output_router = made.output_router

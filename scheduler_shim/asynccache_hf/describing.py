@@ -131,7 +131,7 @@ def _sentence(error: Exception) -> str:
 
 def _parts_of(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
     if lightning.has_matrices(cache) and (matrix := lightning.matrix_of(cache, index)) is not None:
-        return (lightning.Matrix(matrix, page_size, index),)
+        return (lightning.LightningMatrix(matrix, page_size, index),)
     return _parts(index, cache.layers[index], page_size)
 
 

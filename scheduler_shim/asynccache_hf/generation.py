@@ -34,8 +34,8 @@ class Generated(NamedTuple):
 
 
 def due(lease: Lease, prompt: int, page_size: int) -> set[int]:
-    """Where a prefill takes checkpoints of recurrent states: where FULL alone matched, and at the last page's end that
-    the same prompt could hit."""
+    """Return the lengths at which a prefill takes checkpoints of recurrent states: where FULL alone matched, and at the
+    last page's end that the same prompt could hit."""
     last = (prompt - 1) // page_size * page_size
     return {at for at in (lease.checkpoint_at, last) if at > lease.cached}
 
@@ -96,12 +96,13 @@ class Generator:
         return future.result()
 
     def stops(self, lease: Lease, prompt: int) -> list[int]:
-        """Where prefill calls end: at multiples of the chunk, where a checkpoint is due, and at the prompt's end."""
+        """Return the lengths at which prefill calls end: at multiples of the chunk, where a checkpoint is due, and at
+        the prompt's end."""
         cuts = {prompt, *range(0, prompt, self._chunk), *self.due(lease, prompt)}
         return sorted(cut for cut in cuts if cut > lease.cached)
 
     def due(self, lease: Lease, prompt: int) -> set[int]:
-        """Where a prefill takes checkpoints of recurrent states."""
+        """Return the lengths at which a prefill takes checkpoints of recurrent states."""
         return due(lease, prompt, self.page_size) if self.recurrent else set()
 
     @property

@@ -1,4 +1,5 @@
-"""Which pools a model's cache needs, and which part of them each of its layers uses. Plain values, no I/O, no model."""
+"""The pools that a model's cache needs, and which part of them each of its layers uses. Plain values, no I/O, no
+model."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class PoolPlan:
         return self.layers * self.layer_bytes
 
     def sidecar(self) -> Sidecar:
-        """What sits at a window's pages is needed where the window ends, what sits at FULL's everywhere."""
+        """Return the pool as a sidecar. A sidecar of a window's pages is needed where the window ends, one of FULL's
+        pages everywhere."""
         policy = HitPolicy.TRAILING_PAGES if self.source == "swa" else HitPolicy.ALL_PAGES
         return Sidecar(name=self.name, indices_from=self.source, bytes_per_page=self.page_bytes, layers=self.layers,
                        covers=self.covers, hit_policy=policy, dtype=self.dtype)  # fmt: skip
@@ -51,7 +53,8 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What ``describe`` found. ``model`` names the weights; ``window`` is the longest of the sliding windows, or 0.
+    """A model's layers and the pools that they need, as ``describe`` found them. ``model`` names the weights;
+    ``window`` is the longest of the sliding windows, or 0.
 
     ``kind``: transformers' class of the model's cache. ``limit``: the most tokens that a request may have, prompt and
     output, or None (see ``asynccache_hf.limits``). ``one_by_one``: a call that goes on after recurrent states computes
@@ -97,8 +100,9 @@ class Layout:
         return cls(model, page_size, window, tuple(pools), _placed(parts))
 
     def with_draft(self, draft: Layout) -> tuple[Layout, Layout]:
-        """For speculative decoding, two layouts: of a cache that has room for a draft model's KV too, and the one that
-        the draft runs on. What it keeps of every token is a sidecar of FULL, what its windows keep one of SWA.
+        """Return two layouts for speculative decoding: that of a cache that has room for a draft model's KV too, and
+        the one that the draft runs on. What it keeps of every token is a sidecar of FULL, what its windows keep one of
+        SWA.
 
         Raises:
             ConfigError: the draft's cache does not follow this model's.
@@ -120,7 +124,7 @@ class Layout:
 
     @property
     def recurrent(self) -> bool:
-        """Whether a match may only end where there is a checkpoint of a state."""
+        """True if a match may only end where there is a checkpoint of a state."""
         return self.pool("mamba") is not None
 
     def cache_config(

@@ -15,17 +15,17 @@ from asynccache_hf.parts import CallSpan, LayerPart
 
 
 def has_matrices(cache: Any) -> bool:
-    """Whether the cache's class keeps matrices beside its layers."""
+    """Return True if the cache's class keeps matrices beside its layers."""
     return all(hasattr(cache, name) for name in ("linear_cache", "set_linear_cache", "get_linear_cache"))
 
 
 def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
-    """What the layer keeps, ``[1, heads, width, width]``; None if it is none of linear attention."""
+    """Return the matrix that the layer keeps, ``[1, heads, width, width]``; None if it is none of linear attention."""
     kept = cache.linear_cache[index] if index < len(cache.linear_cache) else None
     return kept if isinstance(kept, torch.Tensor) else None
 
 
-class Matrix(LayerPart):
+class LightningMatrix(LayerPart):
     """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
 
     def __init__(self, matrix: torch.Tensor, page_size: int, index: int) -> None:
@@ -45,7 +45,7 @@ class Matrix(LayerPart):
         layer.set_linear_cache(self._index, slots[0].read(span.tables["mamba"], 0, 1)["matrix"])
 
     def watch(self, layer: Any) -> None:
-        """There is nothing to overhear: the matrix is read afterwards."""
+        """Return nothing, for there is nothing to overhear: the matrix is read afterwards."""
 
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         slots[0].write(span.tables["mamba"], 0, {"matrix": layer.linear_cache[self._index]})

@@ -28,12 +28,12 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes calls."""
+        """True if the loop takes calls."""
         return not self._ending
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
-        """What ``work`` returns, or raises. Blocks the thread of whoever calls; when that is interrupted, ``work`` is
-        cancelled and waited for.
+        """Return what ``work`` returns, or raise what it raises. Blocks the thread of whoever calls; when that is
+        interrupted, ``work`` is cancelled and waited for.
 
         Raises:
             CacheClosed: the loop has ended.

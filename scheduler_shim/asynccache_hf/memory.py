@@ -1,4 +1,4 @@
-"""What a pool's page holds for one layer of the model, and how it is read and written there.
+"""The data that a pool's page holds for one layer of the model, and how it is read and written there.
 
 Law: a *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
 entry (its rate), the state at a page's end (the page). It sits in the page in which its last token does, so a whole
@@ -25,7 +25,7 @@ ALIGN = 16
 Values = Mapping[str, torch.Tensor]
 
 
-class Field(NamedTuple):
+class UnitField(NamedTuple):
     """One tensor of a unit."""
 
     name: str
@@ -40,19 +40,20 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """What one layer of the model keeps in one pool. ``source``: the component whose page table finds its pages."""
+    """The data that one layer of the model keeps in one pool. ``source``: the component whose page table finds its
+    pages."""
 
     pool: str
     source: str
     stride: int
-    fields: tuple[Field, ...]
+    fields: tuple[UnitField, ...]
 
     @classmethod
     def of(cls, pool: str, source: str, stride: int, samples: Values) -> Track:
         """``samples``: one unit of each field."""
         fields, offset = [], 0
         for name, tensor in samples.items():
-            field = Field(name, tuple(tensor.shape), tensor.dtype, offset)
+            field = UnitField(name, tuple(tensor.shape), tensor.dtype, offset)
             fields.append(field)
             offset = aligned(offset + field.size)
         return cls(pool, source, stride, tuple(fields))
@@ -79,7 +80,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-class Scratch:
+class ScratchMemory:
     """Memory for copies that are soon over: to write to fresh memory each time costs more than the copy."""
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ class TrackMemory:
 
     @property
     def is_flat(self) -> bool:
-        """Whether units of all pages stand at one distance from each other, so that one number finds one."""
+        """True if units of all pages stand at one distance from each other, so that one number finds one."""
         return self._memory.stride(0) == self._per_page * self._track.unit_bytes
 
     def __repr__(self) -> str:
@@ -162,7 +163,7 @@ class TrackMemory:
         for field in self._track.fields:
             self._flat[field.name][places] = values[field.name].flatten(1)
 
-    def take(self, places: torch.Tensor, scratch: Scratch | None = None) -> dict[str, torch.Tensor]:
+    def take(self, places: torch.Tensor, scratch: ScratchMemory | None = None) -> dict[str, torch.Tensor]:
         """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field. ``scratch``: where to,
         if it can be; the next copy to it takes the place of this one."""
         count, fields = len(places), self._track.fields
@@ -187,7 +188,7 @@ class TrackMemory:
         return pages.as_strided((len(pages) * self._per_page, width), (width, 1), pages.storage_offset())
 
     def copy(self, source: int, target: int) -> None:
-        """Everything in one slot to another."""
+        """Copy everything in one slot to another."""
         self._memory[target] = self._memory[source]
 
     def _pages(self, first: int, stop: int) -> npt.NDArray[np.int64]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from asynccache_shim.model import Chunk
 
-from asynccache_hf.attending import LAYER_TYPES, Attended, Row, places_of, take_part
+from asynccache_hf.attending import LAYER_TYPES, PagedAttention, StepRow, places_of, take_part
 from asynccache_hf.call import parameters
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
@@ -28,8 +28,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 def can_be_packed(model: Any, layout: Layout) -> bool:
-    """Whether there is reason to try: each layer has keys and values and nothing else, all windows are equal, and the
-    model's attention asks a cache for them."""
+    """Return True if there is reason to try: each layer has keys and values and nothing else, all windows are equal,
+    and the model's attention asks a cache for them."""
     parts = [layer.parts for layer in layout.layers]
     if not all(len(own) == 1 and isinstance(own[0], Attention) for own in parts):
         return False
@@ -45,7 +45,7 @@ def can_be_packed(model: Any, layout: Layout) -> bool:
     )
 
 
-class Packed:
+class PackedRows:
     """Rows of requests on one model's pages."""
 
     def __init__(self, model: Any, layout: Layout, slots: Sequence[TrackMemory]) -> None:
@@ -53,11 +53,11 @@ class Packed:
         take_part()
         self._model = model
         self._layout = layout
-        self._pages = Attended(layout, slots)
+        self._pages = PagedAttention(layout, slots)
         self._keeps = "logits_to_keep" in parameters(model)
 
     def compute(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
-        """One call; for each chunk the logits of its last ``keep`` tokens (0: of all).
+        """Make one call, and return for each chunk the logits of its last ``keep`` tokens (0: of all).
 
         Raises:
             ConfigError: a chunk reaches further than the layout's limit.
@@ -79,7 +79,7 @@ class Packed:
         logits = out.logits[0] if self._keeps else out.logits[0, wanted]
         return list(torch.split(logits, [_kept(chunk, keep) for chunk in chunks]))
 
-    def _row(self, chunk: Chunk, device: torch.device) -> Row:
+    def _row(self, chunk: Chunk, device: torch.device) -> StepRow:
         size = self._layout.page_size
         for component, window in self._pages.windows.items():
             pages = chunk.pages if component == "full" else chunk.swa_pages
@@ -88,7 +88,7 @@ class Packed:
             if len(read) < -(-chunk.stop // size) - first // size or (read < 0).any():
                 who = f"pool {component!r}: request {chunk.request_id}"
                 raise IndexError(f"{who} has no page for a token that it reads")
-        return Row(places_of(self._layout, chunk.pages, chunk.swa_pages, device), chunk.start, chunk.stop)
+        return StepRow(places_of(self._layout, chunk.pages, chunk.swa_pages, device), chunk.start, chunk.stop)
 
 
 def _kept(chunk: Chunk, keep: int) -> int:
@@ -97,6 +97,6 @@ def _kept(chunk: Chunk, keep: int) -> int:
 
 
 def _wanted(chunks: Sequence[Chunk], keep: int) -> Numbers:
-    """Where the tokens stand in the row whose logits are asked for."""
+    """Return the places in the row of the tokens whose logits are asked for."""
     ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
     return np.concatenate([np.arange(end - _kept(chunk, keep), end) for chunk, end in zip(chunks, ends, strict=True)])

@@ -23,18 +23,18 @@ from asynccache import ConfigError
 from asynccache_hf.call import run
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
-from asynccache_hf.packed import Packed
+from asynccache_hf.packed import PackedRows
 from asynccache_hf.parts import CallSpan, LayerPart
 from asynccache_hf.sampling import draw
 
 
-class Pool(Protocol):
+class ModelPool(Protocol):
     """A pool's device memory: uint8 ``[pages, bytes]`` per layer."""
 
     def layer(self, i: int) -> torch.Tensor: ...
 
 
-class Bound(NamedTuple):
+class BoundPart(NamedTuple):
     """A part of one layer of the model, and where its tracks are."""
 
     layer: int
@@ -43,7 +43,7 @@ class Bound(NamedTuple):
 
 
 Tails = Sequence[Any]
-"""What each part keeps of a request that stopped within a page."""
+"""The tails of one request that stopped within a page: for each part, the data that it takes to go on there."""
 
 
 class FilledCache:
@@ -51,7 +51,7 @@ class FilledCache:
     in one call or in many, ``save`` writes to the pages. By part: the layer of the cache in ``layers``, and what was
     overheard of it in ``heard``."""
 
-    def __init__(self, cache: Any, bound: Sequence[Bound], tables: Mapping[str, Any], start: int, tails: Tails,
+    def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Any], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
         self.cache = cache
         self.start = start
@@ -75,14 +75,14 @@ class FilledCache:
             each.part.save(layer, each.slots, self._span(stop), calls)
 
     def tails(self) -> Tails:
-        """What it takes to go on within a page and is not in it, for each part."""
+        """Return for each part the data that it takes to go on within a page and that is not in the page."""
         return [each.part.tail(layer) for each, layer in zip(self._bound, self.layers, strict=True)]
 
 
 class PagedModel:
     """A model on the device pools of one cache. Used by one thread at a time."""
 
-    def __init__(self, model: Any, layout: Layout, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, model: Any, layout: Layout, pools: Mapping[str, ModelPool]) -> None:
         """``pools``: ``AsyncCache.pools`` of a cache that was made from ``layout.cache_config``.
 
         Raises:
@@ -94,7 +94,7 @@ class PagedModel:
         self._bound = _bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]
         flat = layout.packed and all(slots.is_flat for slots in kept)
-        self._packed = Packed(model, layout, kept) if flat else None
+        self._packed = PackedRows(model, layout, kept) if flat else None
         self._has_tails = any(bound.part.has_tail for bound in self._bound)
         self._tails: dict[int, tuple[int, Tails]] = {}
 
@@ -103,8 +103,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> list[int]:
-        """One step of a scheduler. See ``asynccache_shim.model``. Requests are computed together where the model allows
-        it (``layout.packed``), else one after the other."""
+        """Compute one step of a scheduler. See ``asynccache_shim.model``. Requests are computed together where the
+        model allows it (``layout.packed``), else one after the other."""
         for request_id in batch.ended:
             self._tails.pop(request_id, None)
         logits = self._each(batch.chunks)
@@ -145,7 +145,7 @@ class PagedModel:
         return [logits[-1] for logits in self._packed.compute(chunks, 1)]
 
     def _alone(self, chunk: Chunk, keep: int) -> torch.Tensor:
-        """One request, through transformers' own cache."""
+        """Compute one request, through transformers' own cache."""
         self.layout.check_length(chunk.stop)
         tables = {"full": chunk.pages, "swa": chunk.swa_pages, "mamba": chunk.states[:1]}
         opened = FilledCache(copy.deepcopy(self._empty), self._bound, tables, chunk.start, self._tails_of(chunk),
@@ -173,7 +173,7 @@ class PagedModel:
                     slots.copy(source, target)
 
     def _tails_of(self, chunk: Chunk) -> Tails:
-        """What was kept where the request stopped; nothing if a page ended there.
+        """Return the tails that were kept where the request stopped; None for each part if a page ended there.
 
         Raises:
             RuntimeError: it did not stop where it is to go on.
@@ -193,7 +193,7 @@ class PagedModel:
             self._tails[chunk.request_id] = chunk.stop, opened.tails()
 
 
-def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
+def _bind(layout: Layout, pools: Mapping[str, ModelPool]) -> list[BoundPart]:
     if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
         raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
     bound = []
@@ -201,5 +201,5 @@ def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
         for part, places in zip(plan.parts, plan.places, strict=True):
             where = zip(part.tracks, places, strict=True)
             slots = tuple(TrackMemory(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
-            bound.append(Bound(index, part, slots))
+            bound.append(BoundPart(index, part, slots))
     return bound

@@ -22,7 +22,7 @@ Calls = list[tuple[Any, ...]]
 
 
 class CallSpan(NamedTuple):
-    """Where a forward call reads and writes: the page tables by component, and the tokens that it computes."""
+    """The span that a forward call reads and writes: the page tables by component, and the tokens that it computes."""
 
     tables: Mapping[str, Pages]
     start: int
@@ -38,7 +38,8 @@ class LayerPart(ABC):
     has_tail = False
 
     def of(self, cache: Any, index: int) -> Any:
-        """What the other methods are given as ``layer``: that of the cache, which a class may make when it is used."""
+        """Return the object that the other methods are given as ``layer``: the layer of the cache, which a class may
+        make when it is used."""
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
         return cache.layers[index]
@@ -48,7 +49,7 @@ class LayerPart(ABC):
         """Put what precedes ``span.start`` (not 0) into a fresh cache layer; ``tail`` is None at a page's start."""
 
     def tail(self, layer: Any) -> Any:
-        """What it takes to go on within a page and is not in it."""
+        """Return the data that it takes to go on within a page and that is not in the page; None if it takes none."""
         return None
 
     @abstractmethod
@@ -74,7 +75,8 @@ def overhear(layer: Any, method: str) -> Calls:
 
 
 def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
-    """What all calls together were given as argument ``at``: one after the other along ``dim``, where tokens are.
+    """Return the tensors that all calls were given as argument ``at``, joined: one after the other along ``dim``, where
+    tokens are.
 
     Raises:
         ConfigError: there was no call.
@@ -151,7 +153,7 @@ class Recurrent(LayerPart):
             layer.update_recurrent_state(found[f"recurrent{i}"], state_idx=i)
 
     def watch(self, layer: Any) -> None:
-        """There is nothing to overhear: the state is read afterwards."""
+        """Return nothing, for there is nothing to overhear: the state is read afterwards."""
 
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         states = {name: state.unsqueeze(0) for name, state in self._states(layer).items()}

@@ -66,7 +66,7 @@ PASSED = frozenset(REFUSED_FOR_ROWS) | {
 """Arguments of ``generate`` that no generation configuration has, and no forward call is given."""
 
 OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
-"""What the caller has said by calling ``PrefixCache``, whatever a generation configuration says."""
+"""Options that the caller has chosen by calling ``PrefixCache``, whatever a generation configuration says."""
 
 USUAL_LENGTH = 20
 """Tokens that transformers generates up to where nothing says how many."""
@@ -128,17 +128,17 @@ class PrefixCache:
 
     @property
     def counts(self) -> Counts:
-        """What prompts found so far."""
+        """The tokens that prompts found so far."""
         return self._counts
 
     @property
     def closed(self) -> str | None:
-        """Why the cache takes no requests any more; None while it does."""
+        """The reason why the cache takes no requests any more; None while it does."""
         return self._cache.closed if self._loop.alive else "the cache is closed"
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """What ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in the
-        cache's thread. Blocks the thread of whoever calls.
+        """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in
+        the cache's thread. Blocks the thread of whoever calls.
 
         Raises:
             CacheClosed: the cache is closed.
@@ -154,8 +154,8 @@ class PrefixCache:
                 self._loop.close()
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
-        """What ``model.generate(input_ids, **options)`` returns, computed from where the cache ends. ``input_ids``:
-        ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
+        """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.
+        ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
 
         Rows of one length are generated in one call where the cache ends at one place for them, they share nothing
         beyond that, and there is room for them at a time. Otherwise, and where they are sampled, each has a call of its
@@ -194,7 +194,7 @@ class PrefixCache:
     def _may_be_together(
         self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any
     ) -> bool:  # fmt: skip
-        """Whether the model, its cache and the call let several rows be one call."""
+        """Return True if the model, its cache and the call let several rows be one call."""
         if settings.do_sample or not can_be_together(self._layout):
             return False
         most = (len(row) + _bounded(options, settings, len(row), pads)[1] for row, pads in rows)
@@ -204,8 +204,8 @@ class PrefixCache:
         self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any,
         extra_key: str | bytes | None,
     ) -> list[Any]:  # fmt: skip
-        """What is made of each of ``rows``, several at a time. Those that get no lease together go alone; those that
-        were left behind by others of their call are a call of their own."""
+        """Return the output of each of ``rows``, which are computed several at a time. Those that get no lease together
+        go alone; those that were left behind by others of their call are a call of their own."""
         texts = [row.tolist() for row, _ in rows]
         handles = self._loop.call(fetching(self._cache, texts, extra_key))
         made: dict[int, Any] = {}
@@ -233,7 +233,8 @@ class PrefixCache:
         self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor,
         options: Mapping[str, Any], most: int, settings: Any, extra_key: str | bytes | None,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """What is made of the first ones of ``texts`` in one call: of as many as there is room for. Perhaps none."""
+        """Return the outputs of the first of ``texts``, computed in one call: of as many as there is room for, perhaps
+        none."""
         leases = self._loop.call(leased(self._cache, texts, handles, most, extra_key))
         if not leases:
             return []
@@ -447,7 +448,7 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
-    """What makes sense for a single row only."""
+    """Refuse options that make sense for a single row only."""
     for name, why in REFUSED_FOR_ROWS.items():
         if options.get(name) is not None:
             raise ConfigError(f"{name}: {why}")
@@ -456,8 +457,8 @@ def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
 
 
 def _mask(ids: torch.Tensor, given: Any, settings: Any) -> torch.Tensor:
-    """Which places of ``ids`` are tokens. Without a mask it is, as in transformers, what is not the pad token, unless
-    that ends an answer too."""
+    """Return the mask of the places of ``ids`` that are tokens. Without ``given`` these are, as in transformers, all
+    that are not the pad token, unless that token ends an answer, too."""
     pad = settings.pad_token_id
     if given is None:
         mask = torch.ones_like(ids, dtype=torch.bool)
@@ -497,7 +498,7 @@ def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) 
 
 
 def _end(made: Sequence[int], prompt: int, ends: Sequence[int]) -> int:
-    """Where the last token of a row is: what ends it, or else the last one. Behind it is padding."""
+    """Return the place of a row's last token: the token that ends it, or else the last one. Behind it is padding."""
     return next((at for at in range(prompt, len(made)) if made[at] in ends), len(made) - 1)
 
 

@@ -20,14 +20,15 @@ from asynccache_hf.parts import Attention
 
 
 def can_be_together(layout: Layout) -> bool:
-    """Whether all that the model keeps is keys and values by token: of several rows these are one tensor."""
+    """Return True if all that the model keeps is keys and values by token: those of several rows are one tensor."""
     return all(isinstance(part, Attention) for layer in layout.layers for part in layer.parts)
 
 
 def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int) -> list[list[int]]:
-    """Which of ``texts`` are rows of one call, call after call, if ``begins[i]`` tokens of ``texts[i]`` are cached.
-    Those of one call have one length, begin at one place, and share no page beyond it. What a call computes is cached
-    for the calls after it: so it is said here, from the tokens alone. What is evicted meanwhile may have it otherwise.
+    """Return which of ``texts`` are rows of one call, call after call, if ``begins[i]`` tokens of ``texts[i]`` are
+    cached. Those of one call have one length, begin at one place, and share no page beyond it. What a call computes is
+    cached for the calls after it: so it is said here, from the tokens alone. What is evicted meanwhile may have it
+    otherwise.
     """
     marks, most = [numbers(text, page_size) for text in texts], [findable(text, page_size) for text in texts]
     pages = [begin // page_size for begin in begins]

@@ -32,20 +32,21 @@ MORE = 3
 """Tokens after the last whole page."""
 
 TOLERANCE = {torch.float64: 4e-3, torch.float32: 4e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""What logits may differ by, relative to their spread: rounding in another order of additions stays well below it, a
-state or a key that is wrong well above. In half precision it is the mean over tokens that counts: there a token whose
-experts are nearly even may be sent to other ones."""
+"""The difference that logits may have, relative to their spread: rounding in another order of additions stays well
+below it, a state or a key that is wrong well above. In half precision it is the mean over tokens that counts: there a
+token whose experts are nearly even may be sent to other ones."""
 
 
 class TrialEnds(NamedTuple):
-    """``early`` and ``late``: the ends of whole pages that requests go on from. ``stop``: all tokens of the trial."""
+    """The places where the trial's requests end. ``early`` and ``late``: the ends of whole pages that requests go on
+    from. ``stop``: all tokens of the trial."""
 
     early: int
     late: int
     stop: int
 
 
-class Missed(NamedTuple):
+class TrialDifference(NamedTuple):
     """How much a way to compute differs, and the token at which it does most."""
 
     error: float
@@ -70,7 +71,7 @@ def tried(model: Any, layout: Layout, reach: int) -> Layout:
     ids = tokens_for(model, plan.stop)
     with torch.inference_mode():
         wanted = run_alone(model, ids, plan.stop - plan.late)
-    missed: list[tuple[Missed, Layout]] = []
+    missed: list[tuple[TrialDifference, Layout]] = []
     for way in _ways(model, layout):
         try:
             missed.append((_worst(model, way, plan, ids, wanted), way))
@@ -87,11 +88,11 @@ def tried(model: Any, layout: Layout, reach: int) -> Layout:
 
 
 def _doubtful(model: Any, way: Layout) -> bool:
-    """Whether rounding may hide that a state was lost: then the safer way is tried as well."""
+    """Return True if rounding may hide that a state was lost: then the safer way is tried as well."""
     return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
 
 
-def _chosen(model: Any, missed: list[tuple[Missed, Layout]], plan: TrialEnds, ids: torch.Tensor) -> Layout:
+def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], plan: TrialEnds, ids: torch.Tensor) -> Layout:
     """The first way that is about as right as the best one."""
     best = min(worst.error for worst, _ in missed)
     for worst, way in missed:
@@ -105,13 +106,13 @@ def _chosen(model: Any, missed: list[tuple[Missed, Layout]], plan: TrialEnds, id
 
 
 def tolerance(model: Any) -> float:
-    """For the dtype that the model computes in."""
+    """Return the tolerance for the dtype that the model computes in."""
     return TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
 
 
 def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
-    """Where the trial's requests go on, and how far it goes: over ``reach`` and a page's end after it, if the model
-    takes so many tokens.
+    """Return where the trial's requests go on, and how far the trial goes: over ``reach`` and a page's end after it, if
+    the model takes so many tokens.
 
     Raises:
         ConfigError: the model takes less than two pages and a bit.
@@ -136,7 +137,7 @@ def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
         yield replace(layout, one_by_one=True)
 
 
-class Memory:
+class TrialPool:
     """A pool of the trial."""
 
     def __init__(self, layers: int, pages: int, size: int, device: torch.device) -> None:
@@ -155,7 +156,7 @@ class _Stage:
         shared, all_pages = plan.late // size, -(-plan.stop // size)
         own = all_pages - shared
         count = max(all_pages + own, 3)
-        memory = {p.name: Memory(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
+        memory = {p.name: TrialPool(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
         self.paged = PagedModel(model, layout, memory)
         self.tokens = ids.cpu().numpy().astype(np.int32)
         self.first = np.arange(all_pages, dtype=np.int32)
@@ -167,8 +168,9 @@ class _Stage:
         return Chunk(who, self.tokens, start, stop, pages, pages, states, checkpoint, sample=False)
 
 
-def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> Missed:
-    """Where what is computed on pages differs most. The states of the three requests are in slots 0, 1 and 2."""
+def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
+    """Return the largest difference of what is computed on pages. The states of the three requests are in slots 0, 1
+    and 2."""
     stage = _Stage(model, layout, plan, ids)
     paged, chunk = stage.paged, stage.chunk
     early, late, stop = plan
@@ -181,7 +183,7 @@ def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wante
     return max((compared(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
 
 
-def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
+def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
     """Errors are root mean squares over the vocabulary, relative to the wanted logits' spread."""
     half = seen.dtype in (torch.float16, torch.bfloat16)
     seen, wanted = seen.float(), wanted.float()
@@ -190,7 +192,7 @@ def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
     errors = (seen - wanted).norm(dim=-1) / spread
     errors = torch.where(errors.isnan(), torch.full_like(errors, torch.inf), errors)
     worst = int(errors.argmax())
-    return Missed(float(errors.mean() if half else errors[worst]), at + worst)
+    return TrialDifference(float(errors.mean() if half else errors[worst]), at + worst)
 
 
 # which layer
@@ -228,6 +230,6 @@ def _layers(model: Any, count: int) -> list[Any]:
 
 
 def _hidden(out: Any) -> torch.Tensor:
-    """What a layer hands on, ``[tokens, width]``."""
+    """Return the hidden states that a layer hands on, ``[tokens, width]``."""
     first = out[0] if isinstance(out, tuple) else out
     return torch.as_tensor(first)[0] if first.dim() == 3 else torch.as_tensor(first)

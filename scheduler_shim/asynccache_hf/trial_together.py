@@ -12,14 +12,14 @@ import torch
 from asynccache import ConfigError
 from asynccache_hf.attending import places_of
 from asynccache_hf.call import run_alone
-from asynccache_hf.continuous import ELSEWHERE, Manager, PageCache, Processor, RequestPages, heard, waiting
+from asynccache_hf.continuous import ELSEWHERE, PageCache, PagedManager, RequestPages, StepProcessor, heard, waiting
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
-from asynccache_hf.paged import Pool
-from asynccache_hf.trial import Memory, TrialEnds, compared, planned, tokens_for, tolerance
+from asynccache_hf.paged import ModelPool
+from asynccache_hf.trial import TrialEnds, TrialPool, compared, planned, tokens_for, tolerance
 
 
-class Wanted(NamedTuple):
+class ExpectedLogits(NamedTuple):
     """The trial's tokens, and the logits of one call over them, from that of the last token of ``plan.late`` on."""
 
     plan: TrialEnds
@@ -36,15 +36,15 @@ class TrialRequest(NamedTuple):
     own: int
 
 
-def wanted_of(model: Any, layout: Layout) -> Wanted:
+def wanted_of(model: Any, layout: Layout) -> ExpectedLogits:
     """To be asked before the model's attention is changed."""
     plan = planned(model, layout, layout.window)
     ids = tokens_for(model, plan.stop)
     with torch.inference_mode():
-        return Wanted(plan, ids, run_alone(model, ids, plan.stop - plan.late + 1))
+        return ExpectedLogits(plan, ids, run_alone(model, ids, plan.stop - plan.late + 1))
 
 
-def tried_together(manager: Manager, model: Any, layout: Layout, wanted: Wanted) -> None:
+def tried_together(manager: PagedManager, model: Any, layout: Layout, wanted: ExpectedLogits) -> None:
     """
     Raises:
         ConfigError: in a step of several requests the model computes something else.
@@ -52,7 +52,7 @@ def tried_together(manager: Manager, model: Any, layout: Layout, wanted: Wanted)
     (_, late, stop), size = wanted.plan, layout.page_size
     all_pages, shared = -(-stop // size), late // size
     count = 3 * all_pages
-    memory = {p.name: Memory(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
+    memory = {p.name: TrialPool(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
     cache = PageCache(layout, slots_of(layout, memory), count * size, late - 1)
     failed: list[BaseException] = []
     processor = manager.processor(cache, lambda told: failed.append(told.error) if told.error else None)
@@ -82,8 +82,9 @@ def tried_together(manager: Manager, model: Any, layout: Layout, wanted: Wanted)
 
 
 def _stepped(
-    processor: Processor, model: Any, asked: Sequence[TrialRequest], wanted: Wanted, failed: Sequence[BaseException]
-) -> float:
+    processor: StepProcessor, model: Any, asked: Sequence[TrialRequest], wanted: ExpectedLogits,
+    failed: Sequence[BaseException],
+) -> float:  # fmt: skip
     """How far the logits of these requests are off, at most.
 
     Raises:
@@ -105,8 +106,8 @@ def _stepped(
     return worst
 
 
-def slots_of(layout: Layout, pools: dict[str, Pool] | Any) -> list[TrackMemory]:
-    """Where each layer of the model keeps its keys and values."""
+def slots_of(layout: Layout, pools: dict[str, ModelPool] | Any) -> list[TrackMemory]:
+    """Return the place where each layer of the model keeps its keys and values."""
     found = []
     for layer in layout.layers:
         (part,), ((place,),) = layer.parts, layer.places

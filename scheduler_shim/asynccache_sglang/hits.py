@@ -21,10 +21,10 @@ class PoolPresence(NamedTuple):
     window: int | None = None
 
 
-class Hits(NamedTuple):
-    """What can be restored, in pages. ``pages``: the longest prefix. ``restorable``: all lengths of prefixes,
-    ascending. ``by_pool``: for each pool the longest prefix if only that pool and KV counted; without pools for which
-    there is none."""
+class RestorablePages(NamedTuple):
+    """The prefixes that can be restored, in pages. ``pages``: the longest prefix. ``restorable``: all lengths of
+    prefixes, ascending. ``by_pool``: for each pool the longest prefix if only that pool and KV counted; without pools
+    for which there is none."""
 
     pages: int
     by_pool: dict[str, int]
@@ -36,8 +36,9 @@ def leading(there: Sequence[bool]) -> int:
     return next((at for at, is_there in enumerate(there) if not is_there), len(there))
 
 
-def fold(kv_name: str, kv: Sequence[bool], others: Sequence[PoolPresence]) -> Hits:
-    """What can be restored, where ``kv`` says which KV pages are stored, and ``others`` which of the other pools."""
+def fold(kv_name: str, kv: Sequence[bool], others: Sequence[PoolPresence]) -> RestorablePages:
+    """Return the prefixes that can be restored, where ``kv`` says which KV pages are stored, and ``others`` which of
+    the other pools."""
     most = leading(kv)
     by_pool = {kv_name: most} if most else {}
     restorable = list(range(1, most + 1))
@@ -47,7 +48,7 @@ def fold(kv_name: str, kv: Sequence[bool], others: Sequence[PoolPresence]) -> Hi
             by_pool[pool.name] = lengths[-1]
         can = set(lengths)
         restorable = [length for length in restorable if length in can]
-    return Hits(restorable[-1] if restorable else 0, by_pool, restorable)
+    return RestorablePages(restorable[-1] if restorable else 0, by_pool, restorable)
 
 
 def _lengths(pool: PoolPresence, most: int) -> list[int]:

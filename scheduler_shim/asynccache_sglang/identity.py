@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from asynccache.errors import ConfigError
 from asynccache.storage import weights_digest
-from asynccache_sglang.options import Options
+from asynccache_sglang.options import SglangOptions
 
 SUFFIX_BYTES = 16
 
@@ -51,9 +51,9 @@ COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "
 """The fields of ``ServerOptions`` that change the values which the same weights compute."""
 
 
-class Shard(NamedTuple):
-    """Which part of the model's KV this process has. ``replicated``: every rank of a tensor parallel group has all of
-    it."""
+class ModelShard(NamedTuple):
+    """The part of the model's KV that this process has. ``replicated``: every rank of a tensor parallel group has all
+    of it."""
 
     tp_rank: int
     tp_size: int
@@ -67,8 +67,8 @@ class Shard(NamedTuple):
 
 
 class PageMake(NamedTuple):
-    """What a page of a pool is made of. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its
-    parts, in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
+    """The make of a pool's pages. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its parts,
+    in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
 
     layout: str
     dtypes: tuple[str, ...]
@@ -77,7 +77,7 @@ class PageMake(NamedTuple):
     sharded: bool
 
 
-def weights(options: Options, server: ServerOptions) -> str:
+def weights(options: SglangOptions, server: ServerOptions) -> str:
     """A text that stands for the weights: the user's namespace, or a digest of the weights' files. Blocks while it
     reads the files.
 
@@ -106,7 +106,7 @@ def weights(options: Options, server: ServerOptions) -> str:
     )
 
 
-def namespace(weights: str, model_name: str | None, server: ServerOptions, shard: Shard) -> str:
+def namespace(weights: str, model_name: str | None, server: ServerOptions, shard: ModelShard) -> str:
     """The namespace of all pages of this process, as readable text."""
     return json.dumps({
         "engine": f"sglang {server.sglang}", "weights": weights, "model": model_name,
@@ -116,7 +116,7 @@ def namespace(weights: str, model_name: str | None, server: ServerOptions, shard
     }, sort_keys=True)  # fmt: skip
 
 
-def suffix(kind: PageMake, shard: Shard) -> bytes:
+def suffix(kind: PageMake, shard: ModelShard) -> bytes:
     """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
     return _digest([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])

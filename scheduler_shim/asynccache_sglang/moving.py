@@ -4,7 +4,7 @@ Laws:
 * The calls of all pools are begun before any of them is waited for.
 * A batch ends at its deadline. Pages that are not known to have been moved by then count as not moved. Pages that are
   copied are in rows of our own, so a store that hangs is not waited for. A store that uses the memory of SGLang's pool
-  (``Direct``) is waited for even after the deadline, because it may still be writing to that memory.
+  (``DirectPages``) is waited for even after the deadline, because it may still be writing to that memory.
 * Rows are taken in the order of the pools' names, so two batches cannot wait for each other's rows.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from asynccache.errors import Unavailable
 from asynccache.storage import Pages, Result
-from asynccache_sglang.pools import Copied, Direct
+from asynccache_sglang.pools import CopiedPages, DirectPages
 from asynccache_sglang.rows import StagingRows
 
 logger = logging.getLogger(__name__)
@@ -27,26 +27,26 @@ GRACE = 0.25
 """Seconds after its deadline for which the result of a call is still waited for."""
 
 
-class Way(Enum):
-    """``OUT``: to the stores. ``IN``: back from the stores."""
+class MoveDirection(Enum):
+    """The direction of a move. ``OUT``: to the stores. ``IN``: back from the stores."""
 
     OUT = "out"
     IN = "in"
 
 
-class Pool(NamedTuple):
+class OpenedPool(NamedTuple):
     """A pool that the stores were opened for. ``source``: where its pages lie. ``behind``: the suffix of its keys.
     ``rows``: memory for pages that are copied. ``sharded``: each rank of a tensor parallel group has pages of its
     own."""
 
     name: str
-    source: Direct | Copied
+    source: DirectPages | CopiedPages
     behind: bytes
     rows: StagingRows
     sharded: bool
 
 
-class Move:
+class PoolMove:
     """Pages of one pool that are to be moved. It may take several calls, if there are fewer rows than pages.
 
     keys, indices, results: of each page its key, its first host index, and its result: HIT if it was moved; FAILED also
@@ -54,7 +54,9 @@ class Move:
     source: where the pages lie (default: the pool's source). at: the number of the page that the next call begins with.
     """
 
-    def __init__(self, pool: Pool, keys: list[bytes], indices: list[int], source: Copied | None = None) -> None:
+    def __init__(
+        self, pool: OpenedPool, keys: list[bytes], indices: list[int], source: CopiedPages | None = None
+    ) -> None:
         self.pool = pool
         self.keys = keys
         self.indices = indices
@@ -66,7 +68,7 @@ class Move:
 
     @property
     def done(self) -> list[bool]:
-        """Whether each page was moved."""
+        """The outcome of the move: True for each page that was moved."""
         return [result is Result.HIT for result in self.results]
 
     @property
@@ -74,28 +76,28 @@ class Move:
         """How many pages were not moved because a store failed or the time was over."""
         return self.results.count(Result.FAILED)
 
-    def begin(self, pages: Pages, way: Way, until: float) -> None:
+    def begin(self, pages: Pages, way: MoveDirection, until: float) -> None:
         """Begin the next call. None is begun if there is no free row, no time left, or the stores are closed."""
         source, rows = self.source, self.pool.rows
-        if isinstance(source, Direct):
+        if isinstance(source, DirectPages):
             self._slots = [index // source.page_size for index in self.indices]
             self._call(pages, way, until)
             return
         self._slots = rows.take(len(self.keys) - self.at, until)
         try:
-            if way is Way.IN or self._loaded(source):
+            if way is MoveDirection.IN or self._loaded(source):
                 self._call(pages, way, until)
         finally:
             if self._future is None:
                 rows.give_back(self._slots)
 
-    def end(self, way: Way, until: float) -> bool:
+    def end(self, way: MoveDirection, until: float) -> bool:
         """Wait for the call, if one was begun. Returns whether pages are left to be moved."""
         future, slots, rows, source = self._future, self._slots, self.pool.rows, self.source
         self._future = None
         if future is None:
             return False
-        if isinstance(source, Direct):
+        if isinstance(source, DirectPages):
             self._take_over(future.result())
             return False
         try:
@@ -103,7 +105,7 @@ class Move:
         except TimeoutError:
             future.add_done_callback(lambda _: rows.give_back(slots))
             return False
-        if way is Way.IN:
+        if way is MoveDirection.IN:
             results = [
                 self._saved(source, row, index) if result is Result.HIT else result
                 for index, row, result in zip(self.indices[self.at :], slots, results, strict=False)
@@ -112,11 +114,11 @@ class Move:
         self._take_over(results)
         return self.at < len(self.keys)
 
-    def _call(self, pages: Pages, way: Way, until: float) -> None:
+    def _call(self, pages: Pages, way: MoveDirection, until: float) -> None:
         seconds = until - monotonic()
         if not self._slots or seconds <= 0:
             return
-        call = pages.put if way is Way.OUT else pages.get
+        call = pages.put if way is MoveDirection.OUT else pages.get
         try:
             self._future = call(
                 self.keys[self.at : self.at + len(self._slots)], self._slots, pool=self.pool.name, timeout=seconds
@@ -124,7 +126,7 @@ class Move:
         except Unavailable as error:
             logger.warning("asynccache: pages of %s are not moved: %s", self.pool.name, error)
 
-    def _loaded(self, source: Copied) -> bool:
+    def _loaded(self, source: CopiedPages) -> bool:
         """Copy the pages of the next call into their rows. Returns False if SGLang's pool raised an error; then none of
         them is moved."""
         try:
@@ -135,7 +137,7 @@ class Move:
             return False
         return True
 
-    def _saved(self, source: Copied, row: int, index: int) -> Result:
+    def _saved(self, source: CopiedPages, row: int, index: int) -> Result:
         try:
             source.save(self.pool.rows.memory[row], index)
         except Exception:
@@ -148,8 +150,8 @@ class Move:
         self.at += len(results)
 
 
-def move(pages: Pages, way: Way, moves: list[Move], seconds: float) -> None:
-    """Move as many pages of ``moves`` as can be moved within ``seconds``. The results are in each ``Move``."""
+def move(pages: Pages, way: MoveDirection, moves: list[PoolMove], seconds: float) -> None:
+    """Move as many pages of ``moves`` as can be moved within ``seconds``. The results are in each ``PoolMove``."""
     until = monotonic() + seconds
     left = sorted((one for one in moves if one.keys), key=lambda one: one.pool.name)
     while left:

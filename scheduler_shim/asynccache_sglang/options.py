@@ -24,7 +24,7 @@ STAGING = 256 << 20
 
 
 @dataclass(frozen=True)
-class Options:
+class SglangOptions:
     """The options, resolved.
 
     Attributes:
@@ -52,7 +52,7 @@ class Options:
 OURS = ("storage", "namespace", "model", "timeout", "lookup_timeout", "staging", "store_options")
 
 
-def resolve(extra: Mapping[str, Any] | None) -> Options:
+def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
     """The options in SGLang's extra config.
 
     Raises:
@@ -73,7 +73,7 @@ def resolve(extra: Mapping[str, Any] | None) -> Options:
         made["staging"] = _bytes(given["staging"])
     if given.get("store_options") is not None:
         made["store_options"] = checks.texts("store_options", given["store_options"], numbers=True)
-    return Options(**made, interface_v1=bool(given.get("interface_v1")))
+    return SglangOptions(**made, interface_v1=bool(given.get("interface_v1")))
 
 
 def placed(urls: tuple[str, ...], ranks: Mapping[str, int], replicated: bool) -> tuple[str, ...]:

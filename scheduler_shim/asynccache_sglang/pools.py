@@ -1,16 +1,16 @@
-"""Where the pages of one of SGLang's host pools lie, and how a page that lies in several places is copied.
+"""The pages of one of SGLang's host pools: where they lie, and how a page that lies in several places is copied.
 
 A host pool says by ``get_page_buffer_meta`` in which parts a page lies. It is asked about the first, the second and the
 last page. If each part lies at an equal distance from the same part of the next page, the places of all pages are
 known. There are four kinds of pools:
 
-    Direct      Each page is one part that follows the page before it. Nothing is copied: the stores read and write the
-                pool's own memory.
-    PartViews   A page has several parts, such as K and V of each layer. It is copied to and from a row, so that it is
-                one record in the stores.
-    Whole       The pool does not say where its pages lie. It is asked for copies of them by ``get_data_page``.
-    MarkPages   The pool has no bytes, as DeepSeek-V4's anchor. A mark is stored for each page, so that the stores know
-                which pages there are.
+    DirectPages   Each page is one part that follows the page before it. Nothing is copied: the stores read and write
+                  the pool's own memory.
+    PartViews     A page has several parts, such as K and V of each layer. It is copied to and from a row, so that it is
+                  one record in the stores.
+    WholePages    The pool does not say where its pages lie. It is asked for copies of them by ``get_data_page``.
+    MarkPages     The pool has no bytes, as DeepSeek-V4's anchor. A mark is stored for each page, so that the stores
+                  know which pages there are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 MARK = b"asynccache page\n"
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """The pages of a pool. A page is named by the first of its host indices.
 
     page_size: host indices in a page. parts: the bytes of each part of a page.
@@ -47,7 +47,7 @@ class Source(Protocol):
     def parts(self) -> tuple[int, ...]: ...
 
 
-class Copied(Source, Protocol):
+class CopiedPages(PageSource, Protocol):
     """Pages that are copied on their way."""
 
     def load(self, index: int, row: Bytes) -> None:
@@ -59,7 +59,7 @@ class Copied(Source, Protocol):
         ...
 
 
-class Direct:
+class DirectPages:
     """Pages that lie one after the other in ``memory``; the slot of a page is ``index // page_size``."""
 
     how = "parts"
@@ -92,7 +92,7 @@ class PartViews:
             view[page] = row[start:end]
 
 
-class Whole:
+class WholePages:
     """Pages of a pool that hands out copies of them and takes copies back."""
 
     how = "flat"
@@ -131,7 +131,7 @@ class MarkPages:
         pass
 
 
-class Tensors:
+class TensorPages:
     """Copies of pages that SGLang has made, or tensors that it wants filled; page ``index`` is ``tensors[index]``."""
 
     how = "flat"
@@ -151,7 +151,7 @@ class Tensors:
         flat_bytes(tensor)[:] = row
 
 
-def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> Direct | Copied:
+def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> DirectPages | CopiedPages:
     """How the pages of ``host_pool`` are read and written. ``zero_copy``: False if SGLang copies them itself.
 
     Raises:
@@ -165,9 +165,9 @@ def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> Direct | Cop
     return source
 
 
-def _whole(name: str, host_pool: Any) -> Whole:
+def _whole(name: str, host_pool: Any) -> WholePages:
     try:
-        return Whole(host_pool)
+        return WholePages(host_pool)
     except Exception as error:
         layout = getattr(host_pool, "layout", None)
         raise ConfigError(
@@ -189,7 +189,7 @@ def flat_bytes(tensor: Any) -> Bytes:
     return flat
 
 
-def _by_parts(host_pool: Any) -> Direct | PartViews | None:
+def _by_parts(host_pool: Any) -> DirectPages | PartViews | None:
     page_size, pages = page_size_of(host_pool), _page_count(host_pool)
     try:
         metas = [_meta(host_pool, page * page_size, page_size) for page in (0, min(1, pages - 1), pages - 1)]
@@ -208,7 +208,7 @@ def _by_parts(host_pool: Any) -> Direct | PartViews | None:
             return None
         views.append(view)
     if len(views) == 1 and views[0].flags.c_contiguous:
-        return Direct(views[0].reshape(-1), sizes[0], page_size)
+        return DirectPages(views[0].reshape(-1), sizes[0], page_size)
     return PartViews(views, page_size)
 
 

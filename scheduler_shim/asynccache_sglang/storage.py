@@ -33,9 +33,9 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Pages, Result
 from asynccache_sglang import identity
 from asynccache_sglang.hits import PoolPresence, fold, leading
-from asynccache_sglang.moving import GRACE, Move, Pool, Way, move
+from asynccache_sglang.moving import GRACE, MoveDirection, OpenedPool, PoolMove, move
 from asynccache_sglang.options import placed, resolve
-from asynccache_sglang.pools import Copied, Direct, Tensors, Whole, source_of
+from asynccache_sglang.pools import CopiedPages, DirectPages, TensorPages, WholePages, source_of
 from asynccache_sglang.rows import StagingRows
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._metrics = _Metrics() if storage_config.enable_storage_metrics else None
         self._lock = RLock()
         self._host_pools: dict[str, Any] = {}
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, OpenedPool] = {}
         self._pages: Pages | None = None
         self._closed = False
         self._warned: dict[str, float] = {}
@@ -104,13 +104,13 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Read KV pages into the host pool. Returns for each page whether it was read."""
-        return self._move(Way.IN, [(KV, keys, host_indices)])[0]
+        return self._move(MoveDirection.IN, [(KV, keys, host_indices)])[0]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store KV pages. Returns for each page whether it is stored."""
-        return self._move(Way.OUT, [(KV, keys, host_indices)])[0]
+        return self._move(MoveDirection.OUT, [(KV, keys, host_indices)])[0]
 
     # pages of several pools
 
@@ -118,7 +118,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:  # fmt: skip
-        """Which prefixes of ``keys`` can be restored; see ``hits``."""
+        """Return which prefixes of ``keys`` can be restored; see ``hits``."""
         transfers = pool_transfers or []
         there = self._there(keys, [KV, *(str(one.name) for one in transfers)])
         asked = [PoolPresence(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
@@ -129,13 +129,13 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Read pages of several pools. Returns by the pool's name for each page whether it was read."""
-        return self._move_transfers(Way.IN, transfers)
+        return self._move_transfers(MoveDirection.IN, transfers)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store pages of several pools. Returns by the pool's name for each page whether it is stored."""
-        return self._move_transfers(Way.OUT, transfers)
+        return self._move_transfers(MoveDirection.OUT, transfers)
 
     # copies of KV pages, which SGLang makes itself unless the extra config has "interface_v1": 1
 
@@ -148,7 +148,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Fill each target. Returns for each page its target, or None if the page was not read."""
-        done = self._move_tensors(Way.IN, keys, target_locations)
+        done = self._move_tensors(MoveDirection.IN, keys, target_locations)
         targets = target_locations or [None] * len(keys)
         return [target if hit else None for target, hit in zip(targets, done, strict=True)]
 
@@ -160,10 +160,10 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store flat pages. Returns whether all of them are stored."""
-        return all(self._move_tensors(Way.OUT, keys, values))
+        return all(self._move_tensors(MoveDirection.OUT, keys, values))
 
     def exists(self, key: str) -> bool:
-        """Whether the KV page is stored."""
+        """Return True if the KV page is stored."""
         return self.batch_exists([key]) == 1
 
     # the whole
@@ -180,8 +180,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return True
 
     def get_stats(self) -> Any:
-        """For SGLang's metrics: pages and GiB/s of each batch of KV pages since the last call. None if metrics are not
-        enabled."""
+        """Return figures for SGLang's metrics: pages and GiB/s of each batch of KV pages since the last call. None if
+        metrics are not enabled."""
         return None if self._metrics is None else self._metrics.take()
 
     def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
@@ -231,7 +231,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 if not pools:
                     raise Unavailable("asynccache: SGLang has registered no host pool yet")
                 memory = {
-                    name: pool.source.memory if isinstance(pool.source, Direct) else pool.rows.memory
+                    name: pool.source.memory if isinstance(pool.source, DirectPages) else pool.rows.memory
                     for name, pool in pools.items()
                 }
                 sizes = {name: sum(pool.source.parts) for name, pool in pools.items()}
@@ -241,14 +241,14 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 self._tell_opened(self._pages)
             return self._pages
 
-    def _pool(self, name: str, host_pool: Any) -> Pool:
+    def _pool(self, name: str, host_pool: Any) -> OpenedPool:
         sharded = not self.shard.replicated or _is_sharded(name, host_pool)
         source = source_of(name, host_pool, zero_copy=name != KV or self.options.interface_v1)
         page_bytes = sum(source.parts)
-        rows = 0 if isinstance(source, Direct) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
+        rows = 0 if isinstance(source, DirectPages) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
         layout = f"{getattr(host_pool, 'layout', None)} {source.how}"
         kind = identity.PageMake(layout, _dtypes(host_pool), source.page_size, source.parts, sharded)
-        return Pool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
+        return OpenedPool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:
         if not self.options.interface_v1:
@@ -257,14 +257,14 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             )
         logger.info("asynccache: stores %s, nearest first, namespace %s", ", ".join(pages.stores), self.namespace)
         for pool in self._pools.values():
-            how = "in place" if isinstance(pool.source, Direct) else f"by {len(pool.rows.memory)} rows of staging"
+            how = "in place" if isinstance(pool.source, DirectPages) else f"by {len(pool.rows.memory)} rows of staging"
             logger.info(
                 "asynccache: pool %s: %d bytes a page, moved %s, %s", pool.name, sum(pool.source.parts), how,
                 "each rank's own" if pool.sharded else "one rank writes for all",
             )  # fmt: skip
 
     def _there(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
-        """For each of the pools ``names``: whether each page is stored."""
+        """Return for each of the pools ``names`` whether each page is stored."""
         found = {name: [False] * len(keys) for name in names}
         if not keys:
             return found
@@ -285,12 +285,14 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             found[name] = [result is Result.HIT for result in self._known("look up", name, future.result())]
         return found
 
-    def _move_transfers(self, way: Way, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+    def _move_transfers(self, way: MoveDirection, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
         done = self._move(way, wanted)
         return {one.name: moved for one, moved in zip(transfers, done, strict=True)}
 
-    def _move(self, way: Way, wanted: Sequence[tuple[str, list[str], torch.Tensor | None]]) -> list[list[bool]]:
+    def _move(
+        self, way: MoveDirection, wanted: Sequence[tuple[str, list[str], torch.Tensor | None]]
+    ) -> list[list[bool]]:
         """Move pages of several pools, each given as (pool, keys, host indices). Returns for each page whether it was
         moved."""
         done = [[False] * len(keys) for _, keys, _ in wanted]
@@ -299,12 +301,12 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         except Unavailable as error:
             self._warn(way.value, f"nothing is moved {way.value}: {error}")
             return done
-        moves: dict[int, Move] = {}
+        moves: dict[int, PoolMove] = {}
         for at, (name, keys, host_indices) in enumerate(wanted):
             pool = self._pools.get(name)
             if pool is None:
                 self._warn(name, f"pool {name} was not registered: its pages are not moved")
-            elif way is Way.OUT and not pool.sharded and not self._writes:
+            elif way is MoveDirection.OUT and not pool.sharded and not self._writes:
                 done[at] = [True] * len(keys)  # the first rank writes these pages for all
             elif host_indices is None or host_indices.numel() != len(keys) * pool.source.page_size:
                 count = 0 if host_indices is None else host_indices.numel()
@@ -314,13 +316,13 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 )  # fmt: skip
             else:
                 indices = host_indices[:: pool.source.page_size].tolist()
-                moves[at] = Move(pool, identity.page_keys(keys, pool.behind), indices)
+                moves[at] = PoolMove(pool, identity.page_keys(keys, pool.behind), indices)
         self._run(pages, way, list(moves.values()))
         for at, one in moves.items():
             done[at] = one.done
         return done
 
-    def _move_tensors(self, way: Way, keys: list[str], tensors: Any) -> list[bool]:
+    def _move_tensors(self, way: MoveDirection, keys: list[str], tensors: Any) -> list[bool]:
         """Move flat copies of KV pages. Returns for each page whether it was moved."""
         missed = [False] * len(keys)
         if not keys or tensors is None or any(tensor is None for tensor in tensors):
@@ -330,20 +332,20 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         except Unavailable as error:
             self._warn(way.value, f"nothing is moved {way.value}: {error}")
             return missed
-        if pool is None or not isinstance(pool.source, Whole):
+        if pool is None or not isinstance(pool.source, WholePages):
             self._warn("copies", 'copies of KV pages are taken only without "interface_v1": 1')
             return missed
-        if way is Way.OUT and not pool.sharded and not self._writes:
+        if way is MoveDirection.OUT and not pool.sharded and not self._writes:
             return [True] * len(keys)
-        copies: Copied = Tensors(tensors)
+        copies: CopiedPages = TensorPages(tensors)
         if any(tensor.numel() * tensor.element_size() != pool.source.parts[0] for tensor in tensors):
             self._warn("size", f"a page of the KV pool has {pool.source.parts[0]} bytes; another size is not moved")
             return missed
-        one = Move(pool, identity.page_keys(keys, pool.behind), list(range(len(keys))), copies)
+        one = PoolMove(pool, identity.page_keys(keys, pool.behind), list(range(len(keys))), copies)
         self._run(pages, way, [one])
         return one.done
 
-    def _run(self, pages: Pages, way: Way, moves: list[Move]) -> None:
+    def _run(self, pages: Pages, way: MoveDirection, moves: list[PoolMove]) -> None:
         began = time.perf_counter()
         move(pages, way, moves, self.options.timeout)
         seconds = time.perf_counter() - began
@@ -374,9 +376,9 @@ class _Metrics:
     """Samples for SGLang's metrics. SGLang's threads add samples, and its scheduler takes them."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[Way, int, float]] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[tuple[MoveDirection, int, float]] = deque(maxlen=MOST_SAMPLES)
 
-    def add(self, way: Way, pages: int, page_bytes: int, seconds: float) -> None:
+    def add(self, way: MoveDirection, pages: int, page_bytes: int, seconds: float) -> None:
         self._samples.append((way, pages, pages * page_bytes / (1 << 30) / max(seconds, 1e-9)))
 
     def take(self) -> Any:
@@ -385,13 +387,13 @@ class _Metrics:
         made = StorageMetrics()
         while self._samples:
             way, pages, rate = self._samples.popleft()
-            (made.prefetch_pgs if way is Way.IN else made.backup_pgs).append(pages)
-            (made.prefetch_bandwidth if way is Way.IN else made.backup_bandwidth).append(rate)
+            (made.prefetch_pgs if way is MoveDirection.IN else made.backup_pgs).append(pages)
+            (made.prefetch_bandwidth if way is MoveDirection.IN else made.backup_bandwidth).append(rate)
         return made
 
 
-def _shard(config: HiCacheStorageConfig) -> identity.Shard:
-    return identity.Shard(
+def _shard(config: HiCacheStorageConfig) -> identity.ModelShard:
+    return identity.ModelShard(
         config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
         config.dcp_rank, config.dcp_size, config.is_mla_model,
     )  # fmt: skip
@@ -420,7 +422,7 @@ def _device() -> str:
 
 
 def _is_sharded(name: str, host_pool: Any) -> bool:
-    """Whether the ranks have different pages of this pool even if the model's KV is replicated. That holds for
+    """Return True if the ranks have different pages of this pool even if the model's KV is replicated. That holds for
     recurrent states, and for the K and V of a draft model."""
     kinds = {one.__name__ for one in type(host_pool).__mro__}
     return name == PoolName.MAMBA.value or "MHATokenToKVPoolHost" in kinds

@@ -1,7 +1,7 @@
 """How many pages a request takes, and whether it may be admitted: plain functions on numbers.
 
 There are two gates. The first is an estimate from the match, before anything is pinned (``demand``, ``passes``). The
-second is the lease itself, which either takes all that it is asked for (``Offer``) or refuses.
+second is the lease itself, which either takes all that it is asked for (``LeaseOffer``) or refuses.
 
 Laws:
 * The sliding window's budget is ``max(min(extend, remaining_chunk), min(window, extend + more)) + page_size``.
@@ -23,7 +23,7 @@ WORKING = 1
 CHECKPOINTS = 1
 
 
-class Slots(NamedTuple):
+class SlotCounts(NamedTuple):
     """Numbers of slots: pages of FULL and of SWA, and states of MAMBA."""
 
     full: int
@@ -31,13 +31,13 @@ class Slots(NamedTuple):
     mamba: int = 0
 
 
-class Shape(NamedTuple):
+class CacheShape(NamedTuple):
     """The part of a cache's configuration that decides about admission. ``page_size`` and ``window`` in tokens, 0:
     there is no window; ``capacity``: the slots of the device."""
 
     page_size: int
     window: int
-    capacity: Slots
+    capacity: SlotCounts
 
     @property
     def has_swa(self) -> bool:
@@ -56,16 +56,16 @@ class Shape(NamedTuple):
         return -(-tokens // self.page_size)
 
 
-class Offer(NamedTuple):
-    """What a lease is asked for: ``chunk`` tokens of FULL beyond what is cached, ``swa_chunk`` of SWA, and ``states``
-    slots of MAMBA."""
+class LeaseOffer(NamedTuple):
+    """The room that a lease is asked for: ``chunk`` tokens of FULL beyond what is cached, ``swa_chunk`` of SWA, and
+    ``states`` slots of MAMBA."""
 
     chunk: int
     swa_chunk: int
     states: int
 
 
-def shape_of(config: CacheConfig) -> Shape:
+def shape_of(config: CacheConfig) -> CacheShape:
     """The shape of the cache that ``config`` describes."""
     full = swa = mamba = window = 0
     for component in config.components:
@@ -75,10 +75,10 @@ def shape_of(config: CacheConfig) -> Shape:
             swa, window = component.device_tokens // config.page_size, component.window
         elif isinstance(component, Mamba):
             mamba = component.device_states
-    return Shape(config.page_size, window, Slots(full, swa, mamba))
+    return CacheShape(config.page_size, window, SlotCounts(full, swa, mamba))
 
 
-def check_fits(shape: Shape, tokens: int) -> None:
+def check_fits(shape: CacheShape, tokens: int) -> None:
     """Refuse a request that could not run even if all pools were empty. ``tokens``: those that have KV at its end.
 
     Of SWA a request needs the window and two pages more: the page that is being filled, and the one that the window is
@@ -96,7 +96,7 @@ def check_fits(shape: Shape, tokens: int) -> None:
         raise CacheFull(f"request: a window of {shape.window} takes {needed} pages, SWA has {shape.capacity.swa}")
 
 
-def swa_budget(shape: Shape, extend: int, remaining_chunk: int, more: int) -> int:
+def swa_budget(shape: CacheShape, extend: int, remaining_chunk: int, more: int) -> int:
     """How many tokens of SWA a chunk takes beyond what is cached, without what load_back takes; 0 if there is no
     SWA."""
     if not shape.has_swa:
@@ -104,16 +104,16 @@ def swa_budget(shape: Shape, extend: int, remaining_chunk: int, more: int) -> in
     return max(min(extend, remaining_chunk), min(shape.window, extend + more)) + shape.page_size
 
 
-def demand(shape: Shape, extend: int, remaining_chunk: int, more: int, match: Matched) -> Slots:
+def demand(shape: CacheShape, extend: int, remaining_chunk: int, more: int, match: Matched) -> SlotCounts:
     """The first gate's estimate: the slots for this chunk and for what load_back will bring, each in whole pages."""
     pages = shape.pages
     full = pages(min(extend, remaining_chunk)) + pages(match.host_hit_length)
     swa = pages(swa_budget(shape, extend, remaining_chunk, more)) + pages(match.swa_host_hit_length)
     mamba = WORKING + CHECKPOINTS + match.mamba_host_hit_length if shape.has_mamba else 0
-    return Slots(full, min(swa, shape.capacity.swa), min(mamba, shape.capacity.mamba))
+    return SlotCounts(full, min(swa, shape.capacity.swa), min(mamba, shape.capacity.mamba))
 
 
-def passes(need: Slots, room: Slots, growing: int) -> bool:
+def passes(need: SlotCounts, room: SlotCounts, growing: int) -> bool:
     """The first gate: whether ``need`` fits into ``room``, the free and evictable slots, with one page left for each of
     the ``growing`` requests that run."""
     return (
@@ -123,14 +123,14 @@ def passes(need: Slots, room: Slots, growing: int) -> bool:
     )
 
 
-def offer(shape: Shape, extend: int, remaining_chunk: int, more: int) -> Offer:
-    """What the second gate reserves. The lease adds what load_back and copy-on-write need."""
+def offer(shape: CacheShape, extend: int, remaining_chunk: int, more: int) -> LeaseOffer:
+    """Return the room that the second gate reserves. The lease adds what load_back and copy-on-write need."""
     chunk = min(extend, remaining_chunk)
     swa = max(1, swa_budget(shape, extend, remaining_chunk, more))
-    return Offer(chunk, swa, WORKING + CHECKPOINTS if shape.has_mamba else 0)
+    return LeaseOffer(chunk, swa, WORKING + CHECKPOINTS if shape.has_mamba else 0)
 
 
-def cut_offers(shape: Shape, whole: Offer, matched: int) -> list[Offer]:
+def cut_offers(shape: CacheShape, whole: LeaseOffer, matched: int) -> list[LeaseOffer]:
     """Offers for a request when no other one holds pages, the largest first, down to one page.
 
     The first is what fits beside the window that the request's own prefix (``matched`` tokens) pins. The next ones drop
@@ -144,12 +144,12 @@ def cut_offers(shape: Shape, whole: Offer, matched: int) -> list[Offer]:
         pinned = min(shape.window_pages, matched // page)
         room = max(page, (shape.capacity.swa - pinned) * page)
         chunk, swa = min(chunk, room), min(swa, room)
-    offers = [Offer(chunk, swa, states)]
+    offers = [LeaseOffer(chunk, swa, states)]
     while chunk > page:
         chunk = max(page, chunk // 2 // page * page)
-        offers.append(Offer(chunk, chunk, states))
+        offers.append(LeaseOffer(chunk, chunk, states))
     if swa > chunk and shape.has_swa:
-        offers.append(Offer(chunk, chunk, states))
+        offers.append(LeaseOffer(chunk, chunk, states))
     if states > WORKING:
         offers.append(offers[-1]._replace(states=WORKING))
     return offers

@@ -16,13 +16,13 @@ import asyncio
 from contextlib import suppress
 
 from asynccache import AsyncCacheError, CacheFull, Lease, LoadFailed
-from asynccache_shim.admission import Offer, cut_offers, demand, offer, passes
+from asynccache_shim.admission import LeaseOffer, cut_offers, demand, offer, passes
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board
-from asynccache_shim.job import Job
 from asynccache_shim.planning import by_rank, victim
 from asynccache_shim.request import Finish, Matched, State
 from asynccache_shim.running import retract
+from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 async def admit(board: Board, budget: int) -> None:
@@ -41,19 +41,19 @@ async def admit(board: Board, budget: int) -> None:
             budget -= min(budget, job.length - job.computed)
 
 
-async def _end_patience(board: Board, job: Job) -> None:
+async def _end_patience(board: Board, job: ScheduledRequest) -> None:
     """Have the cache stop a prefetch whose time is over. Asking for a lease that may not wait does that; the lease is
     refused while the prefetch is still stopping."""
     if job.patient or job.handle is None or job.handle.done():
         return
     try:
-        lease = await _lease(board, job, Offer(1, 1, 0), wait=False, shorter=False).__aenter__()
+        lease = await _lease(board, job, LeaseOffer(1, 1, 0), wait=False, shorter=False).__aenter__()
     except CacheFull:
         return
     lease.release(board.batch)  # the prefetch had ended just now, so the lease was granted
 
 
-async def _admit_one(board: Board, job: Job, budget: int) -> bool:
+async def _admit_one(board: Board, job: ScheduledRequest, budget: int) -> bool:
     if len(board.held) < board.settings.max_running and await _through_the_gates(board, job, budget):
         return True
     loser = victim(list(board.held.values()))
@@ -62,7 +62,7 @@ async def _admit_one(board: Board, job: Job, budget: int) -> bool:
     return False
 
 
-async def _through_the_gates(board: Board, job: Job, budget: int) -> bool:
+async def _through_the_gates(board: Board, job: ScheduledRequest, budget: int) -> bool:
     match = await _match(board, job)
     extend = max(1, job.length - match.host)
     need = demand(board.shape, extend, budget, job.more, match)
@@ -72,7 +72,7 @@ async def _through_the_gates(board: Board, job: Job, budget: int) -> bool:
     return passes(need, board.room(), len(board.held)) and await _try(board, job, [whole])
 
 
-async def _match(board: Board, job: Job) -> Matched:
+async def _match(board: Board, job: ScheduledRequest) -> Matched:
     found = await board.cache.match(job.tokens, extra_key=job.terms.extra_key)
     job.request.match = Matched(
         found.device, found.host, found.host_hit_length, found.swa_host_hit_length, found.mamba_host_hit_length
@@ -80,7 +80,7 @@ async def _match(board: Board, job: Job) -> Matched:
     return job.request.match
 
 
-async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
+async def _admit_alone(board: Board, job: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
     """Admit ``job`` while no job holds pages. Returns whether it was admitted.
 
     First each of ``offers`` is tried without waiting, the largest first. If none fits, the job waits for room for the
@@ -99,7 +99,7 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
         return False
 
 
-async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> bool:
+async def _wait_for(board: Board, job: ScheduledRequest, terms: LeaseOffer, *, shorter: bool) -> bool:
     """Wait in the cache's line until ``job`` is admitted with ``terms``. Returns whether it was; False if it was
     aborted or has given up its place.
 
@@ -122,7 +122,7 @@ async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> b
     return False
 
 
-async def _wait_in_line(job: Job, lease: Lease) -> bool:
+async def _wait_in_line(job: ScheduledRequest, lease: Lease) -> bool:
     """Wait until ``lease`` is granted. Returns whether it was; False if ``give_way`` was called. The wait is a task of
     its own, so that ``give_way`` can cancel it and nothing else. Cancelling gives up the place in the line."""
     job.entering = asyncio.ensure_future(lease.__aenter__())
@@ -140,7 +140,7 @@ async def _wait_in_line(job: Job, lease: Lease) -> bool:
     return True
 
 
-async def _try(board: Board, job: Job, offers: list[Offer], *, shorter: bool = False) -> bool:
+async def _try(board: Board, job: ScheduledRequest, offers: list[LeaseOffer], *, shorter: bool = False) -> bool:
     for terms in offers:
         try:
             lease = await _lease(board, job, terms, wait=False, shorter=shorter).__aenter__()
@@ -154,20 +154,20 @@ async def _try(board: Board, job: Job, offers: list[Offer], *, shorter: bool = F
     return False
 
 
-def _lease(board: Board, job: Job, terms: Offer, *, wait: bool, shorter: bool) -> Lease:
+def _lease(board: Board, job: ScheduledRequest, terms: LeaseOffer, *, wait: bool, shorter: bool) -> Lease:
     return board.cache.lease(
         job.tokens, new_tokens=job.more, extra_key=job.terms.extra_key, prefetch=job.handle, wait=wait,
         states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk, shorter=shorter,
     )  # fmt: skip
 
 
-def _entered(board: Board, job: Job, lease: Lease) -> None:
+def _entered(board: Board, job: ScheduledRequest, lease: Lease) -> None:
     job.entered(lease, board.shape.page_size, board.shape.has_mamba)
     board.hold(job)
     job.watch = asyncio.get_running_loop().create_task(_loaded(board, job, lease), name=f"load-{job.id}")
 
 
-async def _loaded(board: Board, job: Job, lease: Lease) -> None:
+async def _loaded(board: Board, job: ScheduledRequest, lease: Lease) -> None:
     """Wait for the lease's pages: ``job`` is RUNNING when they are on the device. If they failed to load, it arrives
     again, or fails after too many attempts."""
     try:
@@ -184,7 +184,7 @@ async def _loaded(board: Board, job: Job, lease: Lease) -> None:
     board.bell.set()
 
 
-def _enter_again(board: Board, job: Job, error: LoadFailed) -> None:
+def _enter_again(board: Board, job: ScheduledRequest, error: LoadFailed) -> None:
     job.failed_loads += 1
     if job.failed_loads >= board.settings.load_attempts:
         board.drop(job, Finish.FAILED, error)

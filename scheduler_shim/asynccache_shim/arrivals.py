@@ -10,13 +10,13 @@ import asyncio
 
 from asynccache import AsyncCacheError, CacheConfig, PrefetchPolicy
 from asynccache_shim.board import Board
-from asynccache_shim.job import Job
 from asynccache_shim.request import State
+from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 def patience(config: CacheConfig, tokens: int) -> float | None:
-    """For how many seconds a request of ``tokens`` tokens waits for its own prefetch, by the cache's prefetch policy;
-    None: until the prefetch has ended."""
+    """Return for how many seconds a request of ``tokens`` tokens waits for its own prefetch, by the cache's prefetch
+    policy; None: until the prefetch has ended."""
     if config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
         return None
     if config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
@@ -25,7 +25,7 @@ def patience(config: CacheConfig, tokens: int) -> float | None:
     return min(allowed, config.prefetch_timeout_max)
 
 
-def arrive(board: Board, job: Job) -> None:
+def arrive(board: Board, job: ScheduledRequest) -> None:
     """Put ``job`` into the queue, and begin to prefetch its pages."""
     board.waiting[job.id] = job
     job.patient = True
@@ -38,7 +38,7 @@ def arrive(board: Board, job: Job) -> None:
         job.watch = asyncio.get_running_loop().create_task(_fetched(board, job), name=f"prefetch-{job.id}")
 
 
-async def _fetched(board: Board, job: Job) -> None:
+async def _fetched(board: Board, job: ScheduledRequest) -> None:
     handle = job.handle
     assert handle is not None
     try:
@@ -55,7 +55,7 @@ async def _fetched(board: Board, job: Job) -> None:
     board.call(job)
 
 
-async def _stopped(job: Job) -> None:
+async def _stopped(job: ScheduledRequest) -> None:
     try:
         if job.handle is not None:
             await job.handle

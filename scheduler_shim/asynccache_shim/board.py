@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from asynccache import AsyncCache, ConfigError
 from asynccache.checks import check_fields, within
-from asynccache_shim.admission import Shape, Slots, shape_of
-from asynccache_shim.job import Job
+from asynccache_shim.admission import CacheShape, SlotCounts, shape_of
 from asynccache_shim.planning import by_rank
 from asynccache_shim.request import Finish, State, end_request
+from asynccache_shim.scheduled_request import ScheduledRequest
 from asynccache_shim.shards import Shards
 
 
@@ -58,15 +58,15 @@ class Board:
     def __init__(self, cache: AsyncCache, settings: SchedulerConfig) -> None:
         self.cache = cache
         self.settings = settings
-        self.shape: Shape = shape_of(cache.config)
+        self.shape: CacheShape = shape_of(cache.config)
         if settings.step_tokens < settings.max_running + self.shape.page_size:
             raise ConfigError(
                 f"step_tokens={settings.step_tokens} must hold a token for each of max_running={settings.max_running} "
                 f"requests and a page of {self.shape.page_size} beside them"
             )
-        self.waiting: dict[int, Job] = {}
-        self.held: dict[int, Job] = {}
-        self.alone: Job | None = None
+        self.waiting: dict[int, ScheduledRequest] = {}
+        self.held: dict[int, ScheduledRequest] = {}
+        self.alone: ScheduledRequest | None = None
         self.shards: Shards | None = None
         self.ended: list[int] = []
         self.freed = 0
@@ -77,37 +77,37 @@ class Board:
 
     @property
     def batch(self) -> int | None:
-        """What commits and releases name: the number of the last batch that was sent to several ranks. None with one
-        rank, whose model has returned before anything is committed or released."""
+        """The number of the batch that commits and releases name: the last batch that was sent to several ranks. None
+        with one rank, whose model has returned before anything is committed or released."""
         return None if self.shards is None else self.shards.sent
 
-    def room(self) -> Slots:
+    def room(self) -> SlotCounts:
         """How many slots of the device are free or evictable."""
         tiers = self.cache.statistics().device
         room = {name: shelf.free + shelf.evictable for name, shelf in tiers.items()}
-        return Slots(room["full"], room.get("swa", 0), room.get("mamba", 0))
+        return SlotCounts(room["full"], room.get("swa", 0), room.get("mamba", 0))
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[ScheduledRequest]:
         """All jobs."""
         return [*self.waiting.values(), *self.held.values()]
 
-    def running(self) -> list[Job]:
+    def running(self) -> list[ScheduledRequest]:
         """The jobs that can be part of a step."""
         return [job for job in self.held.values() if job.runs and not job.over]
 
-    def hold(self, job: Job) -> None:
+    def hold(self, job: ScheduledRequest) -> None:
         """Note that ``job`` has a lease now."""
         self.waiting.pop(job.id, None)
         self.held[job.id] = job
 
-    def call(self, job: Job) -> None:
+    def call(self, job: ScheduledRequest) -> None:
         """Wake the loop because ``job`` may be admitted now. If the loop waits in the cache's line for a job that comes
         after this one in the order, that job gives up its place."""
         if self.alone is not None and by_rank([job, self.alone])[0] is job:
             self.alone.give_way()
         self.bell.set()
 
-    def release(self, job: Job) -> None:
+    def release(self, job: ScheduledRequest) -> None:
         """Release the lease of ``job``, if it has one."""
         if job.watch is not None:
             job.watch.cancel()
@@ -119,7 +119,7 @@ class Board:
             self.ended.append(job.id)
             self.freed += 1
 
-    async def publish(self, job: Job) -> None:
+    async def publish(self, job: ScheduledRequest) -> None:
         """Commit what ``job`` has computed, so that other requests can hit it, and the job itself when it is admitted
         again. Cancelling commits all of it or nothing."""
         lease, computed = job.lease, job.computed
@@ -129,7 +129,7 @@ class Board:
         checkpoint = (computed, int(lease.states[0])) if keeps else None
         await lease.commit(job.tokens[:computed], self.batch, checkpoint)
 
-    def drop(self, job: Job, finish: Finish, error: BaseException | None = None) -> None:
+    def drop(self, job: ScheduledRequest, finish: Finish, error: BaseException | None = None) -> None:
         """End the request of ``job``, and remove the job with all that it holds."""
         end_request(job.request, finish, error)
         if job.handle is not None:

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a model: one blocking call for each step, with plain values as arguments.
+"""The contract between the scheduler and a model: one blocking call for each step, with plain values as arguments.
 
 Law: the scheduler decides, and the model computes. A model reads and writes KV in ``cache.pools``, only at the slots
 that the call names. It never sees a lease, a request or the cache's tree. When ``forward`` is called, all data that it
@@ -16,7 +16,7 @@ import numpy.typing as npt
 Pages = npt.NDArray[np.int32]
 
 NO_TOKEN = -1
-"""What ``forward`` returns for a ``Chunk`` whose ``sample`` is False."""
+"""The value that ``forward`` returns for a ``Chunk`` whose ``sample`` is False."""
 
 
 class Sampling(NamedTuple):
@@ -30,8 +30,8 @@ class Sampling(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Also write the recurrent state after ``position`` tokens, which is always the chunk's ``stop``, to MAMBA slot
-    ``slot``."""
+    """An order to write the recurrent state, too, after ``position`` tokens, which is always the chunk's ``stop``, to
+    MAMBA slot ``slot``."""
 
     position: int
     slot: int
@@ -78,7 +78,8 @@ class Batch(NamedTuple):
 
 
 class Model(Protocol):
-    """What computes the steps. It is called from one thread at a time, and never from the event loop's thread."""
+    """A model, which computes the steps. It is called from one thread at a time, and never from the event loop's
+    thread."""
 
     def forward(self, batch: Batch) -> Sequence[int]:
         """Compute the batch. Returns the next token of every chunk, in the order of ``chunks``; ``NO_TOKEN`` for

@@ -21,7 +21,7 @@ _SEED_BYTES = 9  # a seed lies between -(2**64) and 2**64, which is more than ms
 _NONE = np.empty(0, np.int32)
 
 
-class Table(msgspec.Struct, array_like=True, frozen=True):
+class TableChange(msgspec.Struct, array_like=True, frozen=True):
     """How a page table differs from the previous one: its first ``kept`` entries are those of the previous table,
     except for ``changes`` (pairs of place and slot), and ``tail`` follows. All numbers are int32, little-endian."""
 
@@ -38,8 +38,8 @@ class ChunkPart(msgspec.Struct, array_like=True, frozen=True):
     start: int
     stop: int
     tokens: bytes
-    pages: Table | None
-    swa_pages: Table | None
+    pages: TableChange | None
+    swa_pages: TableChange | None
     states: bytes
     checkpoint: tuple[int, int] | None
     sample: bool
@@ -54,8 +54,8 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Told:
-    """What has been sent of a request so far. The writer and the reader each keep one. ``tokens``: the reader's buffer,
-    of which the first ``length`` tokens are known."""
+    """The part of a request that has been sent so far. The writer and the reader each keep one. ``tokens``: the
+    reader's buffer, of which the first ``length`` tokens are known."""
 
     __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
 
@@ -146,7 +146,7 @@ def _append(told: _Told, tokens: Pages) -> None:
     told.length = length
 
 
-def _difference(old: Pages, new: Pages) -> Table | None:
+def _difference(old: Pages, new: Pages) -> TableChange | None:
     """How ``new`` differs from ``old``; None if they are the same."""
     if new is old:
         return None
@@ -155,11 +155,11 @@ def _difference(old: Pages, new: Pages) -> Table | None:
     if not len(places) and len(old) == len(new):
         return None
     if 2 * len(places) >= kept:  # the pairs would take more bytes than the whole table
-        return Table(0, b"", _as_bytes(new))
-    return Table(kept, _as_bytes(np.stack((places, new[places]), axis=1)), _as_bytes(new[kept:]))
+        return TableChange(0, b"", _as_bytes(new))
+    return TableChange(kept, _as_bytes(np.stack((places, new[places]), axis=1)), _as_bytes(new[kept:]))
 
 
-def _applied(old: Pages, table: Table | None) -> Pages:
+def _applied(old: Pages, table: TableChange | None) -> Pages:
     """``old`` with the difference ``table`` applied, as a new array; ``old`` itself if ``table`` is None."""
     if table is None:
         return old

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 
 class Ranked(Protocol):
-    """What has a place in the order. ``order``: a number that grows with each request that comes."""
+    """An item that has a place in the order. ``order``: a number that grows with each request that comes."""
 
     @property
     def priority(self) -> int: ...
@@ -34,8 +34,8 @@ def victim(jobs: Sequence[R]) -> R | None:
 
 
 def chunk_stop(start: int, end: int, budget: int, page_size: int, marks: Sequence[int] = ()) -> int:
-    """Where a chunk that begins at ``start`` stops: not after ``end``, not after ``budget`` tokens, not after the next
-    of ``marks``, and at the end of a page if it stops before ``end`` and reaches one."""
+    """Return the position at which a chunk that begins at ``start`` stops: not after ``end``, not after ``budget``
+    tokens, not after the next of ``marks``, and at the end of a page if it stops before ``end`` and reaches one."""
     stop = min([end, start + budget, *(mark for mark in marks if mark > start)])
     if stop < end:
         whole = stop // page_size * page_size

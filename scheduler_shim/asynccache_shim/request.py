@@ -30,7 +30,7 @@ MAX_SEED = 2**64 - 1
 
 
 class State(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     NEW = "not submitted"
     PREFETCHING = "its pages are being fetched from storage"
@@ -51,8 +51,8 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When generation ends: after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is then the last
-    token of the output."""
+    """The limits of a generation: it ends after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is
+    then the last token of the output."""
 
     max_new_tokens: int = field(default=16, metadata=within(1))
     stop_tokens: frozenset[int] = frozenset()
@@ -63,8 +63,8 @@ class Limits:
 
 
 class Matched(NamedTuple):
-    """What the cache had of a request's tokens at its latest look-up, in tokens; ``mamba_host_hit_length`` in states.
-    The fields are those that ``AsyncCache.match`` returns."""
+    """The part of a request's tokens that the cache had at its latest look-up, in tokens; ``mamba_host_hit_length`` in
+    states. The fields are those that ``AsyncCache.match`` returns."""
 
     device: int = 0
     host: int = 0
@@ -74,11 +74,11 @@ class Matched(NamedTuple):
 
     @property
     def needs_load_back(self) -> bool:
-        """Whether admitting the request takes device pages for data that only the host has."""
+        """True if admitting the request takes device pages for data that only the host has."""
         return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 
-class Terms(NamedTuple):
+class RequestTerms(NamedTuple):
     """The attributes of a ``Request`` that say what is asked for, checked; see there."""
 
     tokens: Tokens
@@ -130,7 +130,7 @@ class Request:
         self.output: list[int] = []
         self.finish: Finish | None = None
         self.error: BaseException | None = None
-        self._terms: Terms | None = None
+        self._terms: RequestTerms | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._aborted: Callable[[], None] | None = None
 
@@ -183,7 +183,7 @@ class Request:
         return self.output[index]
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> RequestTerms:
         """The terms that were submitted; before the request is submitted, those of its present attributes.
 
         Raises:
@@ -191,7 +191,7 @@ class Request:
         """
         if self._terms is not None:
             return self._terms
-        return Terms(
+        return RequestTerms(
             as_tokens(self.tokens), instance("request: limits", self.limits, Limits), as_priority(self.priority),
             as_extra_key(self.extra_key), as_sampling(self.sampling), flag("request: ended", self.ended),
         )  # fmt: skip

@@ -12,10 +12,10 @@ from __future__ import annotations
 from asynccache import CacheFull
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board
-from asynccache_shim.job import Job
 from asynccache_shim.model import NO_TOKEN, Checkpoint, Chunk
 from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
 from asynccache_shim.request import Finish
+from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 async def grow_all(board: Board) -> tuple[dict[int, int], int]:
@@ -47,12 +47,12 @@ def plan_admitted(board: Board, stops: dict[int, int], budget: int) -> None:
                 budget -= stop - job.computed
 
 
-def _wanted(board: Board, job: Job, budget: int) -> int:
+def _wanted(board: Board, job: ScheduledRequest, budget: int) -> int:
     end = job.length if job.decodes or job.reserved <= job.computed else min(job.length, job.reserved)
     return chunk_stop(job.computed, end, budget, board.shape.page_size, job.marks)
 
 
-async def _grow(board: Board, job: Job, stop: int) -> int:
+async def _grow(board: Board, job: ScheduledRequest, stop: int) -> int:
     """Extend the lease of ``job`` up to ``stop``, or as far as there is room. Returns how far it reaches now;
     ``job.computed`` if the job was retracted."""
     page = board.shape.page_size
@@ -71,7 +71,7 @@ async def _grow(board: Board, job: Job, stop: int) -> int:
     return stop if job.lease is not None else job.computed
 
 
-async def retract(board: Board, job: Job) -> None:
+async def retract(board: Board, job: ScheduledRequest) -> None:
     """Publish what ``job`` has computed, give its pages back and put it into the queue again. When it is admitted again
     it goes on from what the cache still has. Cancelling may leave it as it was."""
     await board.publish(job)
@@ -82,7 +82,7 @@ async def retract(board: Board, job: Job) -> None:
         arrive(board, job)
 
 
-async def chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Chunk]]:
+async def chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[ScheduledRequest, Chunk]]:
     """The jobs of the step's batch, each with its chunk."""
     chunks = []
     for number, stop in stops.items():
@@ -93,7 +93,7 @@ async def chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Chun
     return chunks
 
 
-async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
+async def _checkpoint(board: Board, job: ScheduledRequest, stop: int) -> Checkpoint | None:
     """The checkpoint that is due at ``stop``; None if none is due, or if there is no slot for it."""
     if not board.shape.has_mamba or stop % board.shape.page_size:
         return None
@@ -108,7 +108,7 @@ async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
     return Checkpoint(stop, int(job.lease.states[1]))
 
 
-async def finish_step(board: Board, chunks: list[tuple[Job, Chunk]], tokens: list[int]) -> None:
+async def finish_step(board: Board, chunks: list[tuple[ScheduledRequest, Chunk]], tokens: list[int]) -> None:
     """Publish what a step has computed, and hand out its tokens. Cancelling leaves the other results unused; the
     requests of the step can only be released then."""
     for (job, chunk), token in zip(chunks, tokens, strict=True):
@@ -122,7 +122,7 @@ async def finish_step(board: Board, chunks: list[tuple[Job, Chunk]], tokens: lis
                 await _generated(board, job, token)
 
 
-async def _publish_part(board: Board, job: Job, chunk: Chunk) -> None:
+async def _publish_part(board: Board, job: ScheduledRequest, chunk: Chunk) -> None:
     """Commit a chunk of prefill or a checkpoint, and give back the SWA pages that the window has left."""
     lease = job.lease
     assert lease is not None
@@ -134,7 +134,7 @@ async def _publish_part(board: Board, job: Job, chunk: Chunk) -> None:
     lease.advance(chunk.stop, board.batch)
 
 
-async def _generated(board: Board, job: Job, token: int) -> None:
+async def _generated(board: Board, job: ScheduledRequest, token: int) -> None:
     job.append(token)
     limits = job.terms.limits
     if token in limits.stop_tokens or job.generated >= limits.max_new_tokens:

@@ -20,10 +20,10 @@ from asynccache_shim.admission import check_fits
 from asynccache_shim.admitting import admit
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board, SchedulerConfig
-from asynccache_shim.job import Job
 from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Model
 from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist
 from asynccache_shim.running import chunks_of, finish_step, grow_all, plan_admitted
+from asynccache_shim.scheduled_request import ScheduledRequest
 from asynccache_shim.shards import Shards
 from asynccache_shim.thread import ModelThread, returned
 
@@ -116,7 +116,7 @@ class Scheduler:
         terms = request.terms
         check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
-        job = Job(request, self._count)
+        job = ScheduledRequest(request, self._count)
         enlist(request, lambda: self._aborted(job))
         try:
             arrive(self._board, job)
@@ -130,7 +130,7 @@ class Scheduler:
             raise RankFailure(*self._failure.args)
         raise CacheClosed("the scheduler is closed") from self._failure
 
-    def _aborted(self, job: Job) -> None:
+    def _aborted(self, job: ScheduledRequest) -> None:
         """End the request of ``job``. A job that waits is removed at once, and one that holds pages when no step uses
         them."""
         end_request(job.request, Finish.ABORTED)
@@ -192,7 +192,7 @@ class Scheduler:
             if job.over:
                 self._board.drop(job, Finish.ABORTED)
 
-    async def _compute(self, chunks: list[tuple[Job, Chunk]]) -> None:
+    async def _compute(self, chunks: list[tuple[ScheduledRequest, Chunk]]) -> None:
         board = self._board
         batch = Batch(tuple(chunk for _, chunk in chunks), tuple(board.ended))
         cancelled: asyncio.CancelledError | None = None

@@ -1,7 +1,7 @@
 """The table of which keys the stores have, and of how long each request has waited to know. Plain functions of a time.
 
 In every step of its scheduler, vLLM asks for each key of a request by itself, until none of the answers is "later".
-The keys are collected until the step ends; then the stores are asked for all of them in one call, a ``Question``.
+The keys are collected until the step ends; then the stores are asked for all of them in one call, a ``ChunkQuestion``.
 
 Laws:
 * A request waits at most ``timeout`` seconds in all for the stores' answers. Only the time counts from the end of the
@@ -27,14 +27,15 @@ MISS_KEPT = 1.0
 
 
 class KeyAnswer(Enum):
-    """What a request is told about a key. ``LATER``: the stores have not answered yet; ask again in the next step."""
+    """The answer that a request is given about a key. ``LATER``: the stores have not answered yet; ask again in the
+    next step."""
 
     HIT = "hit"
     MISS = "miss"
     LATER = "later"
 
 
-class Question(NamedTuple):
+class ChunkQuestion(NamedTuple):
     """Keys that the stores are asked for in one call. ``requests``: the ids of those that wait for the answer.
     ``sent``: when the call was made, by the caller's clock."""
 
@@ -59,7 +60,7 @@ class KeyTable:
         self._known: dict[bytes, _Known] = {}
         self._wanted: dict[bytes, None] = {}
         self._wanting: set[str] = set()
-        self._asked: dict[bytes, Question] = {}
+        self._asked: dict[bytes, ChunkQuestion] = {}
         self._spent: dict[str, float] = {}
         self._tidied = 0.0
 
@@ -80,8 +81,8 @@ class KeyTable:
         self._spent.pop(request, None)
 
     def ask(self, key: bytes, request: str, now: float) -> KeyAnswer:
-        """What ``request`` is told about ``key``. If the answer is LATER, the key is in the next ``Question``, or in
-        one that was not answered yet."""
+        """Return the answer to ``request`` about ``key``. If the answer is LATER, the key is in the next
+        ``ChunkQuestion``, or in one that was not answered yet."""
         known = self._known.get(key)
         if known is not None and now < known.until:
             return KeyAnswer.HIT if known.hit else KeyAnswer.MISS
@@ -97,16 +98,16 @@ class KeyTable:
             self._wanting.add(request)
         return KeyAnswer.LATER
 
-    def take(self, now: float) -> Question | None:
+    def take(self, now: float) -> ChunkQuestion | None:
         """The keys to ask the stores for now; None if there are none. Until ``answer`` they are not asked for again."""
         if not self._wanted:
             return None
-        question = Question(list(self._wanted), self._wanting, now)
+        question = ChunkQuestion(list(self._wanted), self._wanting, now)
         self._asked.update(dict.fromkeys(question.keys, question))
         self._wanted, self._wanting = {}, set()
         return question
 
-    def answer(self, question: Question, results: Sequence[Result], arrived: float, now: float) -> None:
+    def answer(self, question: ChunkQuestion, results: Sequence[Result], arrived: float, now: float) -> None:
         """Note the stores' answer, which came at ``arrived``. A key that they could not tell about becomes a miss."""
         took = arrived - question.sent
         for request in question.requests:

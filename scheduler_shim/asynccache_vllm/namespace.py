@@ -95,8 +95,9 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
-    """Which weights computed the chunks: the user's ``namespace`` and the model's name; without a namespace, a digest
-    of the weights' files. The files are read once on each machine, which may take minutes.
+    """Return the fact that says which weights computed the chunks: the user's ``namespace`` and the model's name;
+    without a namespace, a digest of the weights' files. The files are read once on each machine, which may take
+    minutes.
 
     Raises:
         ConfigError: there is no ``namespace``, and the weights cannot be identified by their files; the message says
@@ -121,9 +122,9 @@ def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
 
 
 def environment_facts(environment: Mapping[str, str], attention: Mapping[str, str | None]) -> dict[str, Any]:
-    """What vLLM chooses an attention backend by, and with it the order of bytes in a block, if the configuration names
-    none: variables of the environment, and the installed ``attention`` libraries (version by name; None: not
-    installed)."""
+    """Return the facts by which vLLM chooses an attention backend, and with it the order of bytes in a block, if the
+    configuration names none: variables of the environment, and the installed ``attention`` libraries (version by name;
+    None: not installed)."""
     chosen = {name: value for name, value in environment.items() if _CHOOSES.match(name)}
     return {"environment": chosen, "attention libraries": dict(attention)}
 

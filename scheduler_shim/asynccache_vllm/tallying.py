@@ -56,8 +56,8 @@ class ChunkCounts:
         return taken
 
     def complaint(self, now: float) -> str:
-        """What failed since the last complaint, as text for the log; empty if nothing failed, or if the last complaint
-        was less than ``COMPLAINT_EVERY`` seconds ago."""
+        """Return what failed since the last complaint, as text for the log; empty if nothing failed, or if the last
+        complaint was less than ``COMPLAINT_EVERY`` seconds ago."""
         if not self._complaint or now - self._complained < COMPLAINT_EVERY:
             return ""
         counts, self._complaint, self._complained = self._complaint, Counter(), now

@@ -21,7 +21,7 @@ from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
 from asynccache.storage import RECORD_SCHEMA, Pages, Result, StoreLayout, check_stores
 from asynccache_vllm import namespace as naming
 from asynccache_vllm.finding import engine_config
-from asynccache_vllm.lookups import KeyAnswer, KeyTable, Question
+from asynccache_vllm.lookups import ChunkQuestion, KeyAnswer, KeyTable
 from asynccache_vllm.options import TierOptions
 from asynccache_vllm.registering import check_installed, check_interface, unsuitable
 from asynccache_vllm.tallying import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, ChunkCounts
@@ -99,7 +99,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         self._stores = ", ".join(pages.stores)
         self._timeout = options.lookup_timeout
         self._lookups = KeyTable(options.lookup_timeout)
-        self._answers: deque[tuple[Question, list[Result], float]] = deque()
+        self._answers: deque[tuple[ChunkQuestion, list[Result], float]] = deque()
         self._transfers = ChunkTransfers(pages, page_bytes, chunks, options.lookup_timeout)
         self._tally = ChunkCounts(time.monotonic())
         self._over = self._closed = False
@@ -115,7 +115,8 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
     # lookups
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether the stores have the chunk ``key``: HIT, MISS, or RETRY if they have not answered yet. Never waits."""
+        """Return the stores' answer about the chunk ``key``: HIT, MISS, or RETRY if they have not answered yet. Never
+        waits."""
         if self._over:
             return LookupResult.MISS
         if self._answers:
@@ -142,7 +143,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             self._ask(question)
         self._tell(now)
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, question: ChunkQuestion) -> None:
         if self._over or self._transfers.stuck:
             self._answers.append((question, [Result.FAILED] * len(question.keys), question.sent))
             return
@@ -154,7 +155,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             return
         future.add_done_callback(partial(self._answered, question))
 
-    def _answered(self, question: Question, future: Future[list[Result]]) -> None:
+    def _answered(self, question: ChunkQuestion, future: Future[list[Result]]) -> None:
         """Note an answer. Runs in the stores' thread."""
         failed = future.cancelled() or future.exception() is not None
         results = [Result.FAILED] * len(question.keys) if failed else future.result()

@@ -69,7 +69,7 @@ class ChunkTransfer:
         return f"ChunkTransfer({self.job_id}, {'load' if self.loading else 'store'} of {len(self.keys)})"
 
 
-class _Part(NamedTuple):
+class _TransferPart(NamedTuple):
     transfer: ChunkTransfer
     start: int
     stop: int
@@ -91,8 +91,8 @@ class ChunkTransfers:
         self._window = max(self._part, WINDOW // page_bytes)
         self._most_pinned = chunks // 2
         self._lock = Condition()
-        self._waiting: deque[_Part] = deque()
-        self._flying: dict[_Part, float] = {}
+        self._waiting: deque[_TransferPart] = deque()
+        self._flying: dict[_TransferPart, float] = {}
         self._loading = 0
         self._storing = 0
         self._ended: deque[ChunkTransfer] = deque()
@@ -110,7 +110,7 @@ class ChunkTransfers:
                 return
             for start in range(0, count, self._part):
                 timeout = self._timeout if start else max(transfer.patience, 0.001)
-                self._waiting.append(_Part(transfer, start, min(start + self._part, count), timeout))
+                self._waiting.append(_TransferPart(transfer, start, min(start + self._part, count), timeout))
                 transfer.left += 1
         self._begin_waiting()
 
@@ -124,7 +124,7 @@ class ChunkTransfers:
                 return False
             self._storing += count
             transfer.left = 1
-            part = _Part(transfer, 0, count, STORE_TIMEOUT)
+            part = _TransferPart(transfer, 0, count, STORE_TIMEOUT)
             self._flying[part] = time.monotonic() + STORE_TIMEOUT
         self._begin(part)
         return True
@@ -141,7 +141,7 @@ class ChunkTransfers:
 
     @property
     def stuck(self) -> bool:
-        """Whether a store hangs: it still uses memory of a load whose deadline has passed."""
+        """True if a store hangs: it still uses memory of a load whose deadline has passed."""
         with self._lock:
             return self._stuck(time.monotonic())
 
@@ -172,7 +172,7 @@ class ChunkTransfers:
                 self._flying[part] = time.monotonic() + part.timeout
             self._begin(part)
 
-    def _begin(self, part: _Part) -> None:
+    def _begin(self, part: _TransferPart) -> None:
         transfer, chosen = part.transfer, slice(part.start, part.stop)
         call = self._pages.get if transfer.loading else self._pages.put
         try:
@@ -183,14 +183,14 @@ class ChunkTransfers:
         else:
             future.add_done_callback(partial(self._over, part))
 
-    def _over(self, part: _Part, future: Future[list[Result]]) -> None:
+    def _over(self, part: _TransferPart, future: Future[list[Result]]) -> None:
         error = future.exception()
         if error is not None:
             forget_frames(error)
         self._account(part, future.result() if error is None else None)
         self._begin_waiting()
 
-    def _account(self, part: _Part, results: list[Result] | None) -> None:
+    def _account(self, part: _TransferPart, results: list[Result] | None) -> None:
         transfer = part.transfer
         with self._lock:
             until = self._flying.pop(part)

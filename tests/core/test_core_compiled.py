@@ -17,7 +17,7 @@ import pytest
 
 from asynccache import compiled
 from asynccache.core import settings
-from asynccache.core.cache import Ask, CacheCore
+from asynccache.core.cache import CacheCore, LeaseRequest
 from asynccache.core.eviction import EvictionPolicy
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.tree import Node, Root
@@ -116,12 +116,12 @@ def test_values_are_equal_by_content_and_can_be_copied_and_pickled() -> None:
     run = runtime()
     run.insert("abcd")
     match = run.match(spell("abcd"))
-    for value in (match, Ask(SPACE, spell("ab"), 4, 4, 4, 0), Outcome(3, Status.FAILED), run.core.statistics(),
+    for value in (match, LeaseRequest(SPACE, spell("ab"), 4, 4, 4, 0), Outcome(3, Status.FAILED), run.core.statistics(),
                   run.core.config):  # fmt: skip
         for made in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
             assert made == value
             assert type(made) is type(value)
-    assert Ask(SPACE, b"", 1, 1, 1, 0)._replace(load=False).load is False
+    assert LeaseRequest(SPACE, b"", 1, 1, 1, 0)._replace(load=False).load is False
 
 
 def test_settings_stay_as_they_were_made() -> None:

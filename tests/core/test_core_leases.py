@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import BackupHost, Clone, LoadBack, Plan, Retire, Status, Wait
 from asynccache.errors import CacheFull, InvariantViolation
 from tests.simulated.synchronous import MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
@@ -594,9 +594,9 @@ def test_commit_waits_for_swa_on_its_way_too() -> None:
 def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
     core = CacheCore(core_config("full", device=16))
     for tenant in range(20):
-        answer = core.lease(Ask(bytes([tenant]) * 32, spell("abc"), 8, 12, 0))
+        answer = core.lease(LeaseRequest(bytes([tenant]) * 32, spell("abc"), 8, 12, 0))
         assert isinstance(answer, Grant)
-        refused = core.lease(Ask(bytes([tenant, 1]) * 16, spell("a"), 0, 64, 0))
+        refused = core.lease(LeaseRequest(bytes([tenant, 1]) * 16, spell("a"), 0, 64, 0))
         assert isinstance(refused, Wait)
         core.release(answer.lease)
     assert not core.world.roots

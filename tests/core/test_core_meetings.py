@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccache.core import invalidation
-from asynccache.core.cache import Ask, Grant, Skip
+from asynccache.core.cache import Grant, LeaseRequest, Skip
 from asynccache.core.plan import BackupHost, Clone, LoadBack, More, Status
 from tests.simulated.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
 
@@ -67,7 +67,7 @@ def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
     run.insert("abcdefgh")
     run.flush()
     long = granted(run, "abcdefghi")  # pins FULL of it all, and the window at its end
-    ask = Ask(SPACE, spell("x"), 0, 4, 17 * run.page)  # takes the other window pages, and nothing of FULL
+    ask = LeaseRequest(SPACE, spell("x"), 0, 4, 17 * run.page)  # takes the other window pages, and nothing of FULL
     greedy = run.core.lease(ask)
     assert isinstance(greedy, Grant)
     run.perform(greedy.plan)

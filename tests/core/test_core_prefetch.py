@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import Begin, Grant, Join, Shape, Skip, needed_pages, usable_end
+from asynccache.core.cache import Begin, Grant, Join, PrefetchShape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, Plan, Status, Wait
 from tests.simulated.fetching import Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
@@ -56,7 +56,7 @@ def assert_idle(run: SynchronousRuntime) -> None:
 
 # arithmetic
 
-SHAPE = Shape(page_size=4, anchor=0, covered=0, length=32, window=8, swa=(), mamba=True)
+SHAPE = PrefetchShape(page_size=4, anchor=0, covered=0, length=32, window=8, swa=(), mamba=True)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ SHAPE = Shape(page_size=4, anchor=0, covered=0, length=32, window=8, swa=(), mam
         (SHAPE._replace(mamba=False), MAMBA, 32, ()),
     ],
 )
-def test_needed_pages(shape: Shape, component: int, end: int, pages: Any) -> None:
+def test_needed_pages(shape: PrefetchShape, component: int, end: int, pages: Any) -> None:
     assert tuple(needed_pages(shape, component, end)) == tuple(pages)
 
 

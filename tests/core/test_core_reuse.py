@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asynccache.core import reuse
-from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.duel import Duel
 from asynccache.core.eviction import EvictionPolicy, Learned, Order, take
 from asynccache.core.policies import POLICIES
@@ -49,7 +49,7 @@ def hits(eviction: str, requests: Requests, device: int) -> float:
     for now, text in requests:
         core.at(now)
         key, tokens = spell(text, 512), len(text) * 512
-        grant = core.lease(Ask(SPACE, key, tokens, tokens, tokens))
+        grant = core.lease(LeaseRequest(SPACE, key, tokens, tokens, tokens))
         assert isinstance(grant, Grant)
         found += grant.lease.cached // 512
         total += len(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynccache.core.cache import Ask, Grant
+from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.plan import Clone, More
 from asynccache.core.surveys import _SLICE
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
@@ -14,7 +14,7 @@ def wide(**options: int) -> SynchronousRuntime:
     """So many nodes that one slice does not do."""
     run = SynchronousRuntime(core_config(device=2 * TEXTS, host=64, publish=False, **options))  # type: ignore[arg-type]
     for i in range(TEXTS):
-        answer = run.core.lease(Ask(SPACE, spell(chr(1000 + i)), 0, 4, 4))
+        answer = run.core.lease(LeaseRequest(SPACE, spell(chr(1000 + i)), 0, 4, 4))
         assert isinstance(answer, Grant)
         run.core.commit(answer.lease, spell(chr(1000 + i)), i.to_bytes(32, "little"))
         run.core.release(answer.lease)

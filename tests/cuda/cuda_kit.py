@@ -9,7 +9,7 @@ import torch
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.settings import CudaSettings
-from asynccache.memory.cuda.streams import EngineStream
+from asynccache.memory.cuda.streams import CudaEngineStream
 from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
@@ -37,7 +37,7 @@ class SimulatedEngine:
         self.driver = driver_of(device)
         self.torch = TorchStream(self.driver.stream_create())
         stream = device.engine_stream(self.torch)
-        assert isinstance(stream, EngineStream)
+        assert isinstance(stream, CudaEngineStream)
         self.stream = stream
 
     @property

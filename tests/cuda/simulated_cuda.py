@@ -23,7 +23,7 @@ from random import Random
 import numpy as np
 import torch
 
-from asynccache.memory.cuda.driver_protocol import DriverError, Identity, Spans, Table, Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection, DeviceIdentity, DriverError, Spans, Table
 
 Clock = Counter[int]
 Piece = tuple[int, int, int]  # dst, src, size
@@ -173,8 +173,8 @@ class SimulatedCuda:
 
     # the protocol
 
-    def identity(self) -> Identity:
-        return Identity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, self._batches)
+    def identity(self) -> DeviceIdentity:
+        return DeviceIdentity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, self._batches)
 
     def use_device(self) -> None:
         with self._state:
@@ -290,7 +290,7 @@ class SimulatedCuda:
             self._check()
             self._seen |= clock
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
         self.calls["copy"] += 1
         self.calls["spans"] += len(spans.size)
         pieces = list(zip(*(array.tolist() for array in spans), strict=True))
@@ -314,7 +314,7 @@ class SimulatedCuda:
 
     # inside
 
-    def _copy(self, stream: int, towards: Towards | None, found: list[Piece], entries: int) -> None:
+    def _copy(self, stream: int, towards: CopyDirection | None, found: list[Piece], entries: int) -> None:
         with self._state:
             self._admit("copy", stream, here=True)
             number, self._copies = self._copies, self._copies + 1
@@ -407,10 +407,10 @@ class SimulatedCuda:
                     self._broken = DriverError("an illegal memory access was encountered", 700)
                 return
 
-    def _allowed(self, towards: Towards | None, pieces: Sequence[Piece]) -> bool:
+    def _allowed(self, towards: CopyDirection | None, pieces: Sequence[Piece]) -> bool:
         before = len(self.problems)
         for dst, src, size in pieces:
-            for address, on_host in ((dst, towards is Towards.OUT), (src, towards is Towards.IN)):
+            for address, on_host in ((dst, towards is CopyDirection.OUT), (src, towards is CopyDirection.IN)):
                 kinds = ((self.pinned.items(),) if on_host else ()) if towards else (self.pinned.items(),)
                 known = [*kinds, ((a, t.numel()) for a, t in self._memory.items())] if not on_host else kinds
                 if not any(a <= address and address + size <= a + n for kind in known for a, n in kind):

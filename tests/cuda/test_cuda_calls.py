@@ -20,7 +20,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels
 from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver_protocol import DriverError, Spans, Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection, DriverError, Spans
 
 STREAM, EVENT = 0x77, 0x88
 Call = tuple[Any, ...]
@@ -167,9 +167,11 @@ def test_a_thread_is_put_on_the_device(driver: CupyDriver, cupy: FakeCupy) -> No
 # copies
 
 
-@pytest.mark.parametrize(("towards", "kind"), [(Towards.IN, 1), (Towards.OUT, 2), (Towards.WITHIN, 3)])
+@pytest.mark.parametrize(
+    ("towards", "kind"), [(CopyDirection.IN, 1), (CopyDirection.OUT, 2), (CopyDirection.WITHIN, 3)]
+)
 def test_copies_name_destination_source_size_kind_stream(
-    driver: CupyDriver, cupy: FakeCupy, towards: Towards, kind: int
+    driver: CupyDriver, cupy: FakeCupy, towards: CopyDirection, kind: int
 ) -> None:
     driver.copy(STREAM, towards, Spans(*(np.array(n, np.uint64) for n in ([10, 11], [20, 21], [30, 31]))))
     assert seen(cupy.runtime.calls) == [
@@ -231,7 +233,7 @@ def test_an_error_of_cupy_is_the_drivers(driver: CupyDriver, cupy: FakeCupy) -> 
         ("streamCreateWithFlags", driver.stream_create), ("eventCreateWithFlags", driver.event_create),
         ("memGetInfo", driver.free_memory), ("getDeviceProperties", driver.identity), ("setDevice", driver.use_device),
         ("hostRegister", lambda: driver.host_register(0, 1)), ("eventRecord", lambda: driver.event_record(1, 2)),
-        ("memcpyAsync", lambda: driver.copy(STREAM, Towards.IN, Spans(*np.ones((3, 1), np.uint64)))),
+        ("memcpyAsync", lambda: driver.copy(STREAM, CopyDirection.IN, Spans(*np.ones((3, 1), np.uint64)))),
     ]  # fmt: skip
     for name, attempt in attempts:
         cupy.runtime.refuses = name

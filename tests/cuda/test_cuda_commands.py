@@ -18,9 +18,9 @@ import torch
 from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_leases, cuda_waking, doctor
 from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
-from asynccache.memory.cuda.cupy_driver import Found
+from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import DriverError, Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection, DriverError
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.settings import CudaSettings
 from tests.cuda.conftest import Make
@@ -250,7 +250,7 @@ def test_copies_that_end_before_the_products_are_no_figure(
 
     monkeypatch.setattr(cuda_copies.Pages, "submit", remember)
     monkeypatch.setattr(products, "seconds", late)
-    assert cuda_compute._beside(device, Towards.OUT, products, 1e-6, 1) is None
+    assert cuda_compute._beside(device, CopyDirection.OUT, products, 1e-6, 1) is None
     asyncio.run(device.aclose())
 
 
@@ -258,7 +258,7 @@ def test_a_copy_that_fails_is_no_time(simulated_device: Make) -> None:
     device = simulated_device(break_at=0)
     pages = cuda_copies.Pages(device, 1 << 20, 4096)
     with pytest.raises(DriverError, match="illegal memory access"):
-        cuda_copies.rate(device, pages, Towards.OUT, pages.scattered(), 1)
+        cuda_copies.rate(device, pages, CopyDirection.OUT, pages.scattered(), 1)
     asyncio.run(device.aclose())
 
 
@@ -269,7 +269,7 @@ def test_a_copy_that_fails_is_no_time(simulated_device: Make) -> None:
 def test_a_bench_that_the_gpu_ends_is_one_sentence(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: Any, says: str
 ) -> None:
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: Found("14.2.0", "13.0", 1, 13000, ""))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: FoundCuda("14.2.0", "13.0", 1, 13000, ""))
     monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(**how))
     assert main(["bench", "cuda", "--buffer", str(4 / 1024), "--rounds", "1"]) == 2
     said = capsys.readouterr().err
@@ -277,8 +277,8 @@ def test_a_bench_that_the_gpu_ends_is_one_sentence(
     assert said.count("\n") == 1
 
 
-def found() -> Found:
-    return Found("14.2.0", "13.0", 1, 13000, "", 12090)
+def found() -> FoundCuda:
+    return FoundCuda("14.2.0", "13.0", 1, 13000, "", 12090)
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_a_gpu_that_cannot_be_used_is_told(
     def refuse(name: str) -> CudaDevice:
         raise ConfigError(f"device={name}: out of memory")
 
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: Found("14.2.0", "13.0", 1, 13000, ""))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: FoundCuda("14.2.0", "13.0", 1, 13000, ""))
     monkeypatch.setattr(cuda_device, "open_device", refuse)
     monkeypatch.setattr(doctor, "nvrtc", lambda: {"compiles": False, "why": "no library"})
     assert main(["doctor"]) == 1

@@ -12,9 +12,9 @@ import torch
 from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths, kernels, pinned
-from asynccache.memory.cuda.choosing_paths import Paths, RowCopies, Side
+from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import Spans, Table, Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection, Spans, Table
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
@@ -22,7 +22,7 @@ from tests.cuda.cuda_kit import DMA, KERNEL, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
-OUT, IN, _ = Towards
+OUT, IN, _ = CopyDirection
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -109,7 +109,7 @@ async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) ->
 
 def rows(dst: np.ndarray, src: np.ndarray, *, layers: int = 1, dst_pitch: int = 64, src_pitch: int = 64) -> RowCopies:
     to, of = (np.array([side << 30 | i << 16 for i in range(layers)], np.uint64) for side in (1, 2))
-    return RowCopies(OUT, Side(to, dst, dst_pitch), Side(of, src, src_pitch), 64)
+    return RowCopies(OUT, RowSide(to, dst, dst_pitch), RowSide(of, src, src_pitch), 64)
 
 
 class Written(SimulatedCuda):
@@ -120,7 +120,7 @@ class Written(SimulatedCuda):
         self.moved: dict[int, int] = {}
         self.launched = 0
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
         for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
             self.note(dst, src, size)
         return 1
@@ -141,14 +141,14 @@ class Written(SimulatedCuda):
 
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:
-    found = Paths(rows(ids(0, 1, 2, 7, 8, 5), ids(3, 4, 5, 6, 7, 9)), DMA, 1)
+    found = RowPaths(rows(ids(0, 1, 2, 7, 8, 5), ids(3, 4, 5, 6, 7, 9)), DMA, 1)
     assert found.spans.size.tolist() == [192, 128, 64]
     assert found.spans.src.tolist() == [3 * 64, 6 * 64, 9 * 64]
     assert found.scattered.tolist() == []
 
 
 def test_rows_at_a_distance_are_pieces_of_their_own() -> None:
-    found = Paths(rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128), DMA, 2)
+    found = RowPaths(rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128), DMA, 2)
     assert found.spans.size.tolist() == [64] * 5
 
 
@@ -161,7 +161,7 @@ def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
             r = rows(dst, src, layers=layers, dst_pitch=distance)
             driver = Written()
             drivers.append(driver)
-            for call in Paths(r, settings, layers).calls(driver, 7):
+            for call in RowPaths(r, settings, layers).calls(driver, 7):
                 call()
             assert driver.moved == {
                 int(b) + int(i) * distance: int(c) + int(j) * 64
@@ -176,7 +176,7 @@ def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
 class Strict(SimulatedCuda):
     """Refuses a copy whose side on the host lies in two registrations, as the real driver does."""
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
         host = spans.dst if towards is OUT else spans.src
         for start, size in zip(host.tolist(), spans.size.tolist(), strict=True):
             self.whole(start, start + size)
@@ -211,7 +211,7 @@ async def test_no_piece_lies_in_two_registrations(
 def test_runs_end_where_a_registration_ends() -> None:
     here, there, base = np.arange(5, 21), np.arange(8, 24), np.zeros(1, np.uint64)
     for chunk, wanted in ((8, [3, 8, 5]), (0, [16])):
-        host, device = Side(base, here, 64, chunk), Side(base, there, 64)
+        host, device = RowSide(base, here, 64, chunk), RowSide(base, there, 64)
         for dst, src in ((host, device), (device, host)):
             assert RowCopies(OUT, dst, src, 64).runs()[1].tolist() == wanted
 
@@ -221,13 +221,13 @@ def test_runs_end_where_a_registration_ends() -> None:
 
 def plan(
     width: int, runs: Sequence[int], *, layers: int = 1, odd: int = 0, settings: CudaSettings | None = None
-) -> Paths:
+) -> RowPaths:
     """Runs of so many rows of ``width`` bytes each."""
     src = np.arange(sum(runs))
     dst = np.concatenate([np.arange(n) + 2 * at for n, at in zip(runs, np.cumsum([0, *runs[:-1]]), strict=True)])
     base = np.full(layers, odd, np.uint64)
-    one = RowCopies(IN, Side(base, dst, width), Side(base, src, width), width)
-    return Paths(one, settings or CudaSettings(), layers)
+    one = RowCopies(IN, RowSide(base, dst, width), RowSide(base, src, width), width)
+    return RowPaths(one, settings or CudaSettings(), layers)
 
 
 def test_long_runs_go_by_the_copy_engines_and_scattered_pages_by_the_kernel() -> None:

@@ -21,7 +21,7 @@ from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels, libcuda
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver_protocol import DriverError, Spans, Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection, DriverError, Spans
 from asynccache.memory.cuda.streams import stream_pointer
 
 ROOT = FilePath(__file__).parents[2]
@@ -251,25 +251,25 @@ def driver_on(library: FakeLibrary) -> tuple[cupy_driver.CupyDriver, Runtime]:
 def test_a_driver_that_refuses_its_first_batch_copies_one_by_one_from_then_on(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
     library.answer = 1
-    assert driver.copy(0x77, Towards.OUT, spans(3)) == 3  # entries of the driver's queue
-    assert driver.copy(0x77, Towards.IN, spans(2)) == 2
+    assert driver.copy(0x77, CopyDirection.OUT, spans(3)) == 3  # entries of the driver's queue
+    assert driver.copy(0x77, CopyDirection.IN, spans(2)) == 2
     assert [c[2:] for c in runtime.copies] == [(1, 2, 0x77), (2, 2, 0x77), (3, 2, 0x77), (1, 1, 0x77), (2, 1, 0x77)]
 
 
 def test_a_driver_that_took_a_batch_once_fails_a_later_one(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
-    assert driver.copy(0x77, Towards.OUT, spans(9)) == 2
+    assert driver.copy(0x77, CopyDirection.OUT, spans(9)) == 2
     assert runtime.copies == []
     library.answer = 1
     with pytest.raises(DriverError):
-        driver.copy(0x77, Towards.OUT, spans(3))
+        driver.copy(0x77, CopyDirection.OUT, spans(3))
 
 
 def test_a_device_that_has_failed_is_not_a_driver_without_batches(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
     library.answer = 719
     with pytest.raises(DriverError, match="719"):
-        driver.copy(0x77, Towards.OUT, spans(3))
+        driver.copy(0x77, CopyDirection.OUT, spans(3))
     assert runtime.copies == []
 
 
@@ -316,7 +316,7 @@ class TwoGpus:
 @pytest.fixture
 def gpus(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> TwoGpus:
     two = TwoGpus()
-    found = cupy_driver.Found("14", "13.0", 2, 13000, "")
+    found = cupy_driver.FoundCuda("14", "13.0", 2, 13000, "")
     monkeypatch.setattr(cupy_driver, "find", lambda: found)
     modules = SimpleNamespace(cuda=SimpleNamespace(runtime=two, driver=two))
     monkeypatch.setattr(cupy_driver, "import_module", lambda name: modules)

@@ -15,8 +15,8 @@ from asynccache.core.plan import Move
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
-from asynccache.memory.cuda.events import Context, CudaEvent
-from asynccache.memory.cuda.streams import APART, CAP, CudaStream, EngineStream, QueueFill
+from asynccache.memory.cuda.events import CudaContext, CudaEvent
+from asynccache.memory.cuda.streams import APART, CAP, CudaEngineStream, CudaStream, QueueFill
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, submitted
@@ -260,9 +260,9 @@ async def test_one_stream_of_an_engine_is_adopted_once_by_threads_that_ask_toget
 ) -> None:
     device, together = simulated_device(), threading.Barrier(2)
     stream = TorchStream(driver_of(device).stream_create())
-    adopt = EngineStream.__init__
+    adopt = CudaEngineStream.__init__
 
-    def slowly(self: EngineStream, name: str, handle: int, context: Context) -> None:
+    def slowly(self: CudaEngineStream, name: str, handle: int, context: CudaContext) -> None:
         time.sleep(0.1)  # the other one has asked by then
         adopt(self, name, handle, context)
 
@@ -270,7 +270,7 @@ async def test_one_stream_of_an_engine_is_adopted_once_by_threads_that_ask_toget
         together.wait(ENOUGH)
         return device.engine_stream(stream)
 
-    monkeypatch.setattr(EngineStream, "__init__", slowly)
+    monkeypatch.setattr(CudaEngineStream, "__init__", slowly)
     assert len(set(await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(2))))) == 1
     await device.aclose()
 

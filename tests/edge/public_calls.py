@@ -61,8 +61,8 @@ from asynccache.storage import (
     weights_digest,
 )
 from asynccache.worker import RankWorker, Topology
-from asynccache.worker.given import Given as NothingGiven
-from asynccache.worker.performing import Performer
+from asynccache.worker.embedder import EmbedderParts as NothingGiven
+from asynccache.worker.rank_performer import Performer
 from tests.edge.edge_kit import (
     Case,
     Depends,

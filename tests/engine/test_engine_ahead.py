@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from asynccache_hf import BatchRequest, ContinuousBatching
-from asynccache_hf.ahead import Prompts
+from asynccache_hf.ahead import UncomputedPrompts
 from asynccache_shim import Finish
 
 from asynccache import Hits
@@ -185,7 +185,9 @@ def test_closed_it_ends_who_waits_for_another() -> None:
 # the rule alone
 
 
-async def turn_of(prompts: Prompts, tokens: list[int], key: str | None = None) -> tuple[Any, asyncio.Task[None]]:
+async def turn_of(
+    prompts: UncomputedPrompts, tokens: list[int], key: str | None = None
+) -> tuple[Any, asyncio.Task[None]]:
     entered = prompts.enter(tokens, key)
     task = asyncio.create_task(entered.turn())
     await asyncio.sleep(0)
@@ -200,7 +202,7 @@ async def settled(*tasks: asyncio.Task[None]) -> list[bool]:
 
 @pytest.mark.asyncio
 async def test_a_prompt_waits_for_whole_pages_of_those_before_it_only() -> None:
-    prompts = Prompts(4)
+    prompts = UncomputedPrompts(4)
     first, begins = await turn_of(prompts, list(range(12)))
     _, same = await turn_of(prompts, list(range(12)))           # 8: its last token is computed in any case
     _, half = await turn_of(prompts, [0, 1, 2, 3, 4, 5, 9])     # 4
@@ -215,7 +217,7 @@ async def test_a_prompt_waits_for_whole_pages_of_those_before_it_only() -> None:
 
 @pytest.mark.asyncio
 async def test_a_prompt_that_leaves_is_waited_for_no_more() -> None:
-    prompts = Prompts(4)
+    prompts = UncomputedPrompts(4)
     first, _ = await turn_of(prompts, list(range(12)))
     second, waits = await turn_of(prompts, list(range(12)))
     third, last = await turn_of(prompts, list(range(12)))
@@ -233,7 +235,7 @@ async def test_a_prompt_that_leaves_is_waited_for_no_more() -> None:
 @pytest.mark.parametrize("seed", range(20))
 async def test_everybody_gets_a_turn_and_no_page_is_computed_by_two(seed: int) -> None:
     """Random trees of prompts; each computes page by page when it has its turn, some stop on the way."""
-    chance, prompts, pages, twice = random.Random(seed), Prompts(2), set[tuple[int, ...]](), []
+    chance, prompts, pages, twice = random.Random(seed), UncomputedPrompts(2), set[tuple[int, ...]](), []
 
     async def serve(tokens: list[int], stops: bool) -> None:
         own = prompts.enter(tokens, None)
@@ -263,7 +265,7 @@ async def test_everybody_gets_a_turn_and_no_page_is_computed_by_two(seed: int) -
 
 def test_who_waits_for_whom_is_found_in_time_that_grows_with_the_prompts_and_not_with_their_pairs() -> None:
     def cost(number: int) -> float:
-        prompts = Prompts(16)
+        prompts = UncomputedPrompts(16)
         texts = [[*range(2000), *range(5000 + i, 5100 + i)] for i in range(number)]
         before = time.process_time()
         for each in texts:

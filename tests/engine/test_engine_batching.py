@@ -359,12 +359,12 @@ def test_if_the_thread_that_generates_dies_everybody_is_told(monkeypatch: pytest
             raise MemoryError("no more")
         return usual(self)
 
-    usual = continuous.Processor.prepare_next_batch
+    usual = continuous.StepProcessor.prepare_next_batch
     with ContinuousBatching(model_of("llama"), **NAMED) as batching:
         with stopped(batching._model):
             request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
             next(iter(request))
-            monkeypatch.setattr(continuous.Processor, "prepare_next_batch", broken)
+            monkeypatch.setattr(continuous.StepProcessor, "prepare_next_batch", broken)
         with pytest.raises(MemoryError, match="no more"):
             request.result(20)
         with pytest.raises(RuntimeError, match="thread"):

@@ -13,7 +13,7 @@ import uvicorn
 from openai_serving import arrival
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
-from openai_serving.service import Served, Service
+from openai_serving.service import Service, ServiceParts
 
 SHORT = 0.3
 SOON = 60.0
@@ -27,7 +27,7 @@ TRICKLES = {
 
 
 @cache
-def served() -> Served:
+def served() -> ServiceParts:
     return openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
 
 

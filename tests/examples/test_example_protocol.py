@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from openai_serving.protocol import ApiError, ParsedRequest, parse, parse_prompt, tokens_of
-from openai_serving.text import Bytes, conversation, encode
+from openai_serving.text import ByteWords, conversation, encode
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -21,7 +21,7 @@ def chat(**more: Any) -> ParsedRequest:
 
 
 def tokens(ask: ParsedRequest) -> list[int]:
-    return tokens_of(ask.prompt, Bytes())
+    return tokens_of(ask.prompt, ByteWords())
 
 
 def refused(raw: bytes, *, is_chat: bool = False) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 from openai_serving.models import make
-from openai_serving.text import BEGIN, END, Reader, encode
+from openai_serving.text import BEGIN, END, ByteReader, encode
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.examples.server_kit import PAGE, Server, running, settled, statistics
@@ -37,7 +37,7 @@ def the_model() -> Any:
 
 def straight(prompt: str, count: int) -> str:
     """What the model says without a server and without a cache."""
-    model, tokens, reader = the_model(), encode(prompt), Reader()
+    model, tokens, reader = the_model(), encode(prompt), ByteReader()
     said = ""
     with torch.inference_mode():
         out = model(input_ids=torch.tensor([tokens]), use_cache=True)

@@ -12,7 +12,7 @@ import openai_server
 import pytest
 from openai_serving.paths import SchedulerPath
 from openai_serving.protocol import ApiError, ParsedRequest, parse
-from openai_serving.service import Choices, Served, Service
+from openai_serving.service import Choices, Service, ServiceParts
 
 from asynccache import AsyncCache
 
@@ -20,7 +20,7 @@ POISON = 255
 
 
 @cache
-def poisonable() -> Served:
+def poisonable() -> ServiceParts:
     """A model that fails of one token."""
     planned = openai_server.served(openai_server.arguments(["--device-tokens", "256", "--host-tokens", "512"]))
     path = planned.path

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_serving.text import BEGIN, END, Reader, StopStrings, conversation, encode
+from openai_serving.text import BEGIN, END, ByteReader, StopStrings, conversation, encode
 
 
 def decode(tokens: list[int]) -> str:
-    reader = Reader()
+    reader = ByteReader()
     return "".join(map(reader.put, tokens)) + reader.rest()
 
 
@@ -25,7 +25,7 @@ def test_any_text_survives_as_tokens(text: str) -> None:
 
 
 def test_a_character_is_shown_when_its_last_byte_is_there() -> None:
-    reader = Reader()
+    reader = ByteReader()
     assert [reader.put(token) for token in "é".encode()] == ["", "é"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai_serving import words
-from openai_serving.words import Checkpoint, Unspeakable
+from openai_serving.words import CheckpointWords, Unspeakable
 
 from tests.examples.checkpoints import byte_fallback, byte_level
 
@@ -22,12 +22,12 @@ def kinds() -> dict[str, Any]:
     return {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 
 
-def checkpoint(kind: str) -> Checkpoint:
+def checkpoint(kind: str) -> CheckpointWords:
     tokenizer = kinds()[kind]
-    return Checkpoint(tokenizer, len(tokenizer), frozenset((1,)))
+    return CheckpointWords(tokenizer, len(tokenizer), frozenset((1,)))
 
 
-def pieces(known: Checkpoint, tokens: list[int], before: list[int] | None = None) -> list[str]:
+def pieces(known: CheckpointWords, tokens: list[int], before: list[int] | None = None) -> list[str]:
     reader = known.reader(before or [])
     return [*map(reader.put, tokens), reader.rest()]
 
@@ -93,4 +93,4 @@ def test_a_checkpoint_without_a_chat_template_says_so() -> None:
     tokenizer = byte_level()
     tokenizer.chat_template = None
     with pytest.raises(Unspeakable, match="no chat template; /v1/completions takes a prompt"):
-        Checkpoint(tokenizer, 420, frozenset()).conversation([{"role": "user", "content": "Hi"}])
+        CheckpointWords(tokenizer, 420, frozenset()).conversation([{"role": "user", "content": "Hi"}])

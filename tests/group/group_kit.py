@@ -27,7 +27,7 @@ from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Storage, Work
 from asynccache.worker.local import LocalWorker
-from asynccache.worker.performing import Shard
+from asynccache.worker.rank_performer import Shard
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
@@ -242,7 +242,7 @@ class GroupWorld:
         worker.perform = noted  # type: ignore[method-assign]
 
     def _note_ends(self, rank: int, tell: Callable[[m.Message], None], message: m.Message) -> None:
-        if isinstance(message, m.Ended):
+        if isinstance(message, m.WorksEnded):
             for first in message.works:
                 for op in self.works.get(first, [first]):
                     self.said[op][rank] = message.status

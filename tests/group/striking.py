@@ -52,7 +52,7 @@ def babble(world: GroupWorld, rank: int) -> None:
 
 
 def say_nonsense(world: GroupWorld, rank: int) -> None:
-    world.process(rank).serving._tell(m.Ended(Status.DONE, [999_999]))
+    world.process(rank).serving._tell(m.WorksEnded(Status.DONE, [999_999]))
 
 
 def cut_all(world: GroupWorld, rank: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asynccache.worker import Topology
-from asynccache.worker.work import Kind
+from asynccache.worker.work import CopyKind
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
@@ -35,7 +35,7 @@ def test_a_backup_waits_for_a_batch_once_however_many_commits_named_it() -> None
             plain, after = worker.perform, list[tuple[int, ...]]()
 
             def perform(plan: Any) -> None:
-                after.extend(work.after for work in plan if work.kind is Kind.BACKUP)
+                after.extend(work.after for work in plan if work.kind is CopyKind.BACKUP)
                 plain(plan)
 
             worker.perform = perform  # type: ignore[method-assign]

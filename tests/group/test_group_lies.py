@@ -60,7 +60,7 @@ def answers(world: GroupWorld, name: str, lie: Lie) -> None:
 @pytest.mark.parametrize("lie", OPENED)
 def test_pools_that_cannot_be_end_the_opening(lie: str) -> None:
     def lying(said: Any) -> m.Message:
-        return m.Opened(**{name: getattr(said, name) for name in said.__struct_fields__} | OPENED[lie])
+        return m.WorkerOpened(**{name: getattr(said, name) for name in said.__struct_fields__} | OPENED[lie])
 
     told_by_name(lambda world: answers(world, "_open", lying), "opened other pools")
 
@@ -68,7 +68,7 @@ def test_pools_that_cannot_be_end_the_opening(lie: str) -> None:
 @pytest.mark.parametrize("lie", WRITTEN)
 def test_pages_that_cannot_have_been_written_end_the_group(lie: str) -> None:
     told_by_name(
-        lambda world: answers(world, "_store", lambda said: m.Written(said.call, *WRITTEN[lie])),
+        lambda world: answers(world, "_store", lambda said: m.PagesWritten(said.call, *WRITTEN[lie])),
         "wrote a batch of other operations",
     )
 
@@ -77,7 +77,7 @@ def test_pages_that_cannot_have_been_written_end_the_group(lie: str) -> None:
 def test_counters_that_cannot_be_end_the_group(lie: str) -> None:
     def tell(world: GroupWorld) -> None:
         def lying(said: Any) -> m.Message:
-            world.process(1).serving._tell(m.Counters(*COUNTED[lie]))
+            world.process(1).serving._tell(m.StoreCounters(*COUNTED[lie]))
             return said  # type: ignore[no-any-return]
 
         answers(world, "_store", lying)

@@ -94,12 +94,12 @@ def test_a_head_that_cannot_say_something_ends_the_group_and_all_are_told() -> N
                 group = cache._opened().worker
                 assert isinstance(group, WorkerGroup)
                 waiting = asyncio.create_task(cache.batch_ended(cache.send_batch()))
-                group._put(m.Delete(12345, bytes(17 << 20)))
+                group._put(m.DeletePages(12345, bytes(17 << 20)))
                 async with asyncio.timeout(60.0):
                     told += filter(None, await asyncio.gather(waiting, return_exceptions=True))
         except RankFailure as failure:
             told.append(failure)
-        assert [str(one)[:43] for one in told] == ["rank 0: the head cannot send its Delete: it"] * 2
+        assert [str(one)[:48] for one in told] == ["rank 0: the head cannot send its DeletePages: it"] * 2
         await world.group.ended()
         assert "the head cannot send its Delete" in str(world.process(1).failure)
         await world.aclose()

@@ -17,14 +17,14 @@ import pytest
 
 from asynccache.core.plan import BackupHost, Status
 from asynccache.core.settings import ComponentKind
-from asynccache.runtime.engine import Engine
+from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
-from asynccache.worker import fold
+from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
-from asynccache.worker.contract import Stored, Work
-from asynccache.worker.group import Awaited, WorkerGroup
-from asynccache.worker.performing import Performer
-from asynccache.worker.sent import SentBatches
+from asynccache.worker.contract import StoredBatch, Work
+from asynccache.worker.group import AwaitedAnswers, WorkerGroup
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.sent_batches import SentBatches
 from asynccache.worker.stages import writing
 from tests.group.random_worlds import Climate, draw, play
 from tests.simulated.links import SimulatedLink
@@ -84,7 +84,7 @@ def one_done_is_done(patch: Patch) -> None:
     """An operation is DONE, and its slots are free, when the first worker says so."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
+    def ended(self: WorkerGroup, rank: int, news: m.WorksEnded) -> None:
         reports, early = self._reports, self.__dict__.setdefault("early", set[int]())
         assert reports is not None
         if news.status is Status.DONE:
@@ -103,39 +103,41 @@ def one_done_is_done(patch: Patch) -> None:
 def failures_are_forgotten(patch: Patch) -> None:
     """An operation that failed on one worker is DONE when all have let go."""
     plain = WorkerGroup._ended
-    patch.setattr(WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, m.Ended(Status.DONE, news.works)))
+    patch.setattr(
+        WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, m.WorksEnded(Status.DONE, news.works))
+    )
 
 
 def one_failure_ends_it(patch: Patch) -> None:
     """An operation is over, and its slots are free, when the first worker fails, though others are still at it."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
+    def ended(self: WorkerGroup, rank: int, news: m.WorksEnded) -> None:
         gone: set[int] = self.__dict__.setdefault("gone", set())
         works = [first for first in news.works if first not in gone]
         if news.status is not Status.DONE:
             gone.update(works)
             for first in works:
                 self._copies[first].left = {rank}
-        plain(self, rank, m.Ended(news.status, works))
+        plain(self, rank, m.WorksEnded(news.status, works))
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
 
 def stored_when_one_has(patch: Patch) -> None:
     """An operation is stored when the first worker has written it."""
-    plain = fold.stored
+    plain = combined_answers.stored
 
-    def stored(parts: Sequence[Any], **named: Any) -> Stored:
+    def stored(parts: Sequence[Any], **named: Any) -> StoredBatch:
         failed = frozenset.intersection(*(frozenset(part.failed) for part in parts))
         return plain(parts, **named)._replace(failed=failed)
 
-    patch.setattr(fold, "stored", stored)
+    patch.setattr(combined_answers, "stored", stored)
 
 
 def failed_copies_are_forgotten(patch: Patch) -> None:
     """A worker does not remember which loads have failed on it."""
-    patch.setattr(Performer, "_ended", lambda self, status, ops: self._tell(m.Ended(status, [ops[0]])))
+    patch.setattr(Performer, "_ended", lambda self, status, ops: self._tell(m.WorksEnded(status, [ops[0]])))
 
 
 def outcomes_of_another_number(patch: Patch) -> None:
@@ -147,7 +149,7 @@ def outcomes_of_another_number(patch: Patch) -> None:
         before, last[id(self)] = last.get(id(self)), ops[0]
         plain(self, status, ops)
         if before is not None and before != ops[0] and self._loop.time() % 1 < 0.2:
-            self._tell(m.Ended(status, [before]))
+            self._tell(m.WorksEnded(status, [before]))
 
     patch.setattr(Performer, "_ended", ended)
 
@@ -164,12 +166,12 @@ def any_has_it(patch: Patch) -> None:
             Result.HIT if any(answer[i] == Result.HIT for answer in answers) else answers[0][i] for i in range(shortest)
         )
 
-    patch.setattr(fold, "worst", best)
+    patch.setattr(combined_answers, "worst", best)
 
 
 def one_is_asked(patch: Patch) -> None:
     """What the first worker says of pages stands for all."""
-    patch.setattr(fold, "worst", lambda answers: answers[0])
+    patch.setattr(combined_answers, "worst", lambda answers: answers[0])
 
 
 # order
@@ -205,20 +207,20 @@ def over_on_one(patch: Patch) -> None:
     """A batch is over when the first worker says so."""
 
     counts: dict[int, int] = {}
-    plain = Awaited.__init__
+    plain = AwaitedAnswers.__init__
 
-    def begin(self: Awaited, number: int, ranks: Collection[int]) -> None:
+    def begin(self: AwaitedAnswers, number: int, ranks: Collection[int]) -> None:
         plain(self, number, ranks)
         counts[id(self)] = len(ranks)
 
-    def is_over(self: Awaited) -> bool:
+    def is_over(self: AwaitedAnswers) -> bool:
         return not self.left or len(self.left) < counts[id(self)]
 
-    patch.setattr(Awaited, "__init__", begin)
-    patch.setattr(Awaited, "done", is_over)
+    patch.setattr(AwaitedAnswers, "__init__", begin)
+    patch.setattr(AwaitedAnswers, "done", is_over)
     plain_over = WorkerGroup._over
 
-    def over(self: WorkerGroup, rank: int, news: m.Over) -> None:
+    def over(self: WorkerGroup, rank: int, news: m.BatchOver) -> None:
         kept = self._batches.get(news.number)
         if kept is not None and len(kept.left) > 1:
             kept.left.discard(rank)
@@ -241,8 +243,8 @@ def a_batch_without_an_event_is_over(patch: Patch) -> None:
 
 def backups_name_no_batch(patch: Patch) -> None:
     """The head lists no batch for what a commit has published."""
-    plain = Engine._before
-    patch.setattr(Engine, "_before", lambda self, e: () if isinstance(e, BackupHost) else plain(self, e))
+    plain = EngineBatches._before
+    patch.setattr(EngineBatches, "_before", lambda self, e: () if isinstance(e, BackupHost) else plain(self, e))
 
 
 # which replica writes
@@ -318,7 +320,7 @@ def nobody_is_told(patch: Patch) -> None:
 
     def fail(self: WorkerGroup, failure: Any) -> None:
         if self.failure is None:
-            self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
+            self._wire.put(m.GroupLost(-1 if failure.rank is None else failure.rank, failure.reason))
             self._wire.flush()
             self.failure = failure
 

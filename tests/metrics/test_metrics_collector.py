@@ -11,7 +11,7 @@ from asynccache import AsyncCache
 from asynccache.events.publisher import PublisherStats
 from asynccache.metrics import CacheCollector, LoopLag
 from asynccache.runtime.lookups import Miss
-from asynccache.worker.stats import BOUNDS_MS, Meter
+from asynccache.worker.stats import BOUNDS_MS, StageMeter
 from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -136,7 +136,7 @@ async def test_lag_and_events_are_told_if_there_are_any() -> None:
 
 
 def test_a_latency_falls_into_the_bucket_that_holds_it() -> None:
-    meter = Meter()
+    meter = StageMeter()
     for milliseconds in (0.01, 0.05, 0.06, 10_000.0, 10_001.0):
         meter.took(milliseconds / 1e3)
     counts = meter.histogram().counts

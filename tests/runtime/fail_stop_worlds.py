@@ -29,7 +29,7 @@ from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
 from asynccache.memory.faults import Faults
-from asynccache.runtime import parts as parts_module
+from asynccache.runtime import cache_parts as parts_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
 from tests.runtime.fail_stop_kit import Injected, Injector, armed

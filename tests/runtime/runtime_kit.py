@@ -15,10 +15,10 @@ from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
+from asynccache.runtime.cache_parts import CacheParts
 from asynccache.runtime.driving import holding
 from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.parts import Parts
 from asynccache.storage import StorageBackend
 from asynccache.worker.local import LocalWorker
 from tests.waiting import turns as turns
@@ -46,7 +46,7 @@ def settings(
     return CacheConfig(model="test", components=tuple(components), page_size=PAGE, **more)
 
 
-def parts(cache: AsyncCache) -> Parts:
+def parts(cache: AsyncCache) -> CacheParts:
     assert cache._parts is not None
     return cache._parts
 
@@ -90,7 +90,7 @@ async def settled(cache: AsyncCache) -> None:
     driver = parts(cache).driver
     while True:
         async with holding(driver.lock):
-            driver.settle()
+            driver.apply_outcomes()
         if not len(driver.ops):
             return
         await driver.ops.any(tuple(driver.ops)[:1])

@@ -176,8 +176,8 @@ async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other() -> Non
     ended.close()
     async with opened(settings(device=8), idle=False) as cache:
         lease = await cache.lease(text(8)).__aenter__()
-        lease._door = copy.copy(lease._door)
-        lease._door.loop = ended
+        lease._parts = copy.copy(lease._parts)
+        lease._parts.loop = ended
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             del lease

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asynccache import AsyncCache, CacheFull, PrefetchStatus
-from asynccache.core.cache import Begin, Join, Opened, Skip, Wait
+from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip, Wait
 from asynccache.runtime import claims
 from asynccache.runtime import prefetching as prefetch
 from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
@@ -200,7 +200,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         tries: list[bytes] = []
         core, ask = parts(cache).core, parts(cache).core.prefetch_open
 
-        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> Opened | Wait | Join | Skip:
+        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
             tries.append(key)
             return ask(space, key, begin)
 

@@ -81,7 +81,7 @@ async def test_a_backup_held_back_before_the_tree_is_forgotten_is_never_stored()
             await turns()
             ready.open()
             await until(lambda: driver.unapplied > 0)
-            driver.settle()
+            driver.apply_outcomes()
             assert driver.saving, "the ack began a backup_storage"
         await resetting
         await settled(cache)

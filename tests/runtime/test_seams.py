@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asynccache.core.plan import Outcome
+from asynccache.runtime.cache_parts import FREEZE_EVERY, Freezer
 from asynccache.runtime.driving import acquire, holding
-from asynccache.runtime.freezing import FREEZE_EVERY, Freezer
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 
@@ -24,7 +24,7 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
         async with holding(driver.lock):  # the ack task cannot come by
             await until(lambda: driver.unapplied == 1)
             assert cache.statistics().core.operations["backup_host"] == 1
-            driver.settle()
+            driver.apply_outcomes()
             assert cache.statistics().core.operations["backup_host"] == 0
 
 

@@ -175,7 +175,7 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
             await turns()  # the ack task has taken it out of the queue, and waits for the lock
             assert driver.acks.empty()
             assert driver.unapplied == 1
-            driver.settle()
+            driver.apply_outcomes()
             assert driver.unapplied == 0
             assert cache.statistics().core.operations["backup_host"] == 0
 

@@ -11,22 +11,22 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
-from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import More, Status, Wait
 from asynccache.runtime import hashing
-from asynccache.runtime.claims import Claims
+from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding
 from asynccache.runtime.hashing import Chain, namespace_digest
-from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle
-from asynccache.runtime.saving import unsaved
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, PrefetchHandle
+from asynccache.runtime.saving_and_forgetting import unsaved
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
-    claims = Claims(Driver(CacheCore(settings().core())))
-    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims)
+    claims = HandleClaims(Driver(CacheCore(settings().core())))
+    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), CachedOnArrival(0, 0), 0.0, 1, lambda: None, claims)
     handle = PrefetchHandle(prefetch)
 
     async def wait() -> PrefetchResult:
@@ -176,7 +176,7 @@ async def test_a_survey_that_waits_for_the_tree_asks_about_what_came_meanwhile()
         async with holding(driver.lock):
             survey = asyncio.create_task(unsaved(driver))
             await turns(3)
-            grant = driver.core.lease(Ask(b"new", key, 0, 2 * PAGE, 0))
+            grant = driver.core.lease(LeaseRequest(b"new", key, 0, 2 * PAGE, 0))
             assert isinstance(grant, Grant)
             driver.perform(driver.core.commit(grant.lease, key, b"").plan)
             driver.perform(driver.core.release(grant.lease))

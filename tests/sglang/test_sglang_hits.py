@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from asynccache_sglang.hits import Hits, PoolPresence, fold, leading
+from asynccache_sglang.hits import PoolPresence, RestorablePages, fold, leading
 
 
 def test_leading_stops_at_the_first_that_is_not_there() -> None:
@@ -12,18 +12,18 @@ def test_leading_stops_at_the_first_that_is_not_there() -> None:
 
 
 def test_kv_alone() -> None:
-    assert fold("kv", [True, True, False, True], []) == Hits(2, {"kv": 2}, [1, 2])
-    assert fold("kv", [False, True], [PoolPresence("swa", [True, True], 1)]) == Hits(0, {}, [])
+    assert fold("kv", [True, True, False, True], []) == RestorablePages(2, {"kv": 2}, [1, 2])
+    assert fold("kv", [False, True], [PoolPresence("swa", [True, True], 1)]) == RestorablePages(0, {}, [])
 
 
 def test_all_pages_end_at_the_first_hole() -> None:
     asked = [PoolPresence("indexer", [True, True, False, True])]
-    assert fold("kv", [True] * 4, asked) == Hits(2, {"kv": 4, "indexer": 2}, [1, 2])
+    assert fold("kv", [True] * 4, asked) == RestorablePages(2, {"kv": 4, "indexer": 2}, [1, 2])
 
 
 def test_trailing_pages_can_be_there_for_five_and_not_for_four() -> None:
     asked = [PoolPresence("mamba", [True, False, False, False, True], 1)]
-    assert fold("kv", [True] * 5, asked) == Hits(5, {"kv": 5, "mamba": 5}, [1, 5])
+    assert fold("kv", [True] * 5, asked) == RestorablePages(5, {"kv": 5, "mamba": 5}, [1, 5])
 
 
 def test_a_prefix_shorter_than_the_window_needs_what_there_is_of_it() -> None:
@@ -32,7 +32,7 @@ def test_a_prefix_shorter_than_the_window_needs_what_there_is_of_it() -> None:
 
 def test_pools_that_end_at_different_pages_have_nothing_in_common() -> None:
     asked = [PoolPresence("swa", [False, False, True], 1), PoolPresence("mamba", [False, True, False], 1)]
-    assert fold("kv", [True] * 3, asked) == Hits(0, {"kv": 3, "swa": 3, "mamba": 2}, [])
+    assert fold("kv", [True] * 3, asked) == RestorablePages(0, {"kv": 3, "swa": 3, "mamba": 2}, [])
 
 
 def test_any_pools_at_all() -> None:

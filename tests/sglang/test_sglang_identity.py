@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from asynccache_sglang import identity
-from asynccache_sglang.identity import PageMake, ServerOptions, Shard
-from asynccache_sglang.options import Options
+from asynccache_sglang.identity import ModelShard, PageMake, ServerOptions
+from asynccache_sglang.options import SglangOptions
 
 from asynccache import ConfigError
 
 SERVER = ServerOptions("0.5.23", model_path="some/model", load_format="auto", kv_cache_dtype="auto")
-SHARD = Shard(0, 2, 0, 1, 0, 1, 0, 1, replicated=False)
+SHARD = ModelShard(0, 2, 0, 1, 0, 1, 0, 1, replicated=False)
 KIND = PageMake("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096), sharded=True)
 
 
@@ -70,17 +70,17 @@ def test_keys_of_two_pools_are_never_the_same() -> None:
 
 
 def test_the_users_namespace_stands_for_the_weights() -> None:
-    assert identity.weights(Options(("memory:",), namespace="v1"), SERVER) == "namespace v1"
+    assert identity.weights(SglangOptions(("memory:",), namespace="v1"), SERVER) == "namespace v1"
 
 
 def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.safetensors").write_bytes(b"weights")
     server = SERVER._replace(model_path=str(tmp_path))
-    before = identity.weights(Options(("memory:",)), server)
-    assert identity.weights(Options(("memory:",), model=str(tmp_path)), SERVER) == before
+    before = identity.weights(SglangOptions(("memory:",)), server)
+    assert identity.weights(SglangOptions(("memory:",), model=str(tmp_path)), SERVER) == before
     (tmp_path / "a.safetensors").write_bytes(b"other weights")
-    assert identity.weights(Options(("memory:",)), server) != before
+    assert identity.weights(SglangOptions(("memory:",)), server) != before
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.Mo
 )
 def test_where_neither_can_be_had_it_is_refused_in_a_sentence(server: ServerOptions, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
-        identity.weights(Options(("memory:",)), server)
+        identity.weights(SglangOptions(("memory:",)), server)
     assert '"namespace" to a text that you change whenever the weights change' in str(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from asynccache_sglang.options import OF_SGLANG, Options, placed, resolve
+from asynccache_sglang.options import OF_SGLANG, SglangOptions, placed, resolve
 
 from asynccache import ConfigError
 
@@ -14,7 +14,7 @@ NAMED = {"backend_name": "asynccache", "module_path": "asynccache_sglang.storage
 
 def test_what_sglang_itself_reads_is_no_option_of_ours() -> None:
     given = dict.fromkeys(OF_SGLANG, "x") | {"interface_v1": 1, "storage": "memory:"}
-    assert resolve(given) == Options(("memory:",), interface_v1=True)
+    assert resolve(given) == SglangOptions(("memory:",), interface_v1=True)
 
 
 def test_all_options() -> None:
@@ -22,7 +22,7 @@ def test_all_options() -> None:
         "storage": ["memory:", "file:/var/kv"], "namespace": "7b 2026-11", "model": "/models/7b", "timeout": 2,
         "lookup_timeout": 0.5, "staging": "64MiB", "store_options": {"concurrency": 4},
     }  # fmt: skip
-    assert resolve(NAMED | given) == Options(
+    assert resolve(NAMED | given) == SglangOptions(
         ("memory:", "file:/var/kv"), "7b 2026-11", "/models/7b", 2.0, 0.5, 64 << 20, {"concurrency": "4"}, False
     )
 

@@ -22,9 +22,9 @@ if find_spec("sglang") is None:
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("full", "full layer_first", "mla", "mla layer_first", "swa", "mamba", "copies")
 POOLS = {
-    "full": {"kv": "Parts"}, "full layer_first": {"kv": "Parts"}, "mla": {"kv": "Direct"},
-    "mla layer_first": {"kv": "Parts"}, "swa": {"kv": "Parts", "swa": "Parts"},
-    "mamba": {"kv": "Parts", "mamba": "Parts"}, "copies": {"kv": "Whole"},
+    "full": {"kv": "PartViews"}, "full layer_first": {"kv": "PartViews"}, "mla": {"kv": "DirectPages"},
+    "mla layer_first": {"kv": "PartViews"}, "swa": {"kv": "PartViews", "swa": "PartViews"},
+    "mamba": {"kv": "PartViews", "mamba": "PartViews"}, "copies": {"kv": "WholePages"},
 }  # fmt: skip
 PROMPT = 24
 

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
-from asynccache_shim.job import Job
+from asynccache_shim.scheduled_request import ScheduledRequest
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
 from asynccache.core import audit
@@ -308,7 +308,7 @@ async def _close(backend: SimulatedBackend) -> None:
 def look_closely(world: World, patch: Callable[[Any, str, Any], None]) -> None:
     """Have the world's report say which commits and releases named the last batch, of those that came after the first
     one; and see to it that no token leaves while a load that it stands on is under way anywhere."""
-    commit, release, append = Lease.commit, Lease.release, Job.append
+    commit, release, append = Lease.commit, Lease.release, ScheduledRequest.append
 
     def note(batch: object) -> None:
         shards = world.scheduler._board.shards
@@ -325,12 +325,12 @@ def look_closely(world: World, patch: Callable[[Any, str, Any], None]) -> None:
             note(after)
         release(self, after, ended)
 
-    def append_late(self: Job, token: int) -> None:
+    def append_late(self: ScheduledRequest, token: int) -> None:
         assert self.lease is not None
         assert not self.lease.loading, "a token leaves before the load that it stands on has ended everywhere"
         append(self, token)
 
-    patch(Job, "append", append_late)
+    patch(ScheduledRequest, "append", append_late)
     patch(Lease, "commit", commit_named)
     patch(Lease, "release", release_named)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from asynccache_shim import Matched
 from asynccache_shim.admission import (
-    Offer,
-    Shape,
-    Slots,
+    CacheShape,
+    LeaseOffer,
+    SlotCounts,
     check_fits,
     cut_offers,
     demand,
@@ -21,13 +21,13 @@ from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
 from asynccache import CacheFull
 from tests.shim.shim_kit import PAGE, config
 
-SHAPE = Shape(page_size=4, window=16, capacity=Slots(100, 40, 8))
+SHAPE = CacheShape(page_size=4, window=16, capacity=SlotCounts(100, 40, 8))
 
 
 def test_the_shape_of_a_cache() -> None:
     shape = shape_of(config(64, swa=12, window=10, mamba=3))
-    assert shape == Shape(PAGE, 10, Slots(64, 12, 3))
-    assert shape_of(config(64)) == Shape(PAGE, 0, Slots(64, 0, 0))
+    assert shape == CacheShape(PAGE, 10, SlotCounts(64, 12, 3))
+    assert shape_of(config(64)) == CacheShape(PAGE, 0, SlotCounts(64, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -46,51 +46,52 @@ def test_the_windows_budget(extend: int, remaining: int, more: int, tokens: int)
 
 def test_load_back_is_charged_at_the_first_gate_in_whole_pages() -> None:
     free = demand(SHAPE, 32, 32, 0, Matched())
-    assert free == Slots(8, 9, 2)
+    assert free == SlotCounts(8, 9, 2)
     match = Matched(0, 40, host_hit_length=9, swa_host_hit_length=5, mamba_host_hit_length=1)
     loading = demand(SHAPE, 32, 32, 0, match)
-    assert loading == Slots(8 + 3, 9 + 2, 2 + 1)
+    assert loading == SlotCounts(8 + 3, 9 + 2, 2 + 1)
 
 
 def test_the_second_gate_leaves_load_back_to_the_lease() -> None:
-    assert offer(SHAPE, 100, 32, 10) == Offer(chunk=32, swa_chunk=36, states=2)
-    assert offer(SHAPE._replace(window=0, capacity=Slots(9)), 3, 32, 10) == Offer(chunk=3, swa_chunk=1, states=0)
+    assert offer(SHAPE, 100, 32, 10) == LeaseOffer(chunk=32, swa_chunk=36, states=2)
+    small = SHAPE._replace(window=0, capacity=SlotCounts(9))
+    assert offer(small, 3, 32, 10) == LeaseOffer(chunk=3, swa_chunk=1, states=0)
 
 
 def test_the_first_gate_keeps_a_page_for_each_that_grows() -> None:
-    assert passes(Slots(5, 4, 1), Slots(7, 6, 1), 2)
-    assert not passes(Slots(5, 4, 1), Slots(6, 6, 1), 2)
-    assert not passes(Slots(5, 4, 1), Slots(7, 5, 1), 2)
-    assert not passes(Slots(5, 4, 1), Slots(7, 6, 0), 2)
-    assert passes(Slots(5), Slots(7), 2)
+    assert passes(SlotCounts(5, 4, 1), SlotCounts(7, 6, 1), 2)
+    assert not passes(SlotCounts(5, 4, 1), SlotCounts(6, 6, 1), 2)
+    assert not passes(SlotCounts(5, 4, 1), SlotCounts(7, 5, 1), 2)
+    assert not passes(SlotCounts(5, 4, 1), SlotCounts(7, 6, 0), 2)
+    assert passes(SlotCounts(5), SlotCounts(7), 2)
 
 
 def test_alone_the_window_of_the_own_prefix_is_left_out_of_the_room() -> None:
-    two_windows = SHAPE._replace(capacity=Slots(100, 8, 0))
+    two_windows = SHAPE._replace(capacity=SlotCounts(100, 8, 0))
     cut = cut_offers(two_windows, offer(two_windows, 100, 64, 10), matched=40)
-    assert cut[0] == Offer(chunk=16, swa_chunk=16, states=0)
-    assert cut[-1] == Offer(chunk=4, swa_chunk=4, states=0)
+    assert cut[0] == LeaseOffer(chunk=16, swa_chunk=16, states=0)
+    assert cut[-1] == LeaseOffer(chunk=4, swa_chunk=4, states=0)
 
 
 def test_alone_without_a_match_everything_is_offered() -> None:
-    assert cut_offers(SHAPE, Offer(32, 36, 2), matched=0)[0] == Offer(32, 36, 2)
+    assert cut_offers(SHAPE, LeaseOffer(32, 36, 2), matched=0)[0] == LeaseOffer(32, 36, 2)
 
 
 def test_an_offer_is_cut_to_one_page_and_one_state() -> None:
-    chunks = [terms.chunk for terms in cut_offers(SHAPE, Offer(40, 44, 2), 0)]
+    chunks = [terms.chunk for terms in cut_offers(SHAPE, LeaseOffer(40, 44, 2), 0)]
     assert chunks == sorted(chunks, reverse=True)
-    assert cut_offers(SHAPE, Offer(40, 44, 2), 0)[-1] == Offer(4, 4, 1)
-    assert cut_offers(SHAPE, Offer(2, 18, 2), 0)[-1] == Offer(2, 2, 1)
+    assert cut_offers(SHAPE, LeaseOffer(40, 44, 2), 0)[-1] == LeaseOffer(4, 4, 1)
+    assert cut_offers(SHAPE, LeaseOffer(2, 18, 2), 0)[-1] == LeaseOffer(2, 2, 1)
 
 
 def test_what_could_not_run_alone_is_refused() -> None:
     check_fits(SHAPE, 400)
     with pytest.raises(CacheFull, match="FULL"):
         check_fits(SHAPE, 401)
-    check_fits(SHAPE._replace(capacity=Slots(100, 6, 0)), 400)
+    check_fits(SHAPE._replace(capacity=SlotCounts(100, 6, 0)), 400)
     with pytest.raises(CacheFull, match="window"):
-        check_fits(SHAPE._replace(capacity=Slots(100, 5, 0)), 400)
-    check_fits(SHAPE._replace(capacity=Slots(100, 5, 0)), 20)
+        check_fits(SHAPE._replace(capacity=SlotCounts(100, 5, 0)), 400)
+    check_fits(SHAPE._replace(capacity=SlotCounts(100, 5, 0)), 20)
 
 
 class Job:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from asynccache_shim import Batch, Checkpoint, Chunk, Sampling, payload
-from asynccache_shim.payload import ChunkPart, Payload, PayloadReader, PayloadWriter, Table
+from asynccache_shim.payload import ChunkPart, Payload, PayloadReader, PayloadWriter, TableChange
 from msgspec import structs
 
 from asynccache import ConfigError
@@ -194,17 +194,17 @@ def is_seen() -> None:
         play_all(range(WORLDS))
 
 
-def _without_changes(old: Any, new: Any) -> Table | None:
+def _without_changes(old: Any, new: Any) -> TableChange | None:
     kept = min(len(old), len(new))
-    return Table(kept, b"", payload._as_bytes(new[kept:]))
+    return TableChange(kept, b"", payload._as_bytes(new[kept:]))
 
 
-def _that_never_shrink(old: Any, new: Any) -> Table | None:
+def _that_never_shrink(old: Any, new: Any) -> TableChange | None:
     table = DIFFERENCE(old, new)
     return None if table is not None and not table.tail and not table.changes else table
 
 
-def _changed_in_place(old: Any, table: Table | None) -> Any:
+def _changed_in_place(old: Any, table: TableChange | None) -> Any:
     if table is None or table.tail or table.kept != len(old):
         return APPLIED(old, table)
     old.flags.writeable = True
@@ -271,13 +271,13 @@ def test_a_step_of_decoding_weighs_little_however_long_the_request_is() -> None:
         b"", b"nonsense", encode([[], [[1]]]),
         encode(Payload((), (ChunkPart(1, 0, 5, b"", None, None, b"", None, True, None),))),
         encode(Payload((), (
-            ChunkPart(1, 0, 1, bytes(4), Table(3, b"", b""), None, b"", None, True, None),
+            ChunkPart(1, 0, 1, bytes(4), TableChange(3, b"", b""), None, b"", None, True, None),
         ))),
         encode(Payload((), (
-            ChunkPart(1, 0, 1, bytes(4), Table(0, b"123", bytes(4)), None, b"", None, True, None),
+            ChunkPart(1, 0, 1, bytes(4), TableChange(0, b"123", bytes(4)), None, b"", None, True, None),
         ))),
         encode(Payload((), (
-            ChunkPart(1, 0, 1, bytes(4), Table(0, b"\xff" * 4 + bytes(4), bytes(4)), None, b"", None, True, None),
+            ChunkPart(1, 0, 1, bytes(4), TableChange(0, b"\xff" * 4 + bytes(4), bytes(4)), None, b"", None, True, None),
         ))),
     ],
     ids=shown,

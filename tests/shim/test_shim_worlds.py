@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from asynccache_shim import Finish, Limits, Matched, Request, admitting
-from asynccache_shim.admission import Shape, Slots, demand
+from asynccache_shim.admission import CacheShape, SlotCounts, demand
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -206,7 +206,9 @@ def test_load_back_left_out_of_the_reservation_is_seen(monkeypatch: pytest.Monke
     def without_loads(self: Leases, ask: Any, target: int, loads: Sequence[Any]) -> tuple[list[int], list[int]]:
         return needs(self, ask, target, ())
 
-    def without_surcharge(shape: Shape, extend: int, remaining_chunk: int, more: int, match: Matched) -> Slots:
+    def without_surcharge(
+        shape: CacheShape, extend: int, remaining_chunk: int, more: int, match: Matched
+    ) -> SlotCounts:
         return demand(shape, extend, remaining_chunk, more, Matched())
 
     monkeypatch.setattr(Leases, "_needs", without_loads)

@@ -12,7 +12,7 @@ from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage.records import pool_digest, store_layout
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.pool_layout import PoolMap
 from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
 
 ALL, TRAILING = HitPolicy

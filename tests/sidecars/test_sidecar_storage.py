@@ -17,7 +17,7 @@ from asynccache.runtime import fetching as fetch
 from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result, StorageBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.pool_layout import PoolMap
 from tests.runtime.runtime_kit import parts, settled
 from tests.sidecars.sidecar_kit import (
     STACKS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from asynccache.core.cache import Begin, Join, Opened, Shape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.cache import Begin, Join, PrefetchBegun, PrefetchShape, Skip, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Plan, Wait
 from tests.simulated.synchronous import FULL, HOST, MAMBA, SPACE, SWA, Slots, SynchronousRuntime
 
@@ -19,12 +19,12 @@ class Fetch:
     """One prefetch. ``unreadable``: (component, page) that storage has but fails to give."""
 
     def __init__(
-        self, runtime: SynchronousRuntime, opened: Opened, key: bytes, space: bytes,
+        self, runtime: SynchronousRuntime, opened: PrefetchBegun, key: bytes, space: bytes,
         unreadable: Collection[tuple[int, int]] = (),
     ) -> None:
         self.runtime = runtime
         self.op = opened.op
-        self.shape: Shape = opened.shape
+        self.shape: PrefetchShape = opened.shape
         self.chain = runtime.chain(space, key)
         self.unreadable = unreadable
         self.full = Slots()
@@ -118,7 +118,7 @@ def open_fetch(
 ) -> Fetch | Wait | Join | Skip:
     """Open a prefetch; what the core says where it does not begin."""
     answer = runtime.core.prefetch_open(space, key, begin)
-    if isinstance(answer, Opened):
+    if isinstance(answer, PrefetchBegun):
         fetch = Fetch(runtime, answer, key, space, unreadable)
         runtime.perform(answer.plan)
         return fetch

@@ -21,20 +21,20 @@ from random import Random
 
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
+from asynccache.worker.admitting_ranks import Workers
 from asynccache.worker.contract import Device, Storage
-from asynccache.worker.gathering import Workers
-from asynccache.worker.given import Given
+from asynccache.worker.embedder import EmbedderParts
 from asynccache.worker.messages import Hello, encode
-from asynccache.worker.performing import Shard
-from asynccache.worker.rank import RankWorker
-from asynccache.worker.serving import Serving, serving
+from asynccache.worker.rank_performer import Shard
+from asynccache.worker.rank_worker import RankWorker
+from asynccache.worker.serving import WorkerEnd, serving
 from asynccache.worker.topology import Topology
 
 _TIMEOUT = 30.0
 
 
 class SimulatedLink:
-    """One end. ``peer``: the other one. ``timeout``: see ``Link``. ``frames``: how many were sent from here;
+    """One end. ``peer``: the other one. ``timeout``: see ``RankLink``. ``frames``: how many were sent from here;
     ``cut_at``: the frame from here that does not arrive any more."""
 
     def __init__(self, random: Random, delay: float, timeout: float) -> None:
@@ -59,11 +59,11 @@ class SimulatedLink:
 
     @property
     def ended(self) -> bool:
-        """See ``Link``."""
+        """See ``RankLink``."""
         return self._ended
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._heard, self._lost = heard, lost
         asyncio.get_running_loop().call_soon(self._go_on)
 
@@ -75,7 +75,7 @@ class SimulatedLink:
             self._tell()
 
     def send(self, frame: bytes) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         assert frame
         if self._ended or self._left:
             return
@@ -121,18 +121,18 @@ class SimulatedLink:
         self.peer.end(RankFailure("closed the connection"))
 
     def patience(self, seconds: float | None) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._patience = self.timeout if seconds is None else seconds
 
     async def aclose(self) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         if not self._ended and not self._left:
             self._left, self._lost = True, None
             self._post(None)
         await asyncio.sleep(self.delay)
 
     def abort(self) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._lost = None
         if not self._ended:
             self._ended = True
@@ -189,7 +189,7 @@ class SimulatedWorker:
         self.link = link
         self.failure: BaseException | None = None
         self.opened = asyncio.Event()
-        self.serving = Serving(link, rank, group.topology, Given(device, None, locate), shard)
+        self.serving = WorkerEnd(link, rank, group.topology, EmbedderParts(device, None, locate), shard)
         self.task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._run(), name=f"worker {rank}")
 
     def __repr__(self) -> str:

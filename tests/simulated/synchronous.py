@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 from asynccache.core import audit
-from asynccache.core.cache import Ask, CacheCore, Grant, Lease, Match, Unsaved
+from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest, Match, Unsaved
 from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
@@ -96,7 +96,7 @@ class Job:
 class Running:
     """A request that holds a lease: the engine's side of it. ``computed``: tokens whose KV is there."""
 
-    def __init__(self, runtime: SynchronousRuntime, lease: Lease, space: bytes, key: bytes) -> None:
+    def __init__(self, runtime: SynchronousRuntime, lease: CoreLease, space: bytes, key: bytes) -> None:
         self.runtime = runtime
         self.lease = lease
         self.space = space
@@ -247,7 +247,7 @@ class SynchronousRuntime:
         """What ``commit`` wants to be told: nothing when nobody would ever use it."""
         return b"".join(self.chain(space, key)) if self.core.world.has_host or self.config.publish else b""
 
-    def table(self, lease: Lease, component: int) -> Slots:
+    def table(self, lease: CoreLease, component: int) -> Slots:
         """A lease's page table."""
         return Slots.of(self.core.pages(lease, component))
 
@@ -258,11 +258,13 @@ class SynchronousRuntime:
 
     # requests
 
-    def ask(self, key: bytes, new: int = 0, space: bytes = SPACE, states: int = 3, limit: int | None = None) -> Ask:
+    def ask(
+        self, key: bytes, new: int = 0, space: bytes = SPACE, states: int = 3, limit: int | None = None
+    ) -> LeaseRequest:
         """A request for ``key`` and ``new`` more tokens."""
         tokens = len(key) // 4
         limit = max(0, tokens - 1) if limit is None else limit
-        return Ask(space, key, limit, tokens + new, tokens + new, states if MAMBA in self.kinds else 0)
+        return LeaseRequest(space, key, limit, tokens + new, tokens + new, states if MAMBA in self.kinds else 0)
 
     def lease(self, key: bytes, new: int = 0, **options: int | bytes | None) -> Running | None:
         """A running request, or None if it would have to wait."""

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from asynccache.storage import REFUSED, Breaker, BreakerState, Permit
-from asynccache.storage.breaker import Report, best_off
+from asynccache.storage.breaker import CallReport, best_off
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -140,13 +140,13 @@ def test_it_knows_how_often_and_how_long_it_was_not_closed() -> None:
 
 def test_a_call_is_heard_once() -> None:
     breaker = Breaker(threshold=2)
-    call = Report(breaker, given(breaker, 0.0), "read")
+    call = CallReport(breaker, given(breaker, 0.0), "read")
     for _ in range(3):
         call.failure(0.0)
     call.success(0.0)
     call.abandon()
     assert_state(breaker, BreakerState.CLOSED)
-    Report(breaker, given(breaker, 0.0), "read").failure(0.0)
+    CallReport(breaker, given(breaker, 0.0), "read").failure(0.0)
     assert_state(breaker, BreakerState.OPEN)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import FileRun, Files, Moved, ThreadIO, read_runs
-from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
-from asynccache_backends.file.index import Index
-from asynccache_backends.file.reads import BATCHES, Stretch, find_stretches, plan_reads
+from asynccache_backends.file.aio import FileHandles, FileRun, RunsMoved, ThreadIO, read_runs
+from asynccache_backends.file.blocks import BLOCK_BYTES, PageGroup, group_bytes
+from asynccache_backends.file.index import FileIndex
+from asynccache_backends.file.reads import BATCHES, GroupStretch, find_stretches, plan_reads
 from asynccache_backends.file.segments import list_segments
 from asynccache_backends.file.settings import usual_segment
 
@@ -190,14 +190,14 @@ class HeldIO(ThreadIO):
         backend._state.io.close()
         backend._state.io = self
 
-    def write(self, files: Files, run: FileRun) -> asyncio.Future[Moved]:
+    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
         if self.error is not None:
-            return self._answer(Moved([0], self.error, False))
+            return self._answer(RunsMoved([0], self.error, False))
         return self._hold(super().write(files, run))
 
-    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
+    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
         if self.error is not None:
-            return self._answer(Moved([0] * len(runs), self.error, False))
+            return self._answer(RunsMoved([0] * len(runs), self.error, False))
         return self._hold(super().read(files, runs))
 
     def release_all(self) -> None:
@@ -342,16 +342,16 @@ async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
 PAGES = keys_of(1000)
 
 
-def _index(groups: int = 1, length: int = FULL, segment: int = 1, first: int = 0) -> Index:
+def _index(groups: int = 1, length: int = FULL, segment: int = 1, first: int = 0) -> FileIndex:
     """An index of groups of 40 pages, side by side."""
-    index = Index()
+    index = FileIndex()
     for i in range(groups):
         keys = PAGES[first + 40 * i : first + 40 * i + 40]
-        index.add(Group(segment, i * group_bytes(length, 40), length, b"".join(k.key + bytes(64) for k in keys)))
+        index.add(PageGroup(segment, i * group_bytes(length, 40), length, b"".join(k.key + bytes(64) for k in keys)))
     return index
 
 
-def _find(index: Index, which: Sequence[int], length: int = FULL) -> list[Stretch]:
+def _find(index: FileIndex, which: Sequence[int], length: int = FULL) -> list[GroupStretch]:
     """The stretches of pages, all of which are there and of that length."""
     records = [Record(aligned(64), memoryview(bytearray(length)))] * len(which)
     stretches, wrong = find_stretches(index, [PAGES[i] for i in which], records)
@@ -431,7 +431,7 @@ def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path
     fd = os.open(path, os.O_RDONLY)
     buffers = [memoryview(bytearray(5000)) for _ in range(3)]
     runs = [FileRun(at, 5000, [buffer]) for at, buffer in zip((0, -5, 18000), buffers, strict=True)]
-    moved = read_runs(Files(fd, None), runs)
+    moved = read_runs(FileHandles(fd, None), runs)
     os.close(fd)
     assert moved.bytes == [5000, 0, 2000]
     assert moved.error is not None
@@ -447,10 +447,10 @@ async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp
     backend = _backend(store)
 
     class OneBad(ThreadIO):
-        def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
+        def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
             (run,) = runs
-            future: asyncio.Future[Moved] = asyncio.get_running_loop().create_future()
-            future.set_result(Moved([run.length // 2], OSError(errno.EIO, "bad sector"), False))
+            future: asyncio.Future[RunsMoved] = asyncio.get_running_loop().create_future()
+            future.set_result(RunsMoved([run.length // 2], OSError(errno.EIO, "bad sector"), False))
             return future
 
     backend._state.io.close()

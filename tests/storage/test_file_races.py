@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import FileRun, Files, Moved, ThreadIO
+from asynccache_backends.file.aio import FileHandles, FileRun, RunsMoved, ThreadIO
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result
@@ -38,10 +38,10 @@ class HeldReads(ThreadIO):
         backend._state.io.close()
         backend._state.io = self
 
-    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
+    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
         done = super().read(files, runs)
 
-        async def held() -> Moved:
+        async def held() -> RunsMoved:
             self.asked.set()
             await self.gate.wait()
             return await done

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.blocks import ENTRY_BYTES, Group, pack_block
+from asynccache_backends.file.blocks import ENTRY_BYTES, PageGroup, pack_block
 from asynccache_backends.file.files import Folder
 from asynccache_backends.file.folder import Manifest, _digest
 from asynccache_backends.file.snapshot import MAGIC, pack
@@ -265,9 +265,9 @@ async def test_a_snapshot_that_verifies_and_says_nonsense_is_not_believed(store:
 async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> None:
     """It verifies, and what follows it in the arithmetic would not fit any field."""
     seed = seed_of(store)
-    group = Group(1, 0, (1 << 63) + 1, bytes(ENTRY_BYTES * 42))
+    group = PageGroup(1, 0, (1 << 63) + 1, bytes(ENTRY_BYTES * 42))
     (store / "index.snapshot").write_bytes(b"".join(pack({1: 0}, [group], seed)))
-    block = pack_block(Group(2, 0, 1 << 62, bytes(ENTRY_BYTES * 42)), seed)
+    block = pack_block(PageGroup(2, 0, 1 << 62, bytes(ENTRY_BYTES * 42)), seed)
     (store / "segment-0000000000000002.kv").write_bytes(block + bytes(8192))
     opened = await open_at(store)
     assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58

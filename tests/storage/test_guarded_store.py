@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
-from asynccache.storage.call_limits import READ, WRITE, Places
+from asynccache.storage.call_guard import READ, WRITE, CallPlaces
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -136,7 +136,7 @@ async def test_with_one_place_the_read_that_waits_is_next(loop: SimulatedLoop) -
 @pytest.mark.parametrize("lane", [READ, WRITE])
 def test_places_are_given_in_order_and_a_cancelled_one_goes_to_the_next(lane: Any) -> None:
     async def world(loop: SimulatedLoop) -> None:
-        places = Places(1)
+        places = CallPlaces(1)
         assert places.take_now(lane)
         got: list[int] = []
 

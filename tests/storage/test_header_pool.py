@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynccache.storage.headers import HeaderPool
+from asynccache.storage.checked import HeaderPool
 
 
 @pytest.mark.asyncio

@@ -18,7 +18,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Closed, Pages, ParsedUrl, Result, StoreLayout
-from asynccache.storage.loop_thread import Serving
+from asynccache.storage.loop_thread import StoreThread
 from tests.storage.pages_kit import (
     FAILED,
     HIT,
@@ -317,7 +317,7 @@ def test_so_does_a_system_that_has_no_thread_left(monkeypatch: pytest.MonkeyPatc
 
 
 def test_so_does_an_interrupt_in_the_moment_when_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(Serving):
+    class Interrupted(StoreThread):
         def __init__(self, name: str) -> None:
             super().__init__(name)
             opened = self._opened.result
@@ -328,7 +328,7 @@ def test_so_does_an_interrupt_in_the_moment_when_they_are_open(monkeypatch: pyte
 
             monkeypatch.setattr(self._opened, "result", interrupted)
 
-    monkeypatch.setattr("asynccache.storage.pages.Serving", Interrupted)
+    monkeypatch.setattr("asynccache.storage.pages.StoreThread", Interrupted)
     before, made, raised = thread_names(), memory(), list[BaseException]()
 
     def opening() -> None:

@@ -32,7 +32,7 @@ from asynccache.storage import (
     parse_url,
 )
 from asynccache.storage.records import store_layout
-from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import local, serve, settings, text
 
@@ -117,15 +117,15 @@ def one(hostile: StorageBackend, size: int) -> Store:
 def near(hostile: StorageBackend, size: int) -> Store:
     """Asked first, and given what the farther one has."""
     tiers = TieredStore()
-    tiers.attach(Attached(checked(hostile, size), StoreOptions("near")))
-    tiers.attach(Attached(checked(MemoryBackend(), size), StoreOptions("far")))
+    tiers.attach(AttachedStore(checked(hostile, size), StoreOptions("near")))
+    tiers.attach(AttachedStore(checked(MemoryBackend(), size), StoreOptions("far")))
     return tiers
 
 
 def far(hostile: StorageBackend, size: int) -> Store:
     tiers = TieredStore()
-    tiers.attach(Attached(checked(MemoryBackend(), size), StoreOptions("near")))
-    tiers.attach(Attached(checked(hostile, size), StoreOptions("far")))
+    tiers.attach(AttachedStore(checked(MemoryBackend(), size), StoreOptions("near")))
+    tiers.attach(AttachedStore(checked(hostile, size), StoreOptions("far")))
     return tiers
 
 

@@ -15,7 +15,7 @@ from asynccache.errors import BackendError
 from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, open_store, opening
 from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import PROMOTION_POOL
-from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import SimulatedBackend
@@ -97,7 +97,7 @@ async def test_of_two_who_close_all_stores_both_succeed(loop: SimulatedLoop) -> 
             await asyncio.sleep(0.1)
 
     store = TieredStore(threads=0)
-    store.attach(Attached(CheckedStore(Slow(SimulatedBackend(Random(1))), LAYOUT, threads=0), StoreOptions("a")))
+    store.attach(AttachedStore(CheckedStore(Slow(SimulatedBackend(Random(1))), LAYOUT, threads=0), StoreOptions("a")))
     await asyncio.gather(store.aclose(), store.aclose())
     assert not store._leaving
 
@@ -121,8 +121,8 @@ class Picky(WrappedBackend):
 @in_world
 async def test_where_a_store_refuses_the_memory_for_promotions_nothing_is_attached(loop: SimulatedLoop) -> None:
     store = TieredStore(threads=0)
-    store.attach(Attached(CheckedStore(Picky(PROMOTION_POOL), LAYOUT, threads=0), StoreOptions("a")))
-    far = Attached(CheckedStore(SimulatedBackend(Random(2)), LAYOUT, threads=0), StoreOptions("b"))
+    store.attach(AttachedStore(CheckedStore(Picky(PROMOTION_POOL), LAYOUT, threads=0), StoreOptions("a")))
+    far = AttachedStore(CheckedStore(SimulatedBackend(Random(2)), LAYOUT, threads=0), StoreOptions("b"))
     with pytest.raises(BackendError, match=PROMOTION_POOL):
         store.attach(far)
     assert store.names == ("a",)

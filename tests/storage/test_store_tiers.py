@@ -14,8 +14,8 @@ import pytest
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.storage.options import StoreOptions
-from asynccache.storage.promotion import Ring, Wanted
-from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.promotion import LackingPages, PromotionRing
+from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate
@@ -75,7 +75,7 @@ def tiers(*backends: SimulatedBackend, policies: Sequence[StoreOptions] = (), ro
     store = TieredStore(threads=0, room=room)
     named = {options.name: options for options in policies}
     for name, backend in zip("abc", backends, strict=False):
-        store.attach(Attached(checked(backend), named.get(name, StoreOptions(name))))
+        store.attach(AttachedStore(checked(backend), named.get(name, StoreOptions(name))))
     return store
 
 
@@ -319,7 +319,7 @@ async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: Si
 
     store = tiers()
     for key, payload in zip(KEYS[:3], payloads(KEYS[:3]), strict=True):
-        await store.promotions.offer([key], [payload], [Wanted(Target(), [0])], 0)
+        await store.promotions.offer([key], [payload], [LackingPages(Target(), [0])], 0)
     await began.wait()
     async with store.promotions.paused([KEYS[0]]):
         assert not put
@@ -335,8 +335,8 @@ async def test_who_may_be_promoted_to_knows_where_the_pages_lie(loop: SimulatedL
     near, middle, far = Backend("near"), Backend("middle"), Backend("far")
     store = tiers(near, policies=[StoreOptions("b", promote=False)])
     assert near.registered == ["#headers"]
-    store.attach(Attached(checked(far), StoreOptions("c")))
-    store.attach(Attached(checked(middle), StoreOptions("b", promote=False)), 1)
+    store.attach(AttachedStore(checked(far), StoreOptions("c")))
+    store.attach(AttachedStore(checked(middle), StoreOptions("b", promote=False)), 1)
     assert near.registered == ["#headers", "#promotions"]
     assert middle.registered == far.registered == ["#headers"]
     await store.aclose()
@@ -344,7 +344,7 @@ async def test_who_may_be_promoted_to_knows_where_the_pages_lie(loop: SimulatedL
 
 def test_a_ring_lends_nothing_twice() -> None:
     for seed in range(20):
-        random, ring = Random(seed), Ring(1000)
+        random, ring = Random(seed), PromotionRing(1000)
         held: list[Any] = []
         for _ in range(300):
             start, end = ring.room()
@@ -372,7 +372,8 @@ async def test_large_copies_are_made_in_a_thread() -> None:
     content = [Random(i).randbytes(300_000) for i in range(8)]
     keys = [PageKey("p", bytes([i]) * 32) for i in range(8)]
     promotions = store.promotions
-    await promotions.offer(keys, [memoryview(bytearray(page)) for page in content], [Wanted(Target(), range(8))], 0)
+    views = [memoryview(bytearray(page)) for page in content]
+    await promotions.offer(keys, views, [LackingPages(Target(), range(8))], 0)
     await promotions.idle()
     assert pages == content
     assert promotions.counts["promoted"] == 8
@@ -384,7 +385,7 @@ async def test_large_copies_are_made_in_a_thread() -> None:
 async def test_what_was_read_before_something_was_forgotten_is_not_promoted_after(loop: SimulatedLoop) -> None:
     near = Backend("near")
     store = tiers(near)
-    wanted = [Wanted(store.find("a"), range(8))]
+    wanted = [LackingPages(store.find("a"), range(8))]
     era = store.promotions.era
     async with store.promotions.paused():
         await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.era)
@@ -405,14 +406,14 @@ async def test_what_was_read_before_something_was_forgotten_is_not_promoted_afte
 async def test_names_and_positions(loop: SimulatedLoop) -> None:
     store = tiers(Backend("near"), Backend("far"))
     with pytest.raises(ConfigError, match="name="):
-        store.attach(Attached(checked(Backend("other")), StoreOptions("a")))
+        store.attach(AttachedStore(checked(Backend("other")), StoreOptions("a")))
     with pytest.raises(ConfigError, match="position"):
-        store.attach(Attached(checked(Backend("other")), StoreOptions("c")), 3)
+        store.attach(AttachedStore(checked(Backend("other")), StoreOptions("c")), 3)
     with pytest.raises(ConfigError, match="a, b"):
         store.find(None)
     with pytest.raises(ConfigError, match=r"'x'.*a, b"):
         store.find("x")
-    store.attach(Attached(checked(Backend("other")), StoreOptions("c")), 1)
+    store.attach(AttachedStore(checked(Backend("other")), StoreOptions("c")), 1)
     assert store.names == ("a", "c", "b")
     store.detach(store.find("c"))
     store.detach(store.find("a"))
@@ -444,7 +445,7 @@ async def test_who_is_inside_a_store_that_leaves_finishes_and_nobody_else_enters
 async def test_what_is_not_ours_is_not_closed(loop: SimulatedLoop) -> None:
     mine, yours = Backend("mine"), Backend("yours")
     store = tiers(mine)
-    store.attach(Attached(checked(yours), StoreOptions("yours"), owned=False), 0)
+    store.attach(AttachedStore(checked(yours), StoreOptions("yours"), owned=False), 0)
     store.detach(store.find("yours"))
     await store.aclose()
     assert (mine.closed_times, yours.closed_times) == (1, 0)
@@ -488,7 +489,7 @@ class Crowd:
         backend = Backend(name, self.hostility, self.loop.seed)
         options = StoreOptions(name, write=self.random.random() < 0.8, promote=self.random.random() < 0.8)
         self.backends.append(backend)
-        self.store.attach(Attached(checked(backend), options), self.random.randint(0, len(self.store.names)))
+        self.store.attach(AttachedStore(checked(backend), options), self.random.randint(0, len(self.store.names)))
 
     async def change(self) -> None:
         match self.random.randrange(4):

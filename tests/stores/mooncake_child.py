@@ -19,9 +19,9 @@ from threading import Thread
 from typing import Any, Self
 
 from asynccache_backends.mooncake import MooncakeBackend
-from asynccache_backends.mooncake.client import Client, library
+from asynccache_backends.mooncake.client import MooncakeClient, library
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.mooncake.transfers import Attempt
+from asynccache_backends.mooncake.transfers import CallAttempt
 
 from asynccache.cli.meter import run_delay
 from asynccache.errors import Unavailable
@@ -185,13 +185,13 @@ class Worker:
     async def leave_inside(self) -> dict[str, Any]:
         """A thread that nobody waits for, inside the client."""
         names = [f"inside{i}" for i in range(64)]
-        Thread(target=lambda: self.backend._transfers.exists(Attempt(), names), daemon=True).start()
+        Thread(target=lambda: self.backend._transfers.exists(CallAttempt(), names), daemon=True).start()
         await asyncio.sleep(0.05)
         return {}
 
     async def misuse(self, url: str) -> dict[str, Any]:
         """Call the real client before set-up and after close, which it does not survive if anybody gets in."""
-        client, refused = Client(library().MooncakeDistributedStore), 0
+        client, refused = MooncakeClient(library().MooncakeDistributedStore), 0
         options = settings_of(parse_url(url)).client
         for step in ("nothing", "set up", "close"):
             if step == "set up":

@@ -300,7 +300,7 @@ async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     one = await acquire(options)
     users, begun, go_on, set_up = one.users, threading.Event(), threading.Event(), shared._acquire
 
-    def slow(options: ClientOptions, host: str) -> shared.Shared:
+    def slow(options: ClientOptions, host: str) -> shared.SharedClient:
         begun.set()
         go_on.wait(10)
         return set_up(options, host)

@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from asynccache_backends.mooncake.client import ENVIRONMENT, Client, ClientState, library, prepare
+from asynccache_backends.mooncake.client import ENVIRONMENT, ClientState, MooncakeClient, library, prepare
 from asynccache_backends.mooncake.settings import ClientOptions, HostPort
 
 from asynccache.errors import ConfigError, Unavailable
@@ -37,14 +37,14 @@ class Library:
         return 0
 
 
-def ready(library: Library) -> Client:
-    client = Client(lambda: library)
+def ready(library: Library) -> MooncakeClient:
+    client = MooncakeClient(lambda: library)
     client.set_up(OPTIONS, "10.0.0.7")
     return client
 
 
 def test_a_new_client_lets_nobody_in() -> None:
-    client = Client(Library)
+    client = MooncakeClient(Library)
     with pytest.raises(Unavailable, match="NEW"), client:
         pytest.fail("inside")
     client.close()
@@ -61,7 +61,7 @@ def test_set_up_opens_the_door() -> None:
 
 def test_a_failed_set_up_leaves_it_shut() -> None:
     library = Library(-1)
-    client = Client(lambda: library)
+    client = MooncakeClient(lambda: library)
     with pytest.raises(Unavailable, match=r"10\.0\.0\.1:50051"):
         client.set_up(OPTIONS, "h")
     with pytest.raises(Unavailable, match="CLOSED"), client:
@@ -112,7 +112,7 @@ def test_close_waits_for_those_inside_and_lets_nobody_else_in() -> None:
             assert closing.is_alive()
             leave.set()
     assert library.calls == ["setup", "close"]
-    assert repr(client) == "Client(CLOSED, calls=0)"
+    assert repr(client) == "MooncakeClient(CLOSED, calls=0)"
 
 
 def test_an_error_inside_opens_the_way_out() -> None:

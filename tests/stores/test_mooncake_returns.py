@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from asynccache_backends.mooncake import backend as module
 from asynccache_backends.mooncake.backend import MooncakeBackend
-from asynccache_backends.mooncake.client import Client
+from asynccache_backends.mooncake.client import MooncakeClient
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.mooncake.shared import Shared
+from asynccache_backends.mooncake.shared import SharedClient
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Result, parse_url
@@ -84,10 +84,10 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def opened(library: Scripted) -> AsyncIterator[MooncakeBackend]:
     settings = settings_of(parse_url(f"mooncake://{HOST}:{free_port()}"))  # nobody listens there
-    client = Client(lambda: library)
+    client = MooncakeClient(lambda: library)
     client.set_up(settings.client, HOST)
     kind: Any = type("Module", (), {"ReplicateConfig": ReplicateConfig})
-    backend = MooncakeBackend(settings, Shared(settings.client, client, kind))
+    backend = MooncakeBackend(settings, SharedClient(settings.client, client, kind))
     yield backend
     await backend.aclose()
 

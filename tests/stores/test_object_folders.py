@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from asynccache_backends.object_store import ObjectBackend
-from asynccache_backends.object_store.names import Clock
+from asynccache_backends.object_store.names import NameClock
 from asynccache_backends.object_store.packs import Pack, pack_entries, trailer_of
-from asynccache_backends.object_store.snapshot import IndexSnapshot as Saved
+from asynccache_backends.object_store.snapshot import PackIndexSnapshot as Saved
 from asynccache_backends.object_store.snapshot import _checksum, pack_snapshot, parse_snapshot
 
 from asynccache.cli.main import main
@@ -120,7 +120,7 @@ async def test_what_is_no_object_is_refused_by_name(
 ) -> None:
     await use(folder_url(tmp_path / "s"))
     if kind == "new":
-        path = tmp_path / "s" / "packs" / Clock().name()
+        path = tmp_path / "s" / "packs" / NameClock().name()
     else:
         found = objects(tmp_path / "s", "index" if kind == "index" else "packs")
         path = next(path for path in found if (path.suffix == ".dead") == (kind == "tomb"))
@@ -149,7 +149,7 @@ async def test_a_pack_that_becomes_a_fifo_while_it_is_used_fails_its_pages_and_n
         os.mkfifo(first)
         assert await get(store, KEYS) == [FAILED] * 20
         assert await get(store, some_keys("other", 5)) == [HIT] * 5
-        os.mkfifo(tmp_path / "s" / "packs" / Clock().name())
+        os.mkfifo(tmp_path / "s" / "packs" / NameClock().name())
         await bare(store)._catalog.refresh(full=True)
         assert await get(store, KEYS) == [MISS] * 20, "a list has no FIFOs in it"
 
@@ -159,7 +159,7 @@ def test_the_commands_answer_in_a_sentence(
     tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asyncio.run(use(folder_url(tmp_path / "s")))
-    os.mkfifo(path := tmp_path / "s" / "packs" / Clock().name())
+    os.mkfifo(path := tmp_path / "s" / "packs" / NameClock().name())
     more = ["--yes"] if action == "clear" else []
     assert main(["store", action, f"object-file:{tmp_path}/s", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -176,7 +176,7 @@ async def test_an_object_of_a_tebibyte_is_not_read(tmp_path: Path) -> None:
     await use(folder_url(tmp_path / "s"))
     (index,) = objects(tmp_path / "s", "index")
     os.truncate(index, 1 << 40)
-    clock = Clock()
+    clock = NameClock()
     for name in (clock.name(), f"{clock.name()}.dead"):
         (tmp_path / "s" / "packs" / name).touch()
         os.truncate(tmp_path / "s" / "packs" / name, 1 << 40)
@@ -226,7 +226,7 @@ async def test_an_index_that_says_it_is_from_the_future_hides_nothing(tmp_path: 
     await use(folder_url(tmp_path / "s"))
     for path in objects(tmp_path / "s", "index"):
         path.unlink()
-    name = Clock().name()
+    name = NameClock().name()
     data = pack_snapshot(Saved(1e300, [], {}), SCHEMA)
     (tmp_path / "s" / "index" / name).write_bytes(data)
     async with opened(folder_url(tmp_path / "s")) as store:
@@ -237,7 +237,7 @@ async def test_an_index_that_says_it_is_from_the_future_hides_nothing(tmp_path: 
 async def test_a_footer_that_claims_more_than_its_object_has_is_left_out(tmp_path: Path) -> None:
     await use(folder_url(tmp_path / "s"))
     entries = pack_entries([KEYS[0].key], [bytes(64)], [1 << 40], [0])
-    (tmp_path / "s" / "packs" / Clock().name()).write_bytes(entries + trailer_of(entries, SCHEMA))
+    (tmp_path / "s" / "packs" / NameClock().name()).write_bytes(entries + trailer_of(entries, SCHEMA))
     async with opened(folder_url(tmp_path / "s")) as store:
         assert isinstance(store, CheckedStore)
         assert await get(store, KEYS) == [MISS] + [HIT] * 19

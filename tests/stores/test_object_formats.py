@@ -7,8 +7,8 @@ from hashlib import sha256
 
 import pytest
 from asynccache_backends.object_store.collect import groups
-from asynccache_backends.object_store.index import Index
-from asynccache_backends.object_store.names import Clock, first_name, is_name, stamp_of
+from asynccache_backends.object_store.index import PackIndex
+from asynccache_backends.object_store.names import NameClock, first_name, is_name, stamp_of
 from asynccache_backends.object_store.packs import (
     ENTRY_BYTES,
     MAX_RECORDS,
@@ -21,7 +21,7 @@ from asynccache_backends.object_store.packs import (
     trailer_of,
 )
 from asynccache_backends.object_store.snapshot import (
-    IndexSnapshot,
+    PackIndexSnapshot,
     pack_snapshot,
     pack_tomb,
     parse_snapshot,
@@ -47,7 +47,7 @@ def footer_of(numbers: list[int]) -> bytes:
     return entries + trailer_of(entries, RECORD_SCHEMA)
 
 
-def pack_of(clock: Clock, numbers: list[int]) -> Pack:
+def pack_of(clock: NameClock, numbers: list[int]) -> Pack:
     return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, entries_of(numbers))
 
 
@@ -91,10 +91,10 @@ def test_a_pack_of_another_schema_is_foreign() -> None:
 
 
 def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
-    clock = Clock()
+    clock = NameClock()
     first, second = pack_of(clock, [1, 2]), pack_of(clock, [3])
     tombs = {clock.name(): (key_of(1), key_of(9)), clock.name(): ()}
-    data = pack_snapshot(IndexSnapshot(12.5, [first, second], tombs), RECORD_SCHEMA)
+    data = pack_snapshot(PackIndexSnapshot(12.5, [first, second], tombs), RECORD_SCHEMA)
     found = parse_snapshot(memoryview(data), RECORD_SCHEMA)
     assert found is not None
     assert (found.cursor, found.tombs) == (12.5, tombs)
@@ -111,7 +111,7 @@ def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
 
 
 def test_a_tombstone_comes_back_and_no_flipped_bit_goes_unseen() -> None:
-    name, data = Clock().name(), pack_tomb([key_of(1), key_of(2)])
+    name, data = NameClock().name(), pack_tomb([key_of(1), key_of(2)])
     assert parse_tomb(name, data) == (key_of(1), key_of(2))
     assert parse_tomb("../" + name, data) is None
     for at in range(len(data)):
@@ -122,7 +122,7 @@ def test_a_tombstone_comes_back_and_no_flipped_bit_goes_unseen() -> None:
 
 def test_names_sort_by_time_and_never_go_back() -> None:
     now = [1000.0]
-    clock = Clock(lambda: now[0])
+    clock = NameClock(lambda: now[0])
     names = [clock.name() for _ in range(5)]
     now[0] = 900.0
     names += [clock.name()]
@@ -155,7 +155,7 @@ class Model:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_index_answers_as_a_model_does(seed: int) -> None:
-    rng, clock, index, model = random.Random(seed), Clock(), Index(), Model()
+    rng, clock, index, model = random.Random(seed), NameClock(), PackIndex(), Model()
     told: set[bytes] = set()
 
     def tell(there: bool, keys: object) -> None:
@@ -189,7 +189,7 @@ def test_the_index_answers_as_a_model_does(seed: int) -> None:
         check(index, model, told)
 
 
-def check(index: Index, model: Model, told: set[bytes]) -> None:
+def check(index: PackIndex, model: Model, told: set[bytes]) -> None:
     holders = {number: holder for number in range(12) if (holder := model.holder(number)) is not None}
     assert set(index.keys()) == {key_of(number) for number in holders} == told
     assert index.pages == len(holders)

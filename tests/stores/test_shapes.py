@@ -18,7 +18,7 @@ from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
 from asynccache.storage import PageKey, Result, open_store
 from asynccache.storage.records import store_layout
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.pool_layout import PoolMap
 from tests.sidecars.sidecar_kit import deepseek, everything, needed, opened, page_hashes, serve, solid, stack, text
 from tests.stores.each import KINDS, fresh_seed, store_url
 

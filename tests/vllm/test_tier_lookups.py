@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynccache_vllm.lookups import HIT_KEPT, MISS_KEPT, KeyAnswer, KeyTable, Question
+from asynccache_vllm.lookups import HIT_KEPT, MISS_KEPT, ChunkQuestion, KeyAnswer, KeyTable
 
 from asynccache.storage import Result
 
@@ -18,7 +18,7 @@ def living(*requests: str) -> KeyTable:
     return lookups
 
 
-def asked(lookups: KeyTable, now: float) -> Question:
+def asked(lookups: KeyTable, now: float) -> ChunkQuestion:
     question = lookups.take(now)
     assert question is not None
     return question

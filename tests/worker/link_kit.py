@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from asynccache.errors import RankFailure
-from asynccache.worker.link import Link, StreamLink
+from asynccache.worker.link import RankLink, StreamLink
 from asynccache.worker.sockets import Listener, open_link, open_listener
 from tests.waiting import until
 
@@ -19,7 +19,7 @@ ANYWHERE = "127.0.0.1:0"
 class Ear:
     """Hears a link. ``then``: called with every frame."""
 
-    def __init__(self, link: Link, then: Callable[[bytes], None] = lambda _: None) -> None:
+    def __init__(self, link: RankLink, then: Callable[[bytes], None] = lambda _: None) -> None:
         self.frames: list[bytes] = []
         self.lost: list[str] = []
         self.at: list[int] = []
@@ -58,9 +58,9 @@ class Pair(NamedTuple):
 @asynccontextmanager
 async def connected(address: str = ANYWHERE, timeout: float = 30.0) -> AsyncIterator[Pair]:
     """A link that is there; nobody has begun to listen to it."""
-    heads: list[Link] = []
+    heads: list[RankLink] = []
 
-    def take(hello: bytes, link: Link) -> bytes:
+    def take(hello: bytes, link: RankLink) -> bytes:
         heads.append(link)
         return b"welcome, " + hello
 

@@ -11,16 +11,16 @@ import pytest
 from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import Move, Status
 from asynccache.worker import messages as m
-from asynccache.worker.layout import FULL
-from asynccache.worker.sent import EngineBatch, SentBatches
-from asynccache.worker.work import Kind, Work
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.sent_batches import EngineBatch, SentBatches
+from asynccache.worker.work import CopyKind, Work
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
 from tests.worker.test_waiting_threads import Opened, opened
 
 
 def overs(worker: Opened) -> list[m.Message]:
-    return [message for message in worker.told if isinstance(message, m.Over)]
+    return [message for message in worker.told if isinstance(message, m.BatchOver)]
 
 
 @pytest.mark.asyncio
@@ -47,7 +47,7 @@ async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_
         assert [str(error) for error in told] == ["batch 1 was ended before"] * 3
         assert not overs(worker)
         await asyncio.sleep(0.01)
-        assert overs(worker) == [m.Over(1, "")]
+        assert overs(worker) == [m.BatchOver(1, "")]
         assert await worker.face.heard(1) is None
 
 
@@ -105,13 +105,13 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
         performer._failed.add(7)
         slots = bytes(4)
         performer.take(m.SendBatch(8, b"", (7,)))
-        performer.take(m.Forget(7))
-        performer.take(m.Perform(Work(Kind.LOAD, [9], (Move(FULL, slots, slots),))))
+        performer.take(m.ForgetLoad(7))
+        performer.take(m.PerformWork(Work(CopyKind.LOAD, [9], (Move(FULL, slots, slots),))))
         with pytest.raises(CopyFailed):
             await worker.face.layer(performer.batches.find(8), 0)
         performer.take(m.SendBatch(10, b"", (7,)))
         await worker.face.layer(performer.batches.find(10), 0)
-        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, m.Ended))
+        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, m.WorksEnded))
 
 
 @pytest.mark.asyncio
@@ -135,7 +135,7 @@ async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_c
             worker.face.wait_layers(worker.stream, batch, 0)
         with pytest.raises(RankFailure, match="rank 0: OSError: the driver is gone"):
             await anext(worker.face)
-        assert m.Died("OSError: the driver is gone") in worker.told
+        assert m.WorkerDied("OSError: the driver is gone") in worker.told
 
 
 @pytest.mark.asyncio
@@ -198,7 +198,8 @@ async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not
         worker.performer.local.engine_event = lambda event: event  # type: ignore[method-assign, assignment, return-value]
         batch.end(Broken())
         await asyncio.sleep(0.01)
-        assert [one for one in worker.told if isinstance(one, m.Died)] == [m.Died("OSError: an illegal memory access")]
+        died = [one for one in worker.told if isinstance(one, m.WorkerDied)]
+        assert died == [m.WorkerDied("OSError: an illegal memory access")]
         assert not overs(worker)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from asynccache.core.plan import BackupHost, Clone, Copy, LoadBack, Move
 from asynccache.worker.joining import joined
 from asynccache.worker.link import MOST_FRAME
-from asynccache.worker.messages import Perform, encode
-from asynccache.worker.work import Kind, Work
+from asynccache.worker.messages import PerformWork, encode
+from asynccache.worker.work import CopyKind, Work
 
 
 @dataclass
@@ -34,11 +34,11 @@ def test_backups_that_follow_each_other_are_one_work_and_nothing_overtakes() -> 
         return [Batch(3), Batch(5)] if effect.op in (4, 5) else []
 
     assert joined(effects, before) == [
-        Work(Kind.BACKUP, [1, 2, 3], (move(0, 1, 2, 3), move(1, 7, 8))),
-        Work(Kind.LOAD, [4], (move(0, 4),), 0, (3, 5)), Work(Kind.LOAD, [5], (move(0, 5),), 0, (3, 5)),
-        Work(Kind.LOAD, [6], (move(0, 6),)),
-        Work(Kind.CLONE, [7], (move(2, 1),), 6), Work(Kind.CLONE, [8], (move(2, 2),), 6),
-        Work(Kind.BACKUP, [9], (move(0, 9),)),
+        Work(CopyKind.BACKUP, [1, 2, 3], (move(0, 1, 2, 3), move(1, 7, 8))),
+        Work(CopyKind.LOAD, [4], (move(0, 4),), 0, (3, 5)), Work(CopyKind.LOAD, [5], (move(0, 5),), 0, (3, 5)),
+        Work(CopyKind.LOAD, [6], (move(0, 6),)),
+        Work(CopyKind.CLONE, [7], (move(2, 1),), 6), Work(CopyKind.CLONE, [8], (move(2, 2),), 6),
+        Work(CopyKind.BACKUP, [9], (move(0, 9),)),
     ]  # fmt: skip
     assert asked == [1, 4, 5, 6, 7, 8, 9], "backups that follow each other wait for the same"
 
@@ -53,4 +53,4 @@ def test_a_work_has_a_bound() -> None:
 def test_an_operation_that_can_be_sent_alone_can_be_sent_behind_others() -> None:
     large = (MOST_FRAME - 4096) // 2
     effects = [BackupHost(1, (move(0, 1),)), BackupHost(2, (Move(0, bytes(large), bytes(large)),))]
-    assert all(len(encode(Perform(work))) <= MOST_FRAME for work in joined(effects, lambda _: ()))
+    assert all(len(encode(PerformWork(work))) <= MOST_FRAME for work in joined(effects, lambda _: ()))

@@ -15,14 +15,14 @@ import pytest
 
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import sockets
-from asynccache.worker.link import LENGTH, MOST_FRAME, Link
+from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink
 from asynccache.worker.sockets import (
     GREETING,
     MOST_HELLO,
     NONCE,
     NOT_AUTHENTICATED,
     PROOF,
-    Address,
+    ListenAddress,
     Listener,
     _proof,
     find_secret,
@@ -41,10 +41,10 @@ class Head:
 
     def __init__(self, *refuse: bytes) -> None:
         self.hellos: list[bytes] = []
-        self.links: list[Link] = []
+        self.links: list[RankLink] = []
         self._refuse = refuse
 
-    def take(self, hello: bytes, link: Link) -> bytes:
+    def take(self, hello: bytes, link: RankLink) -> bytes:
         if hello in self._refuse:
             raise RankFailure(f"{hello.decode()} came late: the group is complete")
         self.hellos.append(hello)
@@ -296,7 +296,7 @@ async def test_a_refusal_reaches_the_worker_as_a_sentence() -> None:
 
 @pytest.mark.asyncio
 async def test_frames_that_are_sent_while_a_worker_is_taken_come_after_its_welcome() -> None:
-    def take(hello: bytes, link: Link) -> bytes:
+    def take(hello: bytes, link: RankLink) -> bytes:
         link.send(b"first of all")
         ears.append(Ear(link))
         return b"welcome"
@@ -446,14 +446,14 @@ async def test_many_workers_and_strangers_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("127.0.0.1:7011", Address("127.0.0.1", 7011)),
-        ("[::1]:7011", Address("::1", 7011)),
-        ("[fe80::1%eth0]:1", Address("fe80::1%eth0", 1)),
-        ("head-0.model.svc:0", Address("head-0.model.svc", 0)),
-        ("unix:/tmp/a b", Address(path="/tmp/a b")),
+        ("127.0.0.1:7011", ListenAddress("127.0.0.1", 7011)),
+        ("[::1]:7011", ListenAddress("::1", 7011)),
+        ("[fe80::1%eth0]:1", ListenAddress("fe80::1%eth0", 1)),
+        ("head-0.model.svc:0", ListenAddress("head-0.model.svc", 0)),
+        ("unix:/tmp/a b", ListenAddress(path="/tmp/a b")),
     ],
 )
-def test_addresses(text: str, found: Address) -> None:
+def test_addresses(text: str, found: ListenAddress) -> None:
     assert parse_address(text) == found
     assert str(found) == text
 

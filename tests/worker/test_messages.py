@@ -10,8 +10,8 @@ from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Re
 from asynccache.core.plan import BackupStorage, Move, Status, StoredPages
 from asynccache.storage import StoreOptions
 from asynccache.worker import messages as m
-from asynccache.worker.contract import Asked, Read
-from asynccache.worker.work import Kind, Work
+from asynccache.worker.contract import ReadOrder, StoreQuestion
+from asynccache.worker.work import CopyKind, Work
 
 CONFIG = CacheConfig(
     model="m", page_size=4, storage=("file:/a?name=x", "redis://b"), prefetch_policy=PrefetchPolicy.BEST_EFFORT,
@@ -24,34 +24,36 @@ CONFIG = CacheConfig(
 )  # fmt: skip
 MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 ORDERS: list[m.Message] = [
-    m.Open(1, m.settings_of(CONFIG)), m.Ready(), m.Perform(Work(Kind.BACKUP, [6, 7], MOVES, 0, (1, 2))),
-    m.Perform(Work(Kind.LOAD, [8], MOVES)), m.Perform(Work(Kind.CLONE, [9], MOVES, 8)), m.Forget(8),
+    m.OpenWorker(1, m.settings_of(CONFIG)), m.AllOpen(), m.PerformWork(Work(CopyKind.BACKUP, [6, 7], MOVES, 0, (1, 2))),
+    m.PerformWork(Work(CopyKind.LOAD, [8], MOVES)), m.PerformWork(Work(CopyKind.CLONE, [9], MOVES, 8)), m.ForgetLoad(8),
     m.SendBatch(3, bytes(range(256)), (8,)),
-    m.Store.of(2, [BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),))]), m.GiveUp(10),
-    m.Ask(3, (Asked("full", bytes(64)),)), m.Fetch(4, (Read("full", bytes(32), bytes(4)),), True),
-    m.Delete(5, bytes(32)), m.Clear(6), m.Flush(7), m.Probe(bytes(32)),
+    m.WritePages.of(2, [BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),))]), m.GiveUp(10),
+    m.AskPages(3, (StoreQuestion("full", bytes(64)),)), m.ReadPages(4, (ReadOrder("full", bytes(32), bytes(4)),), True),
+    m.DeletePages(5, bytes(32)), m.ClearStores(6), m.FlushStores(7), m.ProbeStores(bytes(32)),
     m.OpenStore(8, 2, "file:/c", {"name": "c"}, None), m.UseStore(2, 0), m.DropStore(9, 2), m.LeaveStore(2),
-    m.CloseStore(10, 2), m.Watch(1, True), m.Cancel(5), m.Close(11, 1.5), m.Lost(2, "was silent"),
+    m.CloseStore(10, 2), m.WatchStore(1, True), m.CancelCall(5), m.CloseWorker(11, 1.5), m.GroupLost(2, "was silent"),
 ]  # fmt: skip
 NEWS: list[m.Message] = [
-    m.Ended(Status.FAILED, [7, 9]), m.Over(3, "no memory"), m.Over(4), m.Done(1), m.Failed(2, "Unavailable", "locked"),
-    m.Opened(3, 4, {"full": 64}, ((StoreOptions(name="x"), True),), bytes(32)),
-    m.Answers(4, (bytes([0, 1, 2, 3]), b"")), m.Written(5, (7, 8), 1, 2, 3),
+    m.WorksEnded(Status.FAILED, [7, 9]), m.BatchOver(3, "no memory"), m.BatchOver(4),
+    m.CallDone(1), m.CallFailed(2, "Unavailable", "locked"),
+    m.WorkerOpened(3, 4, {"full": 64}, ((StoreOptions(name="x"), True),), bytes(32)),
+    m.PageResults(4, (bytes([0, 1, 2, 3]), b"")), m.PagesWritten(5, (7, 8), 1, 2, 3),
     m.StoreOpened(6, StoreOptions(write=False), False),
-    m.Keys(1, False, (bytes(32),)), m.Health(True), m.Counters({"pages": 1, "s": 0.5}, {"x": {"pages": 1}}),
-    m.Died("OSError: out of memory"),
+    m.StoreKeys(1, False, (bytes(32),)), m.StoreHealth(True),
+    m.StoreCounters({"pages": 1, "s": 0.5}, {"x": {"pages": 1}}),
+    m.WorkerDied("OSError: out of memory"),
 ]  # fmt: skip
 
 
 def test_all_messages_of_one_frame_come_back_as_they_were_sent_and_in_order() -> None:
-    opening, *others = m.decode_orders(m.encode(ORDERS))
-    assert isinstance(opening, m.Open)
+    opening, *others = m.decode_head_messages(m.encode(ORDERS))
+    assert isinstance(opening, m.OpenWorker)
     assert m.config_of(opening.settings) == CONFIG     # in a frame there are lists where there were tuples
     assert others == ORDERS[1:]
-    assert m.decode_news(m.encode(NEWS)) == NEWS
+    assert m.decode_worker_messages(m.encode(NEWS)) == NEWS
     kinds = {type(one) for one in (*ORDERS, *NEWS)}
     assert kinds == {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m.Message)} - {
-        m.Message, m.Call, m.Answer, m.Hello, m.Welcome, m.Settings,
+        m.Message, m.Call, m.Answer, m.Hello, m.Welcome, m.PlainConfig,
     }, "each kind of message is among them"  # fmt: skip
 
 
@@ -59,20 +61,20 @@ def test_what_is_to_be_stored_comes_back_with_its_pages() -> None:
     """Also where the core is compiled, whose annotations say less."""
     pages = StoredPages(0, bytes(32), b"slot"), StoredPages(2, bytes(64), b"slots")
     sent = [BackupStorage(10, pages), BackupStorage(11, ())]
-    (order,) = m.decode_orders(m.encode([m.Store.of(2, sent)]))
-    assert isinstance(order, m.Store)
+    (order,) = m.decode_head_messages(m.encode([m.WritePages.of(2, sent)]))
+    assert isinstance(order, m.WritePages)
     assert order.effects == sent
     assert [type(one) for one in order.effects[0].pages] == [StoredPages] * 2
 
 
 def test_a_configuration_comes_back_as_it_was_sent() -> None:
-    (order,) = m.decode_orders(m.encode([m.Open(1, m.settings_of(CONFIG))]))
-    assert isinstance(order, m.Open)
+    (order,) = m.decode_head_messages(m.encode([m.OpenWorker(1, m.settings_of(CONFIG))]))
+    assert isinstance(order, m.OpenWorker)
     assert m.config_of(order.settings) == CONFIG
 
 
 def test_the_head_says_nothing_that_a_worker_may_and_the_other_way_round() -> None:
-    for messages, decode in ((NEWS, m.decode_orders), (ORDERS, m.decode_news)):
+    for messages, decode in ((NEWS, m.decode_head_messages), (ORDERS, m.decode_worker_messages)):
         frame = m.encode(messages)
         with pytest.raises(RankFailure, match="no message"):
             decode(frame)
@@ -96,7 +98,7 @@ def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
             case _:
                 frame = bytearray(random.randbytes(random.randint(0, 64)))
         try:
-            decoded = (m.decode_orders if head else m.decode_news)(bytes(frame))
+            decoded = (m.decode_head_messages if head else m.decode_worker_messages)(bytes(frame))
         except RankFailure:
             continue
         assert all(isinstance(one, m.Message) for one in decoded)  # another number, or other bytes: that is no harm
@@ -105,13 +107,13 @@ def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        m.Settings((("Full", {}),), (), {"model": "m"}),
-        m.Settings((("Empty", {}),), (), {"model": "m"}),
-        m.Settings((("Full", {"bytes_per_token": 4, "device_tokens": 64, "odd": 1}),), (), {"model": "m"}),
-        m.Settings((("Full", {"bytes_per_token": 4, "device_tokens": 64}),), (), {}),
-        m.Settings((("Full", {"bytes_per_token": 4, "device_tokens": 64}),), (), {"model": "m", "page_size": 0}),
+        m.PlainConfig((("Full", {}),), (), {"model": "m"}),
+        m.PlainConfig((("Empty", {}),), (), {"model": "m"}),
+        m.PlainConfig((("Full", {"bytes_per_token": 4, "device_tokens": 64, "odd": 1}),), (), {"model": "m"}),
+        m.PlainConfig((("Full", {"bytes_per_token": 4, "device_tokens": 64}),), (), {}),
+        m.PlainConfig((("Full", {"bytes_per_token": 4, "device_tokens": 64}),), (), {"model": "m", "page_size": 0}),
     ],
 )
-def test_settings_that_are_none_are_refused(settings: m.Settings) -> None:
+def test_settings_that_are_none_are_refused(settings: m.PlainConfig) -> None:
     with pytest.raises(RankFailure, match="settings"):
         m.config_of(settings)

@@ -16,10 +16,10 @@ from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker import messages as m
-from asynccache.worker.given import Given
-from asynccache.worker.layout import FULL
-from asynccache.worker.performing import Performer
-from asynccache.worker.work import Kind, Work
+from asynccache.worker.embedder import EmbedderParts
+from asynccache.worker.pool_layout import FULL
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.work import CopyKind, Work
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Opened:
         self.told: list[m.Message] = []
         self.heard = asyncio.Event()
         self.stream = device.stream("engine")
-        self.performer = Performer(0, Topology(), Given(device), None, self.tell)
+        self.performer = Performer(0, Topology(), EmbedderParts(device), None, self.tell)
         self.face = RankWorker(self.performer)
         self.loaders: set[int] = set()
 
@@ -46,9 +46,9 @@ class Opened:
         self.heard.set()
 
     async def open(self) -> None:
-        self.performer.take(m.Open(1, m.settings_of(CONFIG)))
+        self.performer.take(m.OpenWorker(1, m.settings_of(CONFIG)))
         await asyncio.wait_for(self.heard.wait(), 30)
-        assert isinstance(self.told[0], m.Opened), self.told
+        assert isinstance(self.told[0], m.WorkerOpened), self.told
         assert self.performer.local is not None
         mover = self.performer.local.mover
         mover.host_pools["full"].memory[:] = bytes([7]) * len(mover.host_pools["full"].memory)
@@ -63,7 +63,7 @@ class Opened:
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
         slots = np.arange(PAGES, dtype=np.int32).tobytes()
-        self.performer.take(m.Perform(Work(Kind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
+        self.performer.take(m.PerformWork(Work(CopyKind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
         self.performer.take(m.SendBatch(number, b"", (number,)))
         return self.performer.batches.find(number)
 

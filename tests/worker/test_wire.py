@@ -30,7 +30,7 @@ def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
         await asyncio.sleep(1)
         for frame in frames:
             assert len(frame) <= links.MOST_FRAME
-            sent.extend(m.decode_orders(frame))
+            sent.extend(m.decode_head_messages(frame))
 
     simulate(main, 1)
     return sent, [failure.reason for failure in told]
@@ -40,27 +40,29 @@ def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "MOST_FRAME", 100)
-    good: list[m.Message] = [m.Flush(call) for call in range(100)]
-    odd: list[m.Message] = [m.Delete(7, bytes(200)), m.OpenStore(8, 1, "file:\udcff", {}, None), m.Flush(1 << 70)]
+    good: list[m.Message] = [m.FlushStores(call) for call in range(100)]
+    odd: list[m.Message] = [
+        m.DeletePages(7, bytes(200)), m.OpenStore(8, 1, "file:\udcff", {}, None), m.FlushStores(1 << 70),
+    ]  # fmt: skip
     sent, told = sent_of([*good[:40], odd[0], *good[40:70], odd[1], odd[2], *good[70:]])
     assert sent == good
     assert len(told) == 3
-    for one, why in zip(told, ("Delete: it has 20", "OpenStore: 'utf-8' codec", "Flush: "), strict=True):
+    for one, why in zip(told, ("DeletePages: it has 20", "OpenStore: 'utf-8' codec", "FlushStores: "), strict=True):
         assert one.startswith(f"cannot send its {why}")
 
 
 def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_another() -> None:
-    def ended(status: Status, *ops: int) -> m.Ended:
-        return m.Ended(status, list(ops))
+    def ended(status: Status, *ops: int) -> m.WorksEnded:
+        return m.WorksEnded(status, list(ops))
 
     frames: list[list[m.Message]] = []
 
     async def main(loop: SimulatedLoop) -> None:
         link = simulated_links(loop.entropy("links"))[0]
-        link.send = lambda frame: frames.append(list(m.decode_news(frame)))  # type: ignore[method-assign]
+        link.send = lambda frame: frames.append(list(m.decode_worker_messages(frame)))  # type: ignore[method-assign]
         one = Wire([link], lambda failure: None)
         done, failed = Status.DONE, Status.FAILED
-        for said in (ended(done, 1), ended(done, 2), ended(failed, 3), ended(done, 4), m.Over(1), ended(done, 5)):
+        for said in (ended(done, 1), ended(done, 2), ended(failed, 3), ended(done, 4), m.BatchOver(1), ended(done, 5)):
             one.put(said)
         await asyncio.sleep(1)
         one.put(ended(done, 6))
@@ -68,7 +70,10 @@ def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_an
 
     simulate(main, 1)
     assert frames == [
-        [ended(Status.DONE, 1, 2), ended(Status.FAILED, 3), ended(Status.DONE, 4), m.Over(1), ended(Status.DONE, 5)],
+        [
+            ended(Status.DONE, 1, 2), ended(Status.FAILED, 3), ended(Status.DONE, 4), m.BatchOver(1),
+            ended(Status.DONE, 5),
+        ],
         [ended(Status.DONE, 6)],
     ]
 
@@ -78,21 +83,21 @@ def test_what_is_sent_goes_at_once_behind_what_was_put_and_what_is_held_waits_fo
 
     async def main(loop: SimulatedLoop) -> None:
         link = simulated_links(loop.entropy("links"))[0]
-        link.send = lambda frame: frames.append(list(m.decode_orders(frame)))  # type: ignore[method-assign]
+        link.send = lambda frame: frames.append(list(m.decode_head_messages(frame)))  # type: ignore[method-assign]
         one = Wire([link], lambda failure: None)
-        one.put(m.Flush(1))
-        one.send([m.Flush(2), m.Flush(3)])
-        assert frames == [[m.Flush(1), m.Flush(2), m.Flush(3)]]
+        one.put(m.FlushStores(1))
+        one.send([m.FlushStores(2), m.FlushStores(3)])
+        assert frames == [[m.FlushStores(1), m.FlushStores(2), m.FlushStores(3)]]
         await asyncio.sleep(1)
         one.hold()
-        one.put(m.Flush(4))
-        one.put(m.Flush(5))
+        one.put(m.FlushStores(4))
+        one.put(m.FlushStores(5))
         assert len(frames) == 1
         one.flush()
-        assert frames[1:] == [[m.Flush(4), m.Flush(5)]]
-        one.put(m.Flush(6))
+        assert frames[1:] == [[m.FlushStores(4), m.FlushStores(5)]]
+        one.put(m.FlushStores(6))
         await asyncio.sleep(1)
-        assert frames[2:] == [[m.Flush(6)]], "as ever, at the end of the turn"
+        assert frames[2:] == [[m.FlushStores(6)]], "as ever, at the end of the turn"
 
     simulate(main, 1)
 
@@ -108,14 +113,14 @@ def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pyte
 
         def send(frame: bytes) -> None:
             assert len(frame) <= 4096
-            for message in m.decode_news(frame):
-                assert isinstance(message, m.Ended)
+            for message in m.decode_worker_messages(frame):
+                assert isinstance(message, m.WorksEnded)
                 sent.extend(message.works)
 
         link.send = send  # type: ignore[method-assign]
         one = Wire([link], told.append)
         for op in range(10_000, 12_000):
-            one.put(m.Ended(Status.DONE, [op]))
+            one.put(m.WorksEnded(Status.DONE, [op]))
         await asyncio.sleep(1)
 
     simulate(main, 1)
@@ -125,13 +130,13 @@ def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pyte
 
 def test_a_reason_can_be_sent_whatever_it_says() -> None:
     for reason in ("bad file \udcff", "\udcff" * 5000, "é" * 5000, "x" * (17 << 20)):
-        for said in (m.Over(1, reason), m.Died(reason), m.Failed(1, "OSError", reason)):
-            (heard,) = m.decode_news(m.encode([said]))
+        for said in (m.BatchOver(1, reason), m.WorkerDied(reason), m.CallFailed(1, "OSError", reason)):
+            (heard,) = m.decode_worker_messages(m.encode([said]))
             assert heard == said
             assert len(m.encode([said])) < 2 * m.MOST_REASON
-        lost = m.Lost(0, reason)
-        assert m.decode_orders(m.encode([lost])) == [lost]
-    assert m.Over(1, "out of memory: é").error == "out of memory: é"
+        lost = m.GroupLost(0, reason)
+        assert m.decode_head_messages(m.encode([lost])) == [lost]
+    assert m.BatchOver(1, "out of memory: é").error == "out of memory: é"
 
 
 def test_lists_of_pages_are_cut_into_parts_that_fit_a_frame_and_nothing_is_left_out(

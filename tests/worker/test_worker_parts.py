@@ -14,11 +14,11 @@ from asynccache.core.plan import BackupStorage, StoredPages
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Result
 from asynccache.worker import Topology
-from asynccache.worker.batches import SWEEP, LocalBatches
-from asynccache.worker.contract import Asked, Read, Stored
-from asynccache.worker.poolmap import PoolMap
-from asynccache.worker.stages.reading import Reading
-from asynccache.worker.stages.writing import BATCH_PAGES, Writing
+from asynccache.worker.contract import ReadOrder, StoredBatch, StoreQuestion
+from asynccache.worker.local_batches import SWEEP, LocalBatches
+from asynccache.worker.pool_layout import PoolMap
+from asynccache.worker.stages.reading import ReadingStage
+from asynccache.worker.stages.writing import BATCH_PAGES, WritingStage
 
 PAGES = 4
 HASHES = b"".join(bytes([page]) * HASH_BYTES for page in range(PAGES))
@@ -62,18 +62,18 @@ class Lacking:
 async def test_a_run_is_read_in_each_pool_up_to_the_first_page_that_one_lacks() -> None:
     mapped = pools()
     store = Lacking(mapped.key("full", HASHES[2 * HASH_BYTES : 3 * HASH_BYTES]))
-    reads = [Read(pool, HASHES, SLOTS) for pool in ("full", "side")]
-    assert await Reading(store, mapped).read(reads, run=True) == [bytes([1, 1, 0, 1]), bytes([1, 1])]
+    reads = [ReadOrder(pool, HASHES, SLOTS) for pool in ("full", "side")]
+    assert await ReadingStage(store, mapped).read(reads, run=True) == [bytes([1, 1, 0, 1]), bytes([1, 1])]
     assert store.asked == [["full"] * 4, ["side"] * 2]
-    assert await Reading(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
+    assert await ReadingStage(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
 
 
 @pytest.mark.asyncio
 async def test_what_is_asked_of_several_pools_is_answered_page_by_page_in_order() -> None:
     mapped = pools()
     store = Lacking(mapped.key("side", HASHES[:HASH_BYTES]))
-    asked = [Asked("side", HASHES), Asked("full", HASHES[: 2 * HASH_BYTES])]
-    assert await Reading(store, mapped).ask(asked) == [bytes([0, 1, 1, 1]), bytes([1, 1])]
+    asked = [StoreQuestion("side", HASHES), StoreQuestion("full", HASHES[: 2 * HASH_BYTES])]
+    assert await ReadingStage(store, mapped).ask(asked) == [bytes([0, 1, 1, 1]), bytes([1, 1])]
 
 
 class Slow:
@@ -100,10 +100,10 @@ async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_un
     count = 2 * BATCH_PAGES
     hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
     effect = BackupStorage(7, (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),))
-    for give_up, outcome in ((True, Stored(frozenset({7}), BATCH_PAGES, 0, BATCH_PAGES)),
-                             (False, Stored(frozenset(), 2 * count, count, 2 * count))):  # fmt: skip
+    for give_up, outcome in ((True, StoredBatch(frozenset({7}), BATCH_PAGES, 0, BATCH_PAGES)),
+                             (False, StoredBatch(frozenset(), 2 * count, count, 2 * count))):  # fmt: skip
         store = Slow()
-        writing = Writing(store, pools())
+        writing = WritingStage(store, pools())
         storing = asyncio.ensure_future(writing.store([effect]))
         await store.begun.wait()
         if give_up:
@@ -143,7 +143,7 @@ async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_an
     for rank in (0, 1):
         mapped = PoolMap([spec.on_rank(rank, 2) for spec in config.pools()], 1, {"full": Host(), "side": Host()})
         store = Tiered(own, shared)
-        stored = await Writing(store, mapped).store([BackupStorage(1, (StoredPages(0, HASHES, SLOTS),))])
+        stored = await WritingStage(store, mapped).store([BackupStorage(1, (StoredPages(0, HASHES, SLOTS),))])
         assert stored.failed == (frozenset() if own or shared else frozenset({1}))
         assert all([key.pool for key in keys] == ["side"] * PAGES + ["full"] * PAGES for keys in store.own)
         expected = (["side"] * PAGES if rank == 0 else []) + ["full"] * PAGES
@@ -156,8 +156,9 @@ async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_an
 async def test_of_a_pool_without_bytes_here_nothing_lacks() -> None:
     mapped = pools()
     store = Lacking()
-    assert await Reading(store, mapped).ask([Asked("elsewhere", HASHES)]) == [bytes([1] * PAGES)]
-    assert await Reading(store, mapped).read([Read("elsewhere", HASHES, SLOTS)], run=True) == [bytes([1] * PAGES)]
+    assert await ReadingStage(store, mapped).ask([StoreQuestion("elsewhere", HASHES)]) == [bytes([1] * PAGES)]
+    orders = [ReadOrder("elsewhere", HASHES, SLOTS)]
+    assert await ReadingStage(store, mapped).read(orders, run=True) == [bytes([1] * PAGES)]
     assert store.asked == []
 
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import pytest
 
 from asynccache.errors import CopyFailed
-from asynccache.runtime.engine import Engine
-from asynccache.runtime.fences import Fences, RetireStage, not_over
+from asynccache.runtime.engine_batches import EngineBatches, Fences, RetireStage, not_over
 from asynccache.runtime.publishing import Publishing
-from asynccache.worker.contract import Batch
+from asynccache.worker.contract import BatchInFlight
 from tests.simulated.loop import Deadlock
 from tests.simulated.world import WrongBytes, play
 
@@ -67,7 +66,7 @@ def survivors(worlds: int) -> str:
 
 
 def test_a_backup_that_does_not_wait_for_ready_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "pending", lambda self: [])
+    monkeypatch.setattr(EngineBatches, "pending", lambda self: [])
     assert survivors(300) == "WrongBytes"
 
 
@@ -83,7 +82,7 @@ def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest
 
 
 def test_a_load_that_does_not_wait_for_what_a_commit_named_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def expect(self: Publishing, ready: Batch) -> None:
+    def expect(self: Publishing, ready: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), ready]
 
     monkeypatch.setattr(Publishing, "expect", expect)

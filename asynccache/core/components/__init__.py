@@ -1,4 +1,5 @@
-"""What a component decides for itself. The tree, the stages and the stores never ask which kind it is.
+"""Components, each of which decides some things for itself. The tree, the stages and the stores never ask which kind it
+is.
 
 A component is FULL, SWA or MAMBA. All of them answer the same questions: may a match end here, from which page on does
 such an end need the component's data, and is that data divided when a node splits. Positions are pages from the root.
@@ -7,9 +8,9 @@ such an end need the component's data, and is that data divided when a node spli
 from __future__ import annotations
 
 from asynccache.core.components.component import Component
-from asynccache.core.components.full import Full
-from asynccache.core.components.mamba import Mamba
-from asynccache.core.components.swa import SlidingWindow
+from asynccache.core.components.full import FullComponent
+from asynccache.core.components.mamba import MambaComponent
+from asynccache.core.components.swa import SlidingWindowComponent
 from asynccache.core.settings import ComponentKind, CoreConfig
 
 
@@ -22,8 +23,8 @@ def _component(index: int, config: CoreConfig) -> Component:
     spec, hosts = config.components[index], len(config.components)
     match spec.kind:
         case ComponentKind.FULL:
-            return Full(index, hosts)
+            return FullComponent(index, hosts)
         case ComponentKind.SWA:
-            return SlidingWindow(index, hosts, -(-spec.window // config.page_size))
+            return SlidingWindowComponent(index, hosts, -(-spec.window // config.page_size))
         case ComponentKind.MAMBA:
-            return Mamba(index, hosts)
+            return MambaComponent(index, hosts)

@@ -1,4 +1,4 @@
-"""What FULL, SWA and MAMBA have in common: the questions that each of them answers."""
+"""The base of FULL, SWA and MAMBA: the questions that each of them answers."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
-class Full(Component):
+class FullComponent(Component):
     """Full attention. On each tier its data is closed towards the root: where a node has it, all nodes above have it.
     So the run is found from its far end."""
 

@@ -10,7 +10,7 @@ from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
-class Mamba(Component):
+class MambaComponent(Component):
     """Recurrent state. One slot stands for everything up to the node's end, so it stays with the suffix of a split."""
 
     __slots__ = ()

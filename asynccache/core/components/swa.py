@@ -10,7 +10,7 @@ from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
-class SlidingWindow(Component):
+class SlidingWindowComponent(Component):
     """Sliding-window attention. ``window``: its reach in pages, rounded up."""
 
     __slots__ = ("window",)

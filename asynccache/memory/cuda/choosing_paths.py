@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asynccache.errors import InvariantViolation
-from asynccache.memory.cuda.driver_protocol import Addresses, CudaDriver, Spans, Towards
+from asynccache.memory.cuda.driver_protocol import Addresses, CopyDirection, CudaDriver, Spans
 from asynccache.memory.cuda.kernels import LAYERS, PAGES, table
 from asynccache.memory.cuda.pinned import chunk_of
 from asynccache.memory.cuda.settings import CudaSettings
@@ -33,10 +33,10 @@ FEW = 8
 ALL = slice(None)
 
 
-class Side(NamedTuple):
-    """Where rows lie: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each layer.
-    ``pitch``: bytes. ``chunk``: so many pages are pinned as one, and no copy may reach from one such run into the next;
-    0: all are one."""
+class RowSide(NamedTuple):
+    """The place of rows in memory: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each
+    layer. ``pitch``: bytes. ``chunk``: so many pages are pinned as one, and no copy may reach from one such run into
+    the next; 0: all are one."""
 
     bases: Addresses
     ids: Ids
@@ -47,9 +47,9 @@ class Side(NamedTuple):
 class RowCopies(NamedTuple):
     """Copies of rows: ``width`` bytes of row ``i`` of ``src`` go to row ``i`` of ``dst``, in every layer."""
 
-    towards: Towards
-    dst: Side
-    src: Side
+    towards: CopyDirection
+    dst: RowSide
+    src: RowSide
     width: int
 
     def runs(self) -> tuple[Ids, Ids]:
@@ -70,28 +70,28 @@ class RowCopies(NamedTuple):
         return all(number % 16 == 0 for number in numbers)
 
 
-def rows_of(towards: Towards, part: CheckedCopy) -> RowCopies:
+def rows_of(towards: CopyDirection, part: CheckedCopy) -> RowCopies:
     """Return the rows that the copied pages of one pool are made of."""
     spec = part.device.spec
     width = spec.bytes_per_page // spec.layers
     layers = np.array([part.device.layer(i).data_ptr() for i in range(spec.layers)], np.uint64)
-    if towards is Towards.WITHIN:
-        return RowCopies(towards, Side(layers, part.dst, width), Side(layers, part.src, width), width)
+    if towards is CopyDirection.WITHIN:
+        return RowCopies(towards, RowSide(layers, part.dst, width), RowSide(layers, part.src, width), width)
     if part.host is None or part.host.tensor is None:
         raise InvariantViolation(f"{part.device!r} has no host pool to copy from or to")
     pages, stride = part.host.tensor.shape
     places = np.uint64(part.host.tensor.data_ptr()) + np.arange(spec.layers, dtype=np.uint64) * np.uint64(width)
     chunk = chunk_of(stride) // stride
-    host = partial(Side, places, pitch=stride, chunk=chunk if chunk < pages else 0)
-    if towards is Towards.OUT:
-        return RowCopies(towards, host(ids=part.dst), Side(layers, part.src, width), width)
-    return RowCopies(towards, Side(layers, part.dst, width), host(ids=part.src), width)
+    host = partial(RowSide, places, pitch=stride, chunk=chunk if chunk < pages else 0)
+    if towards is CopyDirection.OUT:
+        return RowCopies(towards, host(ids=part.dst), RowSide(layers, part.src, width), width)
+    return RowCopies(towards, RowSide(layers, part.dst, width), host(ids=part.src), width)
 
 
-class Paths:
-    """Which rows go by which path, the same for all layers. ``spans``: what goes by the copy engines, as distances in
-    bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel. ``together``: how many
-    layers go in one step."""
+class RowPaths:
+    """The rows of a copy by the path that they go, the same for all layers. ``spans``: what goes by the copy engines,
+    as distances in bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel.
+    ``together``: how many layers go in one step."""
 
     def __init__(self, rows: RowCopies, settings: CudaSettings, together: int) -> None:
         self._rows, self._blocks = rows, settings.blocks
@@ -122,24 +122,24 @@ class Paths:
         return driver.launch(stream, one, self._blocks)
 
 
-def _distances(side: Side, rows: Ids) -> Addresses:
+def _distances(side: RowSide, rows: Ids) -> Addresses:
     return side.ids[rows].astype(np.uint64) * np.uint64(side.pitch)
 
 
-class Submission:
+class BatchSubmission:
     """Makes the steps of a stream's batches."""
 
     def __init__(self, driver: CudaDriver, stream: int, settings: CudaSettings) -> None:
         self._driver, self._stream, self._settings = driver, stream, settings
 
-    def at_once(self, towards: Towards, parts: Sequence[CheckedCopy]) -> Iterator[Step]:
+    def at_once(self, towards: CopyDirection, parts: Sequence[CheckedCopy]) -> Iterator[Step]:
         """Yield one step with all layers."""
-        plans = [Paths(rows_of(towards, part), self._settings, part.device.spec.layers) for part in parts]
+        plans = [RowPaths(rows_of(towards, part), self._settings, part.device.spec.layers) for part in parts]
         yield [call for plan in plans for call in plan.calls(self._driver, self._stream)]
 
     def by_layer(self, parts: Sequence[CheckedCopy], layers: int) -> Iterator[Step]:
         """Yield a step for each layer of the model, host to device."""
-        loads = [(part.device.spec, Paths(rows_of(Towards.IN, part), self._settings, 1)) for part in parts]
+        loads = [(part.device.spec, RowPaths(rows_of(CopyDirection.IN, part), self._settings, 1)) for part in parts]
         for layer in range(layers):
             yield [
                 call

@@ -17,13 +17,13 @@ import torch
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.memory.cuda import kernels
-from asynccache.memory.cuda.driver_protocol import DriverError, Identity, Spans, Table, Towards
+from asynccache.memory.cuda.driver_protocol import CopyDirection, DeviceIdentity, DriverError, Spans, Table
 from asynccache.memory.cuda.libcuda import LibCuda
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_KIND = {Towards.OUT: 2, Towards.IN: 1, Towards.WITHIN: 3}
+_KIND = {CopyDirection.OUT: 2, CopyDirection.IN: 1, CopyDirection.WITHIN: 3}
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -33,9 +33,9 @@ _ENTRIES_OF_A_LAUNCH = 2
 """Entries that a launch counts as. What its 4 KiB of parameters really take is not documented either."""
 
 
-class Found(NamedTuple):
-    """What there is on this machine; None for what is not. ``missing``: why there can be no CUDA device, in a sentence;
-    "" if there can."""
+class FoundCuda(NamedTuple):
+    """The parts of CUDA that this machine has; None for a part that it has not. ``missing``: why there can be no CUDA
+    device, in a sentence; "" if there can."""
 
     cupy: str | None
     torch_cuda: str | None
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     cupy_cuda: int | None = None  # the version of CUDA that cupy was built for
 
 
-def find() -> Found:
+def find() -> FoundCuda:
     """Return what there is on this machine. Never raises."""
     torch_cuda: str | None = torch.version.cuda
     cupy: Any = None
@@ -54,10 +54,10 @@ def find() -> Found:
         version, runtime = str(cupy.__version__), cupy.cuda.runtime
     except Exception as error:  # a broken installation raises whatever it likes
         how = f"{install('cuda12')} (for CUDA 12) or {install('cuda13')}"
-        return Found(None, torch_cuda, 0, None, f"{_unusable(cupy, error)}: {how}")
+        return FoundCuda(None, torch_cuda, 0, None, f"{_unusable(cupy, error)}: {how}")
     driver = _or_none(lambda: int(runtime.driverGetVersion())) or None
     devices = _or_none(lambda: int(runtime.getDeviceCount())) or 0
-    return Found(version, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda),
+    return FoundCuda(version, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda),
                  _or_none(lambda: int(runtime.runtimeGetVersion())))  # fmt: skip
 
 
@@ -185,9 +185,9 @@ class CupyDriver:
         return kernel
 
     @_translated
-    def identity(self) -> Identity:
+    def identity(self) -> DeviceIdentity:
         properties = self.runtime.getDeviceProperties(self.index)
-        return Identity(
+        return DeviceIdentity(
             properties["name"].decode(), (properties["major"], properties["minor"]), properties["totalGlobalMem"],
             self.runtime.deviceGetPCIBusId(self.index), self.runtime.driverGetVersion(), self._batches,
         )  # fmt: skip
@@ -236,7 +236,7 @@ class CupyDriver:
         return self._library.event_query(event)
 
     @_on_device
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
         if len(spans.size) > 1 and self._batched(stream, spans):
             return -(-len(spans.size) // _BATCHED_PER_ENTRY)
         copy, kind = self.runtime.memcpyAsync, _KIND[towards]

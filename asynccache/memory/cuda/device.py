@@ -20,12 +20,12 @@ import torch
 
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import host_copies as batch
-from asynccache.memory.cuda.choosing_paths import Submission
-from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError, Towards
-from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
+from asynccache.memory.cuda.choosing_paths import BatchSubmission
+from asynccache.memory.cuda.driver_protocol import CopyDirection, CudaDriver, DriverError
+from asynccache.memory.cuda.events import CudaContext, CudaEvent, CudaGate
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
-from asynccache.memory.cuda.streams import AdoptingStream, CudaStream, EngineStream, event_pointer, stream_pointer
+from asynccache.memory.cuda.streams import AdoptingStream, CudaEngineStream, CudaStream, event_pointer, stream_pointer
 from asynccache.memory.device import Event, PageCopy, Stream
 from asynccache.memory.device_names import parse_device
 from asynccache.memory.faults import Fates, Faults
@@ -43,11 +43,11 @@ class CudaDevice:
     ) -> None:  # fmt: skip
         self.name = name
         self.settings = settings or CudaSettings()
-        self._context = Context(driver)
+        self._context = CudaContext(driver)
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # for what follows, up to ``_closed``
         self._streams: set[CudaStream] = set()  # those that have not ended; each takes itself out
-        self._engines: dict[int, EngineStream] = {}
+        self._engines: dict[int, CudaEngineStream] = {}
         self._adopting: list[AdoptingStream] = []
         self._closed = False
         self._gates: dict[CudaGate, None] = {}  # those not open yet; each takes itself out
@@ -92,13 +92,13 @@ class CudaDevice:
         Raises:
             ConfigError: it is no CUDA stream.
         """
-        if isinstance(stream, CudaStream | EngineStream):
+        if isinstance(stream, CudaStream | CudaEngineStream):
             return stream
         pointer = stream_pointer(stream)
         with self._lock:
             self._refuse_if_closed()
             if pointer not in self._engines:
-                self._engines[pointer] = EngineStream(f"engine-{pointer:x}", pointer, self._context)
+                self._engines[pointer] = CudaEngineStream(f"engine-{pointer:x}", pointer, self._context)
             return self._engines[pointer]
 
     def engine_event(self, event: object) -> Event:
@@ -167,7 +167,7 @@ class CudaDevice:
     def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
         parts = batch.device_to_host_parts(_with_pages(copies), np.int32)
         own, submission = self._own(stream)
-        own.copy(submission.at_once(Towards.OUT, parts), self._fates.draw(1), parts)
+        own.copy(submission.at_once(CopyDirection.OUT, parts), self._fates.draw(1), parts)
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
         parts = batch.host_to_device_parts(_with_pages(copies), np.int32)
@@ -177,12 +177,12 @@ class CudaDevice:
     def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
         parts = batch.device_to_device_parts(_with_pages(copies), np.int32)
         own, submission = self._own(stream)
-        own.copy(submission.at_once(Towards.WITHIN, parts), self._fates.draw(1), parts)
+        own.copy(submission.at_once(CopyDirection.WITHIN, parts), self._fates.draw(1), parts)
 
-    def _own(self, stream: Stream) -> tuple[CudaStream, Submission]:
+    def _own(self, stream: Stream) -> tuple[CudaStream, BatchSubmission]:
         if not isinstance(stream, CudaStream) or stream.context is not self._context:
             raise ConfigError(f"the CUDA device cannot copy on {stream!r}")
-        return stream, Submission(self.driver, stream.handle, self.settings)
+        return stream, BatchSubmission(self.driver, stream.handle, self.settings)
 
     # the end
 

@@ -1,4 +1,4 @@
-"""What the CUDA device asks of the driver: some calls on integers, so that a simulated one can stand in.
+"""The part of the driver that the CUDA device uses: some calls on integers, so that a simulated one can stand in.
 
 Law: no call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
 waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies
@@ -45,8 +45,8 @@ class DriverError(AsyncCacheError):
         return self.code in STICKY
 
 
-class Towards(Enum):
-    """Which way a copy goes."""
+class CopyDirection(Enum):
+    """The direction of a copy."""
 
     OUT = "device to host"
     IN = "host to device"
@@ -64,8 +64,8 @@ class Spans(NamedTuple):
         return Spans(self.dst[start:stop], self.src[start:stop], self.size[start:stop])
 
 
-class Identity(NamedTuple):
-    """Which device this is, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
+class DeviceIdentity(NamedTuple):
+    """The identity of a device, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
     bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
     ``batches``: True if the driver takes many copies in one call."""
 
@@ -80,7 +80,7 @@ class Identity(NamedTuple):
 class CudaDriver(Protocol):
     """A CUDA driver for one device."""
 
-    def identity(self) -> Identity:
+    def identity(self) -> DeviceIdentity:
         """Return which device this is."""
         ...
 
@@ -146,7 +146,7 @@ class CudaDriver(Protocol):
         """Sleep until ``event`` has happened."""
         ...
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
         """Enqueue copies of runs, which read their sources in the order of the stream. Return how many entries of the
         driver's queue they take."""
         ...

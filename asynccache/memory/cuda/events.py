@@ -24,15 +24,15 @@ from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
 from asynccache.memory.signals import Bells, Signal, Work, call_all
 
 if TYPE_CHECKING:
-    from asynccache.memory.cuda.streams import Recorder
+    from asynccache.memory.cuda.streams import EventRecorder
 
 PATIENCE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 5.0)
 """Seconds between the attempts to ask a driver that has not failed and still refuses to tell of an event: while an
 engine captures a graph, say."""
 
 
-class Context:
-    """What all streams of a device share: the driver, handles of events, which are used again and again, and
+class CudaContext:
+    """The state that all streams of a device share: the driver, handles of events, which are used again and again, and
     ``failure``, the error after which the driver does nothing any more. Everything may be called from any thread."""
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -87,7 +87,7 @@ class Context:
 class CudaEvent(Signal):
     """A point in a stream. Thread-safe."""
 
-    def __init__(self, stream: Recorder) -> None:
+    def __init__(self, stream: EventRecorder) -> None:
         super().__init__(stream.context.bells, stream.name, stream.condition)
         self.stream = stream
         self.failure: Exception | None = None   # what its work failed of before it reached the device
@@ -119,7 +119,8 @@ class CudaEvent(Signal):
             return self.stream.condition.wait_for(lambda: self.recorded or self._fired, seconds)
 
     def await_submitted(self) -> None:
-        """As ``await_recorded``, but wait for the host, too, however long it takes: for submitters."""
+        """Wait until the event is recorded, as ``await_recorded`` does, but for the host, too, and however long it
+        takes. For submitters."""
         self._is_recorded_within(None)
 
     def _gate(self) -> Signal | None:
@@ -183,18 +184,18 @@ class CudaEvent(Signal):
     def land(self) -> list[Work]:
         """Note that the event, which has happened, has fired, and return who is to be told. Its handle goes back,
         unless the device has failed."""
-        callbacks = self.settle(self.failure)
+        callbacks = self.note_fired(self.failure)
         handle, self._handle, self.keep = self._handle, None, None
         if handle is not None and self.stream.context.failure is None:
             self.stream.context.give(handle)
         return callbacks
 
 
-class Waiter:
+class EventWaiter:
     """The queue of one stream's recorded events, oldest first, and the thread that waits for them. ``at_end``: what the
     thread does last."""
 
-    def __init__(self, name: str, context: Context, at_end: Work) -> None:
+    def __init__(self, name: str, context: CudaContext, at_end: Work) -> None:
         self._context = context
         self._at_end = at_end
         self._fifo: SimpleQueue[CudaEvent | None] = SimpleQueue()

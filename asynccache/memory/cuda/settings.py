@@ -1,4 +1,5 @@
-"""What can be chosen of a CUDA device by hand, in its name (``cuda:0?blocks=16``) or in ``open_device``. Pure."""
+"""The settings of a CUDA device that can be chosen by hand, in its name (``cuda:0?blocks=16``) or in ``open_device``.
+Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ KERNEL_BELOW = 32 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaSettings:
-    """``kernel_below``: pieces shorter than so many bytes are moved by the kernel, all others by the copy engines; 0:
-    none by the kernel. ``blocks``: how many blocks, of 1,024 threads each, the kernel may take from whoever
-    computes."""
+    """The settings of one device. ``kernel_below``: pieces shorter than so many bytes are moved by the kernel, all
+    others by the copy engines; 0: none by the kernel. ``blocks``: how many blocks, of 1,024 threads each, the kernel
+    may take from whoever computes."""
 
     kernel_below: int = field(default=KERNEL_BELOW, metadata=checks.within(0))
     blocks: int = field(default=8, metadata=checks.within(1, 1024))

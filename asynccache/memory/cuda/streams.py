@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError
-from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate, Waiter
+from asynccache.memory.cuda.events import CudaContext, CudaEvent, CudaGate, EventWaiter
 from asynccache.memory.device import Event
 from asynccache.memory.host_copies import Hitch, InjectedFault
 from asynccache.memory.signals import Signal, Work
@@ -82,15 +82,15 @@ class QueueFill:
         self._marked, self._since = self._marked + self._since, 0
 
 
-class Recorder:
-    """What all kinds of streams have: a handle, events in its order, and a thread that waits for them."""
+class EventRecorder:
+    """The base of all kinds of streams: a handle, events in its order, and a thread that waits for them."""
 
-    def __init__(self, name: str, handle: int, context: Context) -> None:
+    def __init__(self, name: str, handle: int, context: CudaContext) -> None:
         self.name = name
         self.handle = handle
         self.context = context
         self.condition = threading.Condition(threading.Lock())
-        self.waiter = Waiter(name, context, self._end)
+        self.waiter = EventWaiter(name, context, self._end)
 
     def _put(self, event: CudaEvent) -> CudaEvent:
         """Record ``event`` behind all that the stream was given, and return it. On a device that has failed it is not
@@ -115,7 +115,8 @@ class Recorder:
         return handle
 
     def _put_or_fail(self, event: CudaEvent) -> None:
-        """As ``_put``, but raise nothing: an event that the driver refuses fails once the stream is empty."""
+        """Do the same as ``_put``, but raise nothing: an event that the driver refuses fails once the stream is
+        empty."""
         try:
             self._put(event)
         except Exception as refused:
@@ -142,10 +143,10 @@ class Recorder:
         return f"<{type(self).__name__} {self.name!r}>"
 
 
-class OwnStream(Recorder):
+class OwnStream(EventRecorder):
     """A stream that the driver made for the device, and gets back at the end."""
 
-    def __init__(self, name: str, context: Context) -> None:
+    def __init__(self, name: str, context: CudaContext) -> None:
         super().__init__(name, context.driver.stream_create(), context)
 
     def _last(self) -> None:
@@ -164,7 +165,7 @@ class CudaStream(OwnStream):
     """A stream of the device, with the thread that submits to it. ``at_end`` is called when the stream is closed and
     everything submitted has ended, by the thread that waits for its events."""
 
-    def __init__(self, name: str, context: Context, at_end: Callable[[CudaStream], None] | None = None) -> None:
+    def __init__(self, name: str, context: CudaContext, at_end: Callable[[CudaStream], None] | None = None) -> None:
         self._at_end = at_end
         super().__init__(name, context)
         self._backlog = QueueFill()
@@ -328,7 +329,7 @@ class CudaStream(OwnStream):
             self._record(event)
 
 
-class EngineStream(Recorder):
+class CudaEngineStream(EventRecorder):
     """An engine's own stream. Calls go to the driver at once, in the caller's thread. What the driver refuses is raised
     there: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from asynccache.core.plan import Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
 from asynccache.worker.contract import Work
-from asynccache.worker.inbox import Inbox
-from asynccache.worker.stats import Meter
+from asynccache.worker.inbox import Inbox, QueuedWork
+from asynccache.worker.stats import StageMeter
 
 
-class Copier(Protocol):
+class BackupCopier(Protocol):
     """The part of ``Mover`` that this stage uses."""
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event: ...
-
-
-class Queued(NamedTuple):
-    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
-
-    work: Work
-    after: Sequence[Event]
-    at: float
 
 
 class BackupHostStage:
@@ -33,7 +25,7 @@ class BackupHostStage:
 
     def __init__(
         self,
-        mover: Copier,
+        mover: BackupCopier,
         post: Callable[[Status, Sequence[int]], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
@@ -42,8 +34,8 @@ class BackupHostStage:
         self._post = post
         self._size_of = size_of
         self._clock = clock
-        self._inbox: Inbox[Queued] = Inbox()
-        self.meter = Meter()
+        self._inbox: Inbox[QueuedWork] = Inbox()
+        self.meter = StageMeter()
 
     def __repr__(self) -> str:
         return f"BackupHostStage({len(self._inbox)} queued, {self.meter!r})"
@@ -53,7 +45,7 @@ class BackupHostStage:
 
     def put(self, work: Work, after: Sequence[Event]) -> None:
         """Queue ``work``; its outcome is posted exactly once."""
-        self._inbox.put(Queued(work, after, self._clock()))
+        self._inbox.put(QueuedWork(work, after, self._clock()))
 
     async def run(self) -> None:
         """Copy batch after batch, for ever. Cancelling it abandons the outcome, never a buffer in use: the device
@@ -66,7 +58,7 @@ class BackupHostStage:
             status = await _copied(self._mover.backup(moves, after))
             self._report(batch, moves, status)
 
-    def _report(self, batch: Sequence[Queued], moves: Sequence[Move], status: Status) -> None:
+    def _report(self, batch: Sequence[QueuedWork], moves: Sequence[Move], status: Status) -> None:
         count = sum(len(queued.work.ops) for queued in batch)
         if status is Status.DONE:
             self.meter.count(count, *self._size_of(moves))

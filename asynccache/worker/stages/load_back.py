@@ -20,13 +20,13 @@ from typing import NamedTuple, Protocol
 from asynccache.core.plan import Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
-from asynccache.worker.contract import Kind, Work
-from asynccache.worker.inbox import Inbox
-from asynccache.worker.stats import Meter
+from asynccache.worker.contract import CopyKind, Work
+from asynccache.worker.inbox import Inbox, QueuedWork
+from asynccache.worker.stats import StageMeter
 
 
-class Layers(Protocol):
-    """What a load returns: an event per layer, and one for all of it."""
+class LoadEvents(Protocol):
+    """The events of a load: one for each layer, and one for all of it."""
 
     @property
     def layers(self) -> Sequence[Event]: ...
@@ -34,10 +34,10 @@ class Layers(Protocol):
     def done(self) -> Event: ...
 
 
-class Copier(Protocol):
+class LoadCopier(Protocol):
     """The part of ``Mover`` that this stage uses."""
 
-    def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Layers: ...
+    def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LoadEvents: ...
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event: ...
 
 
@@ -57,19 +57,11 @@ class Copying(NamedTuple):
         return self.layers[i] if self.layers else self.done
 
 
-class Queued(NamedTuple):
-    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
-
-    work: Work
-    after: Sequence[Event]
-    at: float
-
-
 class _Line:
     """The works that wait to be submitted to one stream, and the copies that are on it, both in order."""
 
     def __init__(self) -> None:
-        self.inbox: Inbox[Queued] = Inbox()
+        self.inbox: Inbox[QueuedWork] = Inbox()
         self.flying: deque[Copying] = deque()
         self.filled = asyncio.Event()
 
@@ -88,7 +80,7 @@ class LoadBackStage:
 
     def __init__(
         self,
-        mover: Copier,
+        mover: LoadCopier,
         post: Callable[[Status, Sequence[int]], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
@@ -102,7 +94,7 @@ class LoadBackStage:
         self._loads = _Line()
         self._clones = _Line()
         self._by_op: dict[int, Copying] = {}
-        self.meter = Meter()
+        self.meter = StageMeter()
 
     def __repr__(self) -> str:
         return f"LoadBackStage(loads {self._loads!r}; clones {self._clones!r}; {self.meter!r})"
@@ -112,8 +104,8 @@ class LoadBackStage:
 
     def put(self, work: Work, after: Sequence[Event]) -> None:
         """Queue ``work``; its outcome is posted exactly once."""
-        line = self._clones if work.kind is Kind.CLONE else self._loads
-        line.inbox.put(Queued(work, after, self._clock()))
+        line = self._clones if work.kind is CopyKind.CLONE else self._loads
+        line.inbox.put(QueuedWork(work, after, self._clock()))
         line.filled.set()
 
     def copying(self, op: int) -> Copying | None:
@@ -138,7 +130,7 @@ class LoadBackStage:
         for queued in self._clones.inbox.take():
             self._submit_clones(*queued)
 
-    def _submit_loads(self, loads: Sequence[Queued]) -> None:
+    def _submit_loads(self, loads: Sequence[QueuedWork]) -> None:
         moves = [move for queued in loads for move in queued.work.moves]
         after = list(dict.fromkeys(event for queued in loads for event in queued.after))
         events = self._mover.load(moves, after)
@@ -163,7 +155,7 @@ class LoadBackStage:
         await self._serve(self._loads)
 
     async def run_clones(self) -> None:
-        """As ``run``, for the private copies."""
+        """The same as ``run``, for the private copies."""
         await self._serve(self._clones)
 
     async def _serve(self, line: _Line) -> None:

@@ -8,34 +8,34 @@ from typing import Protocol
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey, Result
-from asynccache.worker.contract import Asked, Read
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.contract import ReadOrder, StoreQuestion
+from asynccache.worker.pool_layout import PoolMap
 
 BATCH_PAGES = 128
 
 
-class Store(Protocol):
+class ReadableStore(Protocol):
     """The part of ``TieredStore`` that this stage uses."""
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
     async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
 
 
-class Reading:
+class ReadingStage:
     """Looks up and reads pages, at most ``BATCH_PAGES`` pages of a pool in one call of the store."""
 
-    def __init__(self, store: Store, pools: PoolMap) -> None:
+    def __init__(self, store: ReadableStore, pools: PoolMap) -> None:
         self._store = store
         self._pools = pools
 
     def __repr__(self) -> str:
-        return f"Reading({self._pools!r})"
+        return f"ReadingStage({self._pools!r})"
 
-    async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
+    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """See ``Worker.ask``."""
         return [await self._ask(question) for question in asked]
 
-    async def _ask(self, asked: Asked) -> bytes:
+    async def _ask(self, asked: StoreQuestion) -> bytes:
         if not self._pools.has(asked.pool):
             return _nothing_lacks(asked.hashes)
         answers = bytearray()
@@ -44,7 +44,7 @@ class Reading:
             answers += bytes(await self._store.exists(keys[at : at + BATCH_PAGES]))
         return bytes(answers)
 
-    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
         """See ``Worker.read``."""
         answers: list[bytes] = []
         for pool, hashes, slots in reads:

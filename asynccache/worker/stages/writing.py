@@ -18,13 +18,13 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import BackupStorage
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey, Result
-from asynccache.worker.contract import Stored
-from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.contract import StoredBatch
+from asynccache.worker.pool_layout import PoolMap
 
 BATCH_PAGES = 128
 
 
-class Store(Protocol):
+class WritableStore(Protocol):
     """The part of ``TieredStore`` that this stage uses."""
 
     async def put(
@@ -33,7 +33,7 @@ class Store(Protocol):
     def writers(self, *, shared: bool = True) -> Sequence[object]: ...
 
 
-class Run(NamedTuple):
+class WriteRun(NamedTuple):
     """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
     them to the stores that workers share. ``full``: True if they count as pages of FULL."""
 
@@ -44,22 +44,22 @@ class Run(NamedTuple):
     full: bool
 
 
-class Writing:
+class WritingStage:
     """Writes batches. Mutable state: the batches that were given up while they were written, by first operation."""
 
-    def __init__(self, store: Store, pools: PoolMap) -> None:
+    def __init__(self, store: WritableStore, pools: PoolMap) -> None:
         self._store = store
         self._pools = pools
         self._given_up: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"Writing({self._pools!r})"
+        return f"WritingStage({self._pools!r})"
 
     def give_up(self, op: int) -> None:
         """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way."""
         self._given_up.add(op)
 
-    async def store(self, batch: Sequence[BackupStorage]) -> Stored:
+    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
         """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
         pages."""
         first = batch[0].op
@@ -71,9 +71,9 @@ class Writing:
 
 class _Batch:
     """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
-    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``Stored``."""
+    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
 
-    def __init__(self, store: Store, pools: PoolMap, batch: Sequence[BackupStorage]) -> None:
+    def __init__(self, store: WritableStore, pools: PoolMap, batch: Sequence[BackupStorage]) -> None:
         self._store = store
         self._pools = pools
         self._batch = batch
@@ -81,15 +81,15 @@ class _Batch:
         self.failed: set[int] = set()
         self.pages = self.full_pages = self.bytes = 0
 
-    async def write(self, given_up: Callable[[], bool]) -> Stored:
+    async def write(self, given_up: Callable[[], bool]) -> StoredBatch:
         for pools in self._pools.written:
             for part in self._parts(pools):
                 await self._put(part)
                 if given_up():
                     self.failed.update(op for op, left in self.left.items() if left)
-        return Stored(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
+        return StoredBatch(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
 
-    async def _put(self, part: Sequence[Run]) -> None:
+    async def _put(self, part: Sequence[WriteRun]) -> None:
         theirs = [run for run in part if not run.ours]
         if len(theirs) < len(part):
             await self._put_in([run for run in part if run.ours], shared=True)
@@ -101,7 +101,7 @@ class _Batch:
             for run in theirs:
                 self.left[run.op] -= len(run.keys)
 
-    async def _put_in(self, part: Sequence[Run], *, shared: bool) -> None:
+    async def _put_in(self, part: Sequence[WriteRun], *, shared: bool) -> None:
         keys = [key for run in part for key in run.keys]
         payloads = [payload for run in part for payload in run.payloads]
         results = await self._store.put(keys, payloads, shared=shared)
@@ -125,10 +125,10 @@ class _Batch:
             for pages in effect.pages
         )
 
-    def _parts(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[list[Run]]:
+    def _parts(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[list[WriteRun]]:
         """Yield the pages of ``pools``, at most ``BATCH_PAGES`` at a time, without those of operations that have failed
         by then."""
-        part: list[Run] = []
+        part: list[WriteRun] = []
         room = BATCH_PAGES
         for effect in self._batch:
             for component, hashes, slots in effect.pages:
@@ -145,8 +145,8 @@ class _Batch:
         if part:
             yield part
 
-    def _run(self, op: int, spec: PoolSpec, hashes: bytes, slots: bytes, which: slice) -> Run:
+    def _run(self, op: int, spec: PoolSpec, hashes: bytes, slots: bytes, which: slice) -> WriteRun:
         begin, end = which.start, which.stop
         keys = self._pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
         payloads = self._pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
-        return Run(op, spec.writes, keys, payloads, bool(self._pools.counts(spec.name)))
+        return WriteRun(op, spec.writes, keys, payloads, bool(self._pools.counts(spec.name)))

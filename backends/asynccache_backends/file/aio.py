@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Files(NamedTuple):
+class FileHandles(NamedTuple):
     """Two descriptors of one file. ``direct`` bypasses the system's page cache; it is None if O_DIRECT is not used."""
 
     buffered: int
@@ -27,15 +27,15 @@ class Files(NamedTuple):
 
 
 class FileRun(NamedTuple):
-    """``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they are read
-    into or written from."""
+    """A run of ``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they
+    are read into or written from."""
 
     offset: int
     length: int
     buffers: Sequence[memoryview]
 
 
-class Moved(NamedTuple):
+class RunsMoved(NamedTuple):
     """The outcome of some runs.
 
     ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
@@ -50,11 +50,11 @@ class Moved(NamedTuple):
 class BatchIO(Protocol):
     """File I/O in the background. It refers to files and buffers until the future of their call is done."""
 
-    def write(self, files: Files, run: FileRun) -> asyncio.Future[Moved]:
+    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
         """Write one run. If not all of it was written, the outcome has an error."""
         ...
 
-    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
+    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
         """Read runs of one file. Where the file ends early a run has fewer bytes, which is no error."""
         ...
 
@@ -73,16 +73,16 @@ class ThreadIO:
     def __init__(self, threads: int = 4) -> None:
         self._workers = Workers(threads, "asynccache-file")
 
-    def write(self, files: Files, run: FileRun) -> asyncio.Future[Moved]:
-        """As ``BatchIO.write``, by one pwritev or as many as it takes."""
+    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
+        """The same as ``BatchIO.write``, by one pwritev or as many as it takes."""
         return self._workers.call(write_run, files, run)
 
-    def read(self, files: Files, runs: Sequence[FileRun]) -> asyncio.Future[Moved]:
-        """As ``BatchIO.read``, by one preadv for each run or as many as it takes."""
+    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
+        """The same as ``BatchIO.read``, by one preadv for each run or as many as it takes."""
         return self._workers.call(read_runs, files, runs)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
-        """As ``BatchIO.call``."""
+        """The same as ``BatchIO.call``."""
         return self._workers.call(lambda: _caught(function, *args, **kwargs))
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class ThreadIO:
         self._workers.close()
 
 
-def write_run(files: Files, run: FileRun) -> Moved:
+def write_run(files: FileHandles, run: FileRun) -> RunsMoved:
     """Write a run, by direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
     moved = _move(os.pwritev, files, [run])
     if moved.error is None and moved.bytes[0] < run.length:
@@ -98,12 +98,14 @@ def write_run(files: Files, run: FileRun) -> Moved:
     return moved
 
 
-def read_runs(files: Files, runs: Sequence[FileRun]) -> Moved:
+def read_runs(files: FileHandles, runs: Sequence[FileRun]) -> RunsMoved:
     """Read each run up to its end or the end of the file."""
     return _move(os.preadv, files, runs)
 
 
-def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, runs: Sequence[FileRun]) -> Moved:
+def _move(
+    move: Callable[[int, Sequence[memoryview], int], int], files: FileHandles, runs: Sequence[FileRun]
+) -> RunsMoved:
     fd = files.buffered if files.direct is None else files.direct
     counts: list[int] = []
     error: OSError | None = None
@@ -119,7 +121,7 @@ def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, r
         except OSError as failure:
             error = failure
             counts.append(0)
-    return Moved(counts, error, files.direct is not None and fd == files.buffered)
+    return RunsMoved(counts, error, files.direct is not None and fd == files.buffered)
 
 
 def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: FileRun) -> int:

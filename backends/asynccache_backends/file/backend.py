@@ -37,8 +37,8 @@ from asynccache.storage import (
     completed,
     settled,
 )
-from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
-from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.aio import BatchIO, RunsMoved, ThreadIO
+from asynccache_backends.file.blocks import PageGroup
 from asynccache_backends.file.files import Folder
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest, note_capacity, noted_capacity
 from asynccache_backends.file.janitor import Janitor
@@ -49,7 +49,7 @@ from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
 from asynccache_backends.file.segments import Segment, segment_name, supports_direct
 from asynccache_backends.file.settings import settings_of
-from asynccache_backends.file.state import StoreState, Writing
+from asynccache_backends.file.state import GroupWrite, StoreState
 from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
@@ -66,7 +66,7 @@ class _Put(NamedTuple):
     records: Sequence[Record]
     results: list[Result]
     fresh: dict[int, list[int]]
-    writings: list[tuple[Writing, list[int]]]
+    writings: list[tuple[GroupWrite, list[int]]]
 
 
 class FileBackend:
@@ -125,7 +125,7 @@ class FileBackend:
         return f"FileBackend({str(self._state.folder.path)!r}, {self._state.index!r}, {self._state.log!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS. It never waits."""
+        """Return for each key whether it is stored: HIT or MISS. The call never waits."""
         with self._operations:
             index = self._state.index
             return [HIT if key.key in index else MISS for key in keys]
@@ -189,7 +189,7 @@ class FileBackend:
         """Read a group from its file, and delete the pages that do not verify. If its header block is damaged, all of
         its pages are deleted. After it is cancelled nothing more is deleted."""
         with self._operations:
-            group: Group = part.place
+            group: PageGroup = part.place
             try:
                 data = await completed(read_group(self._state.folder, segment_name(group.segment), group))
             except OSError as error:
@@ -285,12 +285,12 @@ class FileBackend:
             finally:
                 _release(self._state, self._state.io, self._lock)
 
-    async def _log_deleted(self, dead: Sequence[tuple[Group, int]]) -> Result:
+    async def _log_deleted(self, dead: Sequence[tuple[PageGroup, int]]) -> Result:
         """Write into the log that these pages, which are out of the index already, were deleted. Returns FAILED if the
         disk refuses, so that a crash may bring them back; else HIT."""
         if not dead:
             return HIT
-        masks: dict[Group, int] = {}
+        masks: dict[PageGroup, int] = {}
         for group, page in dead:
             masks[group] = masks.get(group, 0) | 1 << page
         self._state.counts["deleted"] += len(dead)
@@ -298,11 +298,11 @@ class FileBackend:
         self._state.counts["errors"] += error is not None
         return HIT if error is None else FAILED
 
-    def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[Moved]:
+    def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[RunsMoved]:
         segment.enter()
         return self._state.io.read(self._state.files_for(segment, batch.length), batch.runs)
 
-    def _end_read(self, batch: ReadBatch, moved: Moved, records: Sequence[Record], results: list[Result]) -> None:
+    def _end_read(self, batch: ReadBatch, moved: RunsMoved, records: Sequence[Record], results: list[Result]) -> None:
         """Set the results of a batch whose reads have ended. A page that was not read to its last byte is CORRUPT, or
         FAILED if there was an error in its batch."""
         length, total, missing = batch.length, 0, CORRUPT if moved.error is None else FAILED
@@ -368,7 +368,7 @@ class FileBackend:
             await self._janitor.advance()
         return count
 
-    def _begin_write(self, put: _Put, length: int, part: Sequence[int]) -> Writing:
+    def _begin_write(self, put: _Put, length: int, part: Sequence[int]) -> GroupWrite:
         pieces: list[bytes | memoryview] = []
         payloads = []
         for i in part:

@@ -35,7 +35,7 @@ _HEAD = struct.Struct("<8sHHIQQQ16sQ")
 _NO_SUM = bytes(16)
 
 
-class Group:
+class PageGroup:
     """Up to 42 pages (``MAX_PAGES``) of ``length`` bytes each that were written together, at ``offset`` of a segment.
 
     ``directory`` has each page's key and record header. ``dead`` and ``hot`` are sets of pages, as the bits of an
@@ -55,7 +55,8 @@ class Group:
         self.hot = 0
 
     def __repr__(self) -> str:
-        return f"Group(segment={self.segment}, offset={self.offset}, {self.count} x {self.length}, dead={self.dead:b})"
+        where = f"segment={self.segment}, offset={self.offset}"
+        return f"PageGroup({where}, {self.count} x {self.length}, dead={self.dead:b})"
 
     @property
     def end(self) -> int:
@@ -93,7 +94,7 @@ def group_bytes(length: int, count: int) -> int:
     return BLOCK_BYTES + round_up(length * count)
 
 
-def pack_block(group: Group, seed: int) -> bytes:
+def pack_block(group: PageGroup, seed: int) -> bytes:
     """Return the group's header block without the padding."""
     fields = (MAGIC, VERSION, 0, group.count, group.segment, group.offset, group.length)
     checksum = xxh3_128_digest(_HEAD.pack(*fields, _NO_SUM, group.written) + group.directory, seed)
@@ -105,7 +106,7 @@ def block_bytes(data: bytes | memoryview, at: int) -> int:
     return HEAD_BYTES + ENTRY_BYTES * int.from_bytes(data[at + 12 : at + 16], "little")
 
 
-def parse_block(data: bytes | memoryview, seed: int) -> Group | None:
+def parse_block(data: bytes | memoryview, seed: int) -> PageGroup | None:
     """Return the group whose header block ``data`` begins with; None if that is no such block, or is damaged."""
     if len(data) < HEAD_BYTES or data[:8] != MAGIC:
         return None
@@ -117,4 +118,4 @@ def parse_block(data: bytes | memoryview, seed: int) -> Group | None:
     head = _HEAD.pack(magic, version, flags, count, segment, offset, length, _NO_SUM, written)
     if xxh3_128_digest(head + directory, seed) != checksum:
         return None
-    return Group(segment, offset, length, directory, written)
+    return PageGroup(segment, offset, length, directory, written)

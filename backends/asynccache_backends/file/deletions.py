@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from xxhash import xxh3_64_intdigest
 
-from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.blocks import PageGroup
 from asynccache_backends.file.files import Folder
 
 NAME = "deletions.log"
@@ -25,7 +25,7 @@ ENTRY_BYTES = _PLACE.size + _SUM.size
 MOST_BYTES = 1 << 30  # 33 million entries; the log is made compact with every snapshot
 
 
-def pack(deaths: Iterable[tuple[Group, int]], seed: int) -> bytes:
+def pack(deaths: Iterable[tuple[PageGroup, int]], seed: int) -> bytes:
     """Return the bytes of the entries for these groups, each with the bit set of its dead pages."""
     places = (_PLACE.pack(group.segment, group.offset, mask) for group, mask in deaths)
     return b"".join(place + _SUM.pack(xxh3_64_intdigest(place, seed)) for place in places)

@@ -66,7 +66,8 @@ class Folder:
             self.fd = -1
 
     def has(self, name: str) -> bool:
-        """Whether a file has this name. Raises NotPlain if something else has it, also a link that leads nowhere."""
+        """Return True if a file has this name. Raises NotPlain if something else has it, also a link that leads
+        nowhere."""
         return self._look(name) is not None
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:

@@ -1,4 +1,4 @@
-"""Who may use a store's folder: one process at a time (locks), which knows the folder's format (a manifest).
+"""A store's folder, and who may use it: one process at a time (locks), which knows the folder's format (a manifest).
 
 The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
 in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this
@@ -39,8 +39,8 @@ _NO_SUCH_LOCK = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What must be known before any other file can be read. ``schema`` is the digest of the record schema, in hex.
-    ``seed`` is the store's random number."""
+    """The facts that must be known before any other file can be read. ``schema`` is the digest of the record schema, in
+    hex. ``seed`` is the store's random number."""
 
     format: str
     version: int
@@ -228,7 +228,8 @@ def _digest(manifest: Manifest) -> str:
 
 
 def _is_sound(manifest: Manifest) -> bool:
-    """Whether every field has its type. The checksum does not tell that: somebody may have written the file by hand."""
+    """Return True if every field has its type. The checksum does not tell that: somebody may have written the file by
+    hand."""
     fields = (manifest.format, str), (manifest.version, int), (manifest.schema, str), (manifest.seed, int)
     return all(type(value) is kind for value, kind in fields) and 0 <= manifest.seed < 1 << 64
 

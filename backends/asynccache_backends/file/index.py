@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from asynccache.storage import KEY_BYTES, PageKey, Tell
-from asynccache_backends.file.blocks import MAX_PAGES, Group
+from asynccache_backends.file.blocks import MAX_PAGES, PageGroup
 
 _PAGE_BITS = 6
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
 assert MAX_PAGES <= _PAGE_MASK  # so that consecutive slots are always pages of the same group
 
 
-class Index:
+class FileIndex:
     """The index. ``pages`` and ``bytes`` count the pages that are stored and the bytes of their payloads. ``tell``
     hears of keys that are added and removed. ``has(key)`` is a faster ``key in index``."""
 
@@ -25,13 +25,13 @@ class Index:
         self.bytes = 0
         self.tell: Tell | None = None
         self._slots: dict[bytes, int] = {}
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PageGroup] = {}
         self._segments: dict[int, list[int]] = {}
         self._next = 0
         self.has = self._slots.__contains__
 
     def __repr__(self) -> str:
-        return f"Index(pages={self.pages}, groups={len(self._groups)}, segments={len(self._segments)})"
+        return f"FileIndex(pages={self.pages}, groups={len(self._groups)}, segments={len(self._segments)})"
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
@@ -41,11 +41,11 @@ class Index:
         """How many pages are stored."""
         return len(self._slots)
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[PageGroup]:
         """Return all groups, segment by segment."""
         return [self._groups[n] for numbers in self._segments.values() for n in numbers]
 
-    def groups_of(self, segment: int) -> list[Group]:
+    def groups_of(self, segment: int) -> list[PageGroup]:
         """Return the groups of one segment, in the order in which they were added."""
         return [self._groups[n] for n in self._segments.get(segment, ())]
 
@@ -55,11 +55,11 @@ class Index:
         slots = self._slots
         return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
 
-    def at(self, slot: int) -> tuple[Group, int]:
+    def at(self, slot: int) -> tuple[PageGroup, int]:
         """Return the group of a slot, and the index of the page in that group."""
         return self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PageGroup) -> None:
         """Add the pages of a group that were not deleted. A key that has a place already gets the new one."""
         base = self._next << _PAGE_BITS
         self._groups[self._next] = group
@@ -81,7 +81,7 @@ class Index:
         """Return all stored keys."""
         return list(self._slots)
 
-    def forget(self, key: bytes) -> tuple[Group, int] | None:
+    def forget(self, key: bytes) -> tuple[PageGroup, int] | None:
         """Remove a key, and mark its page as dead. Returns the page's group and index, or None if the key is not
         stored."""
         place = self._drop(key)
@@ -89,7 +89,7 @@ class Index:
             self.tell(False, (key,))
         return place
 
-    def _drop(self, key: bytes) -> tuple[Group, int] | None:
+    def _drop(self, key: bytes) -> tuple[PageGroup, int] | None:
         slot = self._slots.pop(key, None)
         if slot is None:
             return None
@@ -98,8 +98,9 @@ class Index:
         self.bytes -= group.length
         return group, page
 
-    def forget_at(self, group: Group, page: int) -> tuple[Group, int] | None:
-        """As ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by now."""
+    def forget_at(self, group: PageGroup, page: int) -> tuple[PageGroup, int] | None:
+        """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
+        now."""
         key = group.entry(page)[:KEY_BYTES]
         slot = self._slots.get(key)
         return None if slot is None or self.at(slot) != (group, page) else self.forget(key)

@@ -20,7 +20,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import completed, settled
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.aio import FileRun
-from asynccache_backends.file.blocks import Group, group_bytes
+from asynccache_backends.file.blocks import PageGroup, group_bytes
 from asynccache_backends.file.folder import replace_file
 from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend, segment_name
 from asynccache_backends.file.state import StoreState
@@ -72,7 +72,7 @@ class Janitor:
 
     @property
     def _is_full(self) -> bool:
-        """Whether another segment would exceed the capacity."""
+        """True if another segment would exceed the capacity."""
         return self._state.log.bytes + self._state.segment_bytes > self._state.capacity
 
     async def sync(self) -> None:
@@ -117,7 +117,7 @@ class Janitor:
     def _save_is_due(self) -> bool:
         return self._state.unsaved_bytes * SAVE_EVERY >= self._state.capacity
 
-    async def log_deaths(self, deaths: Sequence[tuple[Group, int]]) -> OSError | None:
+    async def log_deaths(self, deaths: Sequence[tuple[PageGroup, int]]) -> OSError | None:
         """Write deletions into the log: groups, each with the bit set of pages that were deleted. Returns the error of
         the disk, or None. Cancelling it may leave them out of the log."""
         entries = deletions.pack(deaths, self._state.seed)
@@ -247,7 +247,7 @@ class Janitor:
         await self._evict(segment)
         return dead
 
-    async def _rescue(self, victim: Segment, found: Iterable[tuple[Group, list[int]]], budget: int) -> None:
+    async def _rescue(self, victim: Segment, found: Iterable[tuple[PageGroup, list[int]]], budget: int) -> None:
         """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment."""
         state = self._state
         scratch: memoryview | None = None
@@ -258,7 +258,7 @@ class Janitor:
                 budget -= count * group.length
                 del pages[:count]
 
-    async def _move(self, victim: Segment, group: Group, pages: list[int], scratch: memoryview) -> None:
+    async def _move(self, victim: Segment, group: PageGroup, pages: list[int], scratch: memoryview) -> None:
         state, length = self._state, group.length
         buffers = [scratch[i * length : (i + 1) * length] for i in range(len(pages))]
         read = await self._read(victim, group, pages, buffers)
@@ -281,7 +281,7 @@ class Janitor:
                 await self.log_deaths([(writing.group, writing.group.dead)])
 
     async def _read(
-        self, segment: Segment, group: Group, pages: Sequence[int], buffers: Sequence[memoryview]
+        self, segment: Segment, group: PageGroup, pages: Sequence[int], buffers: Sequence[memoryview]
     ) -> list[tuple[int, memoryview]]:
         """Read pages of a group into ``buffers``. Returns those that could be read completely, each with its buffer."""
         offsets = map(group.payload_offset, pages)
@@ -348,7 +348,7 @@ class Janitor:
         return future.result()
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As ``_done``, but raises Unavailable where that returns an OSError."""
+        """Do the same as ``_done``, but raise Unavailable where that returns an OSError."""
         result = await self._done(function, *args, **kwargs)
         self._raise(result)
         assert not isinstance(result, OSError)
@@ -361,18 +361,18 @@ class Janitor:
 
 
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:
-    """Whether this task has ended without a segment."""
+    """Return True if this task has ended without a segment."""
     return task.done() and isinstance(task.result(), OSError)
 
 
-def _live_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:
+def _live_pages(groups: Sequence[PageGroup]) -> Iterator[tuple[PageGroup, list[int]]]:
     """Yield each group that has live pages, with these."""
     for group in groups:
         if pages := group.live():
             yield group, pages
 
 
-def _hot_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:
+def _hot_pages(groups: Sequence[PageGroup]) -> Iterator[tuple[PageGroup, list[int]]]:
     """Yield each group with live pages that were read since they were written, with these."""
     for group in groups:
         wanted = group.hot & ~group.dead

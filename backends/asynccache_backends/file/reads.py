@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from asynccache.storage import PageKey, Record
 from asynccache_backends.file.aio import FileRun
-from asynccache_backends.file.blocks import Group
-from asynccache_backends.file.index import Index
+from asynccache_backends.file.blocks import PageGroup
+from asynccache_backends.file.index import FileIndex
 
 MOST_BATCH = 4 << 20
 LEAST_BATCH = 1 << 20
 BATCHES = 4
 
 
-class Stretch(NamedTuple):
+class GroupStretch(NamedTuple):
     """Pages of one group that lie next to each other, the first at index ``page``. ``which`` has for each page the
     position of its key in the get."""
 
-    group: Group
+    group: PageGroup
     page: int
     which: list[int]
 
@@ -30,16 +30,16 @@ class ReadBatch(NamedTuple):
 
     segment: int
     length: int
-    stretches: list[Stretch]
+    stretches: list[GroupStretch]
     runs: list[FileRun]
 
 
 def find_stretches(
-    index: Index, keys: Sequence[PageKey], records: Sequence[Record]
-) -> tuple[list[Stretch], list[int]]:
+    index: FileIndex, keys: Sequence[PageKey], records: Sequence[Record]
+) -> tuple[list[GroupStretch], list[int]]:
     """Return the stretches in which the stored pages of ``keys`` lie, in the order in which they were written; and the
     positions of keys whose page has another length than their record."""
-    stretches: list[Stretch] = []
+    stretches: list[GroupStretch] = []
     wrong: list[int] = []
     expected = -1
     for slot, i in sorted(index.slots(keys)):
@@ -51,13 +51,13 @@ def find_stretches(
             expected = -1
             continue
         if not which:
-            stretches.append(Stretch(group, page, which))
+            stretches.append(GroupStretch(group, page, which))
         which.append(i)
         expected = slot + 1
     return stretches, wrong
 
 
-def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[ReadBatch]:
+def plan_reads(stretches: Sequence[GroupStretch], records: Sequence[Record]) -> list[ReadBatch]:
     """Divide the stretches into batches. These have 1 to 4 MiB, so that each is worth a call; within that there are
     about as many as can run at the same time."""
     total = sum(stretch.group.length * len(stretch.which) for stretch in stretches)
@@ -75,8 +75,8 @@ def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[
         size = len(which) * length
         if size > room:
             fits = room // length
-            left.append(Stretch(group, page + fits, which[fits:]))
-            stretch = Stretch(group, page, which[:fits])
+            left.append(GroupStretch(group, page + fits, which[fits:]))
+            stretch = GroupStretch(group, page, which[:fits])
             which, size = stretch.which, fits * length
         batch.stretches.append(stretch)
         batch.runs.append(FileRun(group.payload_offset(page), size, [records[i].payload for i in which]))

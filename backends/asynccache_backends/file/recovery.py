@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynccache_backends.file import deletions, snapshot
-from asynccache_backends.file.blocks import BLOCK_BYTES, MAGIC, Group, parse_block, round_up
+from asynccache_backends.file.blocks import BLOCK_BYTES, MAGIC, PageGroup, parse_block, round_up
 from asynccache_backends.file.files import Folder
-from asynccache_backends.file.index import Index
+from asynccache_backends.file.index import FileIndex
 from asynccache_backends.file.segments import Segment, list_segments, open_segment
 
 _SCAN_BYTES = 1 << 20
@@ -24,10 +24,10 @@ _SECTOR = 512  # bytes; st_blocks counts in these
 
 
 class Recovered(NamedTuple):
-    """What was found. ``scanned``: how many groups were found in segments, because the snapshot did not have them.
-    ``stale_deaths``: how many entries of the log of deletions name groups that do not exist any more."""
+    """The outcome of a recovery. ``scanned``: how many groups were found in segments, because the snapshot did not have
+    them. ``stale_deaths``: how many entries of the log of deletions name groups that do not exist any more."""
 
-    found: Index
+    found: FileIndex
     segments: list[Segment]
     scanned: int
     stale_deaths: int
@@ -51,7 +51,7 @@ def recover(folder: Folder, seed: int, direct: bool) -> Recovered:
 
 
 def _read(folder: Folder, seed: int, segments: list[Segment]) -> Recovered:
-    index = Index()
+    index = FileIndex()
     saved = snapshot.load(folder, seed, _most_saved(segments))
     scanned = 0
     for segment in segments:
@@ -76,7 +76,7 @@ def _most_saved(segments: list[Segment]) -> int:
     return _LEAST_SNAPSHOT + sum(map(min, taken, [segment.size for segment in segments]))
 
 
-def scan(segment: Segment, start: int, seed: int) -> Iterator[Group]:
+def scan(segment: Segment, start: int, seed: int) -> Iterator[PageGroup]:
     """Yield the groups of a segment from the offset ``start`` on."""
     fd, at = segment.files.buffered, start
     while at < segment.size:

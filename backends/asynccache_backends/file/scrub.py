@@ -11,11 +11,11 @@ import os
 import aiofiles
 
 from asynccache.storage import KEY_BYTES, PageKey, Record
-from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes, parse_block
+from asynccache_backends.file.blocks import BLOCK_BYTES, PageGroup, group_bytes, parse_block
 from asynccache_backends.file.files import Folder
 
 
-async def read_group(folder: Folder, name: str, group: Group) -> memoryview:
+async def read_group(folder: Folder, name: str, group: PageGroup) -> memoryview:
     """Return the group's bytes, fewer if the file ends earlier. It must not be cancelled: callers wrap it in
     ``completed``. Raises OSError."""
     got = 0
@@ -28,13 +28,13 @@ async def read_group(folder: Folder, name: str, group: Group) -> memoryview:
     return data[:got]
 
 
-def is_intact(group: Group, data: memoryview, seed: int) -> bool:
-    """Whether the header block in ``data`` verifies and says the same as the index."""
+def is_intact(group: PageGroup, data: memoryview, seed: int) -> bool:
+    """Return True if the header block in ``data`` verifies and says the same as the index."""
     found = parse_block(data[:BLOCK_BYTES], seed)
     return found is not None and (found.directory, found.length) == (group.directory, group.length)
 
 
-def stored_records(group: Group, pages: list[int], data: memoryview) -> tuple[list[PageKey], list[Record]]:
+def stored_records(group: PageGroup, pages: list[int], data: memoryview) -> tuple[list[PageKey], list[Record]]:
     """Return the keys and records of these pages. A record may be too short, where ``data`` is."""
     keys = [PageKey("", group.entry(page)[:KEY_BYTES]) for page in pages]
     starts = [BLOCK_BYTES + page * group.length for page in pages]
@@ -43,5 +43,5 @@ def stored_records(group: Group, pages: list[int], data: memoryview) -> tuple[li
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether the error means that the file does not exist: its segment was reclaimed meanwhile."""
+    """Return True if the error means that the file does not exist: its segment was reclaimed meanwhile."""
     return error.errno == errno.ENOENT

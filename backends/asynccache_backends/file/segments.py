@@ -15,7 +15,7 @@ import os
 import re
 from pathlib import Path
 
-from asynccache_backends.file.aio import Files, Moved
+from asynccache_backends.file.aio import FileHandles, RunsMoved
 from asynccache_backends.file.blocks import BLOCK_BYTES, MAX_PAGES, group_bytes
 from asynccache_backends.file.files import Folder, NotPlain
 
@@ -32,12 +32,12 @@ class Segment:
     whether it has to be synced. ``dropped``: whether it was removed from the store.
     """
 
-    def __init__(self, number: int, files: Files, size: int, tail: int = 0) -> None:
+    def __init__(self, number: int, files: FileHandles, size: int, tail: int = 0) -> None:
         self.number = number
         self.files = files
         self.size = size
         self.tail = tail
-        self.writing: dict[int, asyncio.Future[Moved]] = {}
+        self.writing: dict[int, asyncio.Future[RunsMoved]] = {}
         self.dirty = False
         self.dropped = False
         self._users = 0
@@ -67,7 +67,7 @@ class Segment:
     def _close_if_unused(self) -> None:
         if self.dropped and not self._users and self.files.buffered >= 0:
             close_files(self.files)
-            self.files = Files(-1, None)
+            self.files = FileHandles(-1, None)
 
 
 class SegmentLog:
@@ -127,7 +127,7 @@ def list_segments(folder: Path | int) -> list[int]:
     return sorted(int(m[1], 16) for name in os.listdir(folder) if (m := _NAME.fullmatch(name)))
 
 
-def close_files(files: Files) -> None:
+def close_files(files: FileHandles) -> None:
     """Close both descriptors."""
     os.close(files.buffered)
     if files.direct is not None:
@@ -163,8 +163,8 @@ def open_segment(folder: Folder, number: int, direct: bool) -> Segment:
         raise
 
 
-def _files(folder: Folder, name: str, buffered: int, direct: bool) -> Files:
-    return Files(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT) if direct else None)
+def _files(folder: Folder, name: str, buffered: int, direct: bool) -> FileHandles:
+    return FileHandles(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT) if direct else None)
 
 
 def cut(segment: Segment, tail: int) -> None:
@@ -179,7 +179,8 @@ def extend(segment: Segment, tail: int, size: int) -> None:
 
 
 def supports_direct(folder: Folder) -> bool:
-    """Whether files in this folder can be written with O_DIRECT. It tries, with a small file that it removes again.
+    """Return True if files in this folder can be written with O_DIRECT. That is tried with a small file, which is
+    removed again.
 
     Raises:
         NotPlain: something that is no plain file has the name of that file.

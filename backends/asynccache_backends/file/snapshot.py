@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from asynccache_backends.file.blocks import HEAD_BYTES, Group, block_bytes, pack_block, parse_block
+from asynccache_backends.file.blocks import HEAD_BYTES, PageGroup, block_bytes, pack_block, parse_block
 from asynccache_backends.file.files import Folder, NotPlain
 
 NAME = "index.snapshot"
@@ -27,18 +27,18 @@ _HEAD = struct.Struct("<8s16s")
 _PAIR = struct.Struct("<QQ")
 
 
-class IndexSnapshot(NamedTuple):
+class FileIndexSnapshot(NamedTuple):
     """The content of a snapshot. ``groups`` are those that it has. ``scan_from`` has for each segment the offset from
     which on it must be scanned for later ones."""
 
     scan_from: Mapping[int, int]
-    groups: Sequence[Group]
+    groups: Sequence[PageGroup]
 
 
-EMPTY = IndexSnapshot({}, ())
+EMPTY = FileIndexSnapshot({}, ())
 
 
-def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> list[bytes]:
+def pack(scan_from: Mapping[int, int], groups: Iterable[PageGroup], seed: int) -> list[bytes]:
     """Return the content of the file, in parts. It may run in a thread, since it reads only fields of groups that never
     change."""
     blocks = [pack_block(group, seed) for group in groups]
@@ -47,7 +47,7 @@ def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> li
     return [_HEAD.pack(MAGIC, xxh3_128_digest(body, seed)), body]
 
 
-def load(folder: Folder, seed: int, most: int) -> IndexSnapshot:
+def load(folder: Folder, seed: int, most: int) -> FileIndexSnapshot:
     """Return the snapshot in ``folder``. It is empty if the file is missing, does not verify, or has more than ``most``
     bytes. It blocks.
 
@@ -63,7 +63,7 @@ def load(folder: Folder, seed: int, most: int) -> IndexSnapshot:
     return parse(data, seed) or EMPTY
 
 
-def parse(data: bytes, seed: int) -> IndexSnapshot | None:
+def parse(data: bytes, seed: int) -> FileIndexSnapshot | None:
     """Return the snapshot in ``data``; None if it does not verify."""
     if len(data) < _HEAD.size:
         return None
@@ -77,10 +77,10 @@ def parse(data: bytes, seed: int) -> IndexSnapshot | None:
     table = _PAIR.size * (1 + segments)
     if len(body) < table + count * HEAD_BYTES:
         return None
-    return IndexSnapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
+    return FileIndexSnapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
 
 
-def _groups(data: memoryview, at: int, count: int, seed: int) -> list[Group]:
+def _groups(data: memoryview, at: int, count: int, seed: int) -> list[PageGroup]:
     groups = []
     for _ in range(count):
         size = block_bytes(data, at)  # at least that of a head, so this ends even if the data is cut short

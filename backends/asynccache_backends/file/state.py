@@ -14,20 +14,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache_backends.file.aio import BatchIO, FileRun, Files, Moved
-from asynccache_backends.file.blocks import BLOCK_BYTES, Group, pack_block
+from asynccache_backends.file.aio import BatchIO, FileHandles, FileRun, RunsMoved
+from asynccache_backends.file.blocks import BLOCK_BYTES, PageGroup, pack_block
 from asynccache_backends.file.files import Folder
-from asynccache_backends.file.index import Index
+from asynccache_backends.file.index import FileIndex
 from asynccache_backends.file.segments import Segment, SegmentLog
 
 
-class Writing(NamedTuple):
+class GroupWrite(NamedTuple):
     """A group that is being written. ``block`` is the buffer of its header block."""
 
-    group: Group
+    group: PageGroup
     segment: Segment
     block: memoryview
-    done: asyncio.Future[Moved]
+    done: asyncio.Future[RunsMoved]
 
 
 class StoreState:
@@ -42,18 +42,18 @@ class StoreState:
         self.capacity = capacity
         self.segment_bytes = segment_bytes
         self.direct = direct
-        self.index = Index()
+        self.index = FileIndex()
         self.log = SegmentLog()
         self.counts: Counter[str] = Counter()
         self.unsaved_bytes = 0
         self._blocks: list[memoryview] = []
         self._buffered_lengths: set[int] = set()
 
-    def files_for(self, segment: Segment, length: int) -> Files:
+    def files_for(self, segment: Segment, length: int) -> FileHandles:
         """Return the descriptors by which pages of ``length`` bytes are read and written: without direct I/O if the
         length, or the buffers of such pages, are not aligned."""
         if length % BLOCK_BYTES or length in self._buffered_lengths:
-            return Files(segment.files.buffered, None)
+            return FileHandles(segment.files.buffered, None)
         return segment.files
 
     def misaligned(self, length: int) -> None:
@@ -63,11 +63,11 @@ class StoreState:
 
     def begin_write(
         self, length: int, directory: bytes, payloads: Sequence[memoryview], written: int | None = None
-    ) -> Writing:
+    ) -> GroupWrite:
         """Start to write a group, for which ``log.fit`` has found room. ``written``: the unix time at which its pages
         were first written; now by default."""
         segment, offset = self.log.take(length, len(payloads))
-        group = Group(segment.number, offset, length, directory, int(time.time()) if written is None else written)
+        group = PageGroup(segment.number, offset, length, directory, int(time.time()) if written is None else written)
         block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
         packed = pack_block(group, self.seed)
         block[: len(packed)] = packed
@@ -75,9 +75,9 @@ class StoreState:
         run = FileRun(offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
         done = self.io.write(self.files_for(segment, length), run)
         segment.writing[offset] = done
-        return Writing(group, segment, block, done)
+        return GroupWrite(group, segment, block, done)
 
-    def end_write(self, writing: Writing) -> OSError | None:
+    def end_write(self, writing: GroupWrite) -> OSError | None:
         """Finish a write whose future is done: the group's pages are found from now on. Returns the error if it
         failed."""
         group, segment, block, done = writing

@@ -39,8 +39,8 @@ from asynccache_backends.mooncake.listing import object_names
 from asynccache_backends.mooncake.probe import greet
 from asynccache_backends.mooncake.regions import copy
 from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
-from asynccache_backends.mooncake.shared import Shared, acquire
-from asynccache_backends.mooncake.transfers import Attempt, ClientCalls
+from asynccache_backends.mooncake.shared import SharedClient, acquire
+from asynccache_backends.mooncake.transfers import CallAttempt, ClientCalls
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class MooncakeBackend:
 
     shared = True
 
-    def __init__(self, settings: MooncakeSettings, shared: Shared) -> None:
+    def __init__(self, settings: MooncakeSettings, shared: SharedClient) -> None:
         self._settings = settings
         self._shared = shared
         self._transfers = ClientCalls(shared, settings.replicas)
@@ -93,8 +93,8 @@ class MooncakeBackend:
         return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._shared.client!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored: HIT or MISS. The store does not evict a page for some seconds after a HIT.
-        Cancelling it waits for the answer."""
+        """Return for each key whether it is stored: HIT or MISS. The store does not evict a page for some seconds after
+        a HIT. Cancelling it waits for the answer."""
         with self._operations:
             codes = await self._ask_names(self._transfers.exists, keys)
             self._check_reached(codes)
@@ -221,10 +221,10 @@ class MooncakeBackend:
     def _names(self, keys: Sequence[PageKey]) -> list[str]:
         return [self._settings.name(key) for _, key in keys]
 
-    async def _ask(self, workers: Workers, call: Callable[[Attempt, slice], list[int]], count: int) -> list[int]:
+    async def _ask(self, workers: Workers, call: Callable[[CallAttempt, slice], list[int]], count: int) -> list[int]:
         """Make ``call`` in threads, for parts of ``count`` names. Returns a code for each name."""
         await self._greet()
-        attempt = Attempt()
+        attempt = CallAttempt()
         parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
         answers = await _answers([workers.call(call, attempt, part) for part in parts], attempt)
         codes = [code for answer in answers for code in answer]
@@ -234,7 +234,7 @@ class MooncakeBackend:
         return codes
 
     async def _ask_names(
-        self, call: Callable[[Attempt, Sequence[str]], list[int]], keys: Sequence[PageKey]
+        self, call: Callable[[CallAttempt, Sequence[str]], list[int]], keys: Sequence[PageKey]
     ) -> list[int]:
         names = self._names(keys)
         return await self._ask(self._reading, lambda attempt, part: call(attempt, names[part]), len(names))
@@ -248,10 +248,10 @@ class MooncakeBackend:
         return await self._ask(self._writing, lambda at, part: put(at, names[part], records[part]), len(names))
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return (await _answers([self._reading.call(function, *args, **kwargs)], Attempt()))[0]
+        return (await _answers([self._reading.call(function, *args, **kwargs)], CallAttempt()))[0]
 
     async def _greet(self) -> None:
-        """If the master did not answer in an earlier call, ask it for a sign of life. Raises Unavailable if it gives
+        """Ask the master for a sign of life, if it did not answer in an earlier call. Raises Unavailable if it gives
         none."""
         if self._transfers.lost_master:
             await greet(self._settings.client.master)
@@ -290,7 +290,7 @@ class MooncakeBackend:
 COUNTERS = ("errors", "lost_calls", "full_waits", "full_pages", "deleted")
 
 
-async def _answers(futures: Sequence[asyncio.Future[T]], attempt: Attempt) -> list[T]:
+async def _answers(futures: Sequence[asyncio.Future[T]], attempt: CallAttempt) -> list[T]:
     """Wait for the parts of ``attempt`` and return their results, or raise the first of their errors. If it is
     cancelled, parts that have not begun are not made, and those that have begun are waited for."""
     try:

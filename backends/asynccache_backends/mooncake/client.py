@@ -41,7 +41,7 @@ class ClientState(Enum):
     CLOSED = auto()
 
 
-class Client:
+class MooncakeClient:
     """A client of the library. Every call to the library's object is made inside ``with client as store:``."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -52,7 +52,7 @@ class Client:
         self._changed = Condition()
 
     def __repr__(self) -> str:
-        return f"Client({self.state.name}, calls={self._calls})"
+        return f"MooncakeClient({self.state.name}, calls={self._calls})"
 
     def set_up(self, options: ClientOptions, host: str) -> None:
         """Connect to the master; only once. It holds the GIL meanwhile.

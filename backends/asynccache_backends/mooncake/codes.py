@@ -1,4 +1,4 @@
-"""What the codes mean that the client returns. Pure functions.
+"""The meaning of the codes that the client returns. Pure functions.
 
 The codes were observed, or are named in the client's own header file. For a page that failed every call returns a
 negative code. Otherwise a ``get`` returns the bytes that it has written, ``exists`` returns 1 or 0, and all others 0.
@@ -58,12 +58,13 @@ def delete_result(code: int) -> Result:
 
 
 def is_nobody(codes: Sequence[int]) -> bool:
-    """Whether a call with these codes reached neither the master nor the owner of a page, for any of its keys."""
+    """Return True if a call with these codes reached neither the master nor the owner of a page, for any of its
+    keys."""
     return bool(codes) and NOBODY_CODES.issuperset(codes)
 
 
 def lost_master(codes: Iterable[int]) -> bool:
-    """Whether the master did not answer for at least one key."""
+    """Return True if the master did not answer for at least one key."""
     return not MASTER_CODES.isdisjoint(codes)
 
 

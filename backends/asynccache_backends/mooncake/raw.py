@@ -11,15 +11,15 @@ from asynccache.errors import BackendError
 from asynccache.storage import ParsedUrl, Workers
 from asynccache_backends.mooncake.regions import Region, address_of, region_of
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.mooncake.shared import Shared, acquire
+from asynccache_backends.mooncake.shared import SharedClient, acquire
 
 PREFIX = "asynccache-raw/"
 
 
-class RawClient:
+class MooncakeRawClient:
     """The client; ``raw`` makes it. Each value is an object without a header."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedClient) -> None:
         self._shared = shared
         self._worker = Workers(1, "asynccache-mooncake-raw")
         self._regions: dict[Region, memoryview] = {}
@@ -82,10 +82,10 @@ class RawClient:
                 self._regions[region] = memory
 
 
-async def raw(url: ParsedUrl) -> RawClient:
+async def raw(url: ParsedUrl) -> MooncakeRawClient:
     """Return the client for ``url``, ready for use. Raises as ``MooncakeBackend.open`` does. Cancelling it leaves
     nothing in use."""
-    return RawClient(await acquire(settings_of(url).client))
+    return MooncakeRawClient(await acquire(settings_of(url).client))
 
 
 def _names(keys: Sequence[bytes]) -> list[str]:

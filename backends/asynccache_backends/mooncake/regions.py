@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asynccache_backends.mooncake.client import Client
+from asynccache_backends.mooncake.client import MooncakeClient
 
 
 class Region(NamedTuple):
@@ -28,7 +28,7 @@ class Region(NamedTuple):
 class Regions:
     """The memory that is registered with ``client``."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: MooncakeClient) -> None:
         self._client = client
         self._wanted: Counter[Region] = Counter()
         self._sorted: tuple[list[int], list[int]] = ([], [])  # replaced, never changed: look-ups need no lock
@@ -61,7 +61,7 @@ class Regions:
                     store.unregister_buffer(region.start)
 
     def covers(self, start: int, length: int) -> bool:
-        """Whether the ``length`` bytes from the address ``start`` on are in one registered region."""
+        """Return True if the ``length`` bytes from the address ``start`` on are in one registered region."""
         starts, ends = self._sorted
         i = bisect_right(starts, start) - 1
         return i >= 0 and start + length <= ends[i]

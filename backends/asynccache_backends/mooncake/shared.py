@@ -15,16 +15,16 @@ from typing import Any
 
 from asynccache.errors import ConfigError
 from asynccache.storage import Workers, settled
-from asynccache_backends.mooncake.client import Client, ClientState, library
+from asynccache_backends.mooncake.client import ClientState, MooncakeClient, library
 from asynccache_backends.mooncake.probe import greet
 from asynccache_backends.mooncake.regions import Regions
 from asynccache_backends.mooncake.settings import ClientOptions
 
 
-class Shared:
+class SharedClient:
     """A client that is set up, the memory that is registered with it, and the number of its users."""
 
-    def __init__(self, options: ClientOptions, client: Client, module: Any) -> None:
+    def __init__(self, options: ClientOptions, client: MooncakeClient, module: Any) -> None:
         self.options = options
         self.client = client
         self.regions = Regions(client)
@@ -32,7 +32,7 @@ class Shared:
         self.users = 1
 
     def __repr__(self) -> str:
-        return f"Shared({self.options.master}, {self.client!r}, users={self.users})"
+        return f"SharedClient({self.options.master}, {self.client!r}, users={self.users})"
 
     def release(self) -> None:
         """Note that one of the users has ended. The client stays."""
@@ -41,10 +41,10 @@ class Shared:
 
 
 _lock = Lock()
-_current: Shared | None = None
+_current: SharedClient | None = None
 
 
-async def acquire(options: ClientOptions) -> Shared:
+async def acquire(options: ClientOptions) -> SharedClient:
     """Return the process's client, set up for the master of ``options``. The caller has to ``release`` it. Cancelling
     it waits for a set-up that has begun, and releases the client.
 
@@ -66,7 +66,7 @@ async def acquire(options: ClientOptions) -> Shared:
     return future.result()
 
 
-def _acquire(options: ClientOptions, host: str) -> Shared:
+def _acquire(options: ClientOptions, host: str) -> SharedClient:
     global _current
     with _lock:
         if _current is not None and _current.client.state is ClientState.READY:
@@ -76,14 +76,14 @@ def _acquire(options: ClientOptions, host: str) -> Shared:
             _refuse_if_used(_current, options)
             _current.client.close()
         module = library()
-        client = Client(module.MooncakeDistributedStore)
+        client = MooncakeClient(module.MooncakeDistributedStore)
         client.set_up(options, host)
         atexit.register(client.close)
-        _current = Shared(options, client, module)
+        _current = SharedClient(options, client, module)
         return _current
 
 
-def _refuse_if_used(current: Shared, options: ClientOptions) -> None:
+def _refuse_if_used(current: SharedClient, options: ClientOptions) -> None:
     if current.users:
         different = [name for name in options._fields if getattr(options, name) != getattr(current.options, name)]
         raise ConfigError(

@@ -19,7 +19,7 @@ from asynccache.errors import BackendError
 from asynccache.storage import HEADER_BYTES, Record
 from asynccache_backends.mooncake.codes import NOT_TRIED, is_nobody, lost_master
 from asynccache_backends.mooncake.regions import Region, address_of, copy, region_of
-from asynccache_backends.mooncake.shared import Shared
+from asynccache_backends.mooncake.shared import SharedClient
 
 STAGE_BYTES = 8 << 20
 SHORT_BYTES = 128 << 10  # over TCP; with pages of 64 KiB the stage was twice as fast, with 256 KiB equally fast
@@ -29,7 +29,7 @@ Buffers = Sequence[Sequence[int]]
 Move = Callable[[Any, Names, Buffers, Buffers], list[int]]
 
 
-class Attempt:
+class CallAttempt:
     """Connects the parts of one call. ``given_up``: one of them has reached nobody, or the call was cancelled. Parts
     that have not begun are not made then."""
 
@@ -42,7 +42,7 @@ class ClientCalls:
     thread. ``lost_master``: whether the master did not answer in the last call that has ended. ``staged``: pages that
     were copied through a stage. ``refused``: regions that the client has refused."""
 
-    def __init__(self, shared: Shared, replicas: int) -> None:
+    def __init__(self, shared: SharedClient, replicas: int) -> None:
         self._shared = shared
         self._config = shared.module.ReplicateConfig()
         self._config.replica_num = replicas
@@ -66,7 +66,7 @@ class ClientCalls:
         self._held.append(memory)
         self._coming.append(region_of(memory))
 
-    def put(self, attempt: Attempt, names: Names, records: Sequence[Record]) -> list[int]:
+    def put(self, attempt: CallAttempt, names: Names, records: Sequence[Record]) -> list[int]:
         """Store objects. Those that exist are left as they are."""
         config = self._config
 
@@ -76,7 +76,7 @@ class ClientCalls:
 
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=False))
 
-    def get(self, attempt: Attempt, names: Names, records: Sequence[Record]) -> list[int]:
+    def get(self, attempt: CallAttempt, names: Names, records: Sequence[Record]) -> list[int]:
         """Read objects into records. No name may come twice: the client would fill one of the records and report
         both."""
 
@@ -86,11 +86,11 @@ class ClientCalls:
 
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=True))
 
-    def exists(self, attempt: Attempt, names: Names) -> list[int]:
+    def exists(self, attempt: CallAttempt, names: Names) -> list[int]:
         """Ask whether objects exist; the code is 1 for those that do."""
         return self._tried(attempt, len(names), lambda: self._called("batch_is_exist", names))
 
-    def delete(self, attempt: Attempt, names: Names) -> list[int]:
+    def delete(self, attempt: CallAttempt, names: Names) -> list[int]:
         """Remove objects, also those that the store protects for some seconds because somebody has read them."""
         return self._tried(attempt, len(names), lambda: self._called("batch_remove", names, True))
 
@@ -114,7 +114,7 @@ class ClientCalls:
             self._shared.regions.remove(region)
         self._held.clear()
 
-    def _tried(self, attempt: Attempt, count: int, call: Callable[[], list[int]]) -> list[int]:
+    def _tried(self, attempt: CallAttempt, count: int, call: Callable[[], list[int]]) -> list[int]:
         if attempt.given_up:
             return [NOT_TRIED] * count
         if self._coming:

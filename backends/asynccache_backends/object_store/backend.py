@@ -36,16 +36,16 @@ from asynccache.storage import (
     settled,
 )
 from asynccache_backends.file.operations import OpenCalls
-from asynccache_backends.object_store.catalog import Catalog
-from asynccache_backends.object_store.client import Client, NoRoom
+from asynccache_backends.object_store.catalog import PackCatalog
+from asynccache_backends.object_store.client import NoRoom, ObjectClient
 from asynccache_backends.object_store.collect import Collector
 from asynccache_backends.object_store.connect import ObjectSettings, check, connect, settings_of
 from asynccache_backends.object_store.fetches import Fetches
-from asynccache_backends.object_store.keeper import Keeper
-from asynccache_backends.object_store.names import INDEX, PACKS, Clock
+from asynccache_backends.object_store.keeper import CatalogKeeper
+from asynccache_backends.object_store.names import INDEX, PACKS, NameClock
 from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
-from asynccache_backends.object_store.uploads import Piece, Uploads
+from asynccache_backends.object_store.uploads import PutPiece, Uploads
 from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
@@ -65,14 +65,16 @@ class ObjectBackend:
 
     shared = True
 
-    def __init__(self, client: Client, clock: Clock, settings: ObjectSettings, schema: bytes, *, lends: bool) -> None:
+    def __init__(
+        self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes, *, lends: bool
+    ) -> None:
         self._client = client
         self._clock = clock
         self._settings = settings
         self._schema = schema
         self._workers = Workers(2, "asynccache-object")
-        self._catalog = Catalog(client, clock, self._workers, schema, settings.parallel)
-        self._keeper = Keeper(self._catalog, client, settings.refresh, settings.capacity)
+        self._catalog = PackCatalog(client, clock, self._workers, schema, settings.parallel)
+        self._keeper = CatalogKeeper(self._catalog, client, settings.refresh, settings.capacity)
         self._uploads = Uploads(
             client, clock, self._workers, schema, pack=settings.pack, parallel=settings.parallel,
             stored=self._stored, lends=lends,
@@ -105,7 +107,7 @@ class ObjectBackend:
         client = connect(url, settings)
         await client.prepare()
         here = url.scheme == "object-memory"
-        store = cls(client, Clock(), settings, layout.schema, lends=not here)
+        store = cls(client, NameClock(), settings, layout.schema, lends=not here)
         store.shared = not here
         try:
             saved = await store._catalog.load()
@@ -119,7 +121,7 @@ class ObjectBackend:
         return f"ObjectBackend({self._client.shown!r}, {self._catalog.index!r}, {self._uploads!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Whether each key is stored, as far as this process knows: HIT or MISS. It never waits."""
+        """Return for each key whether it is stored, as far as this process knows: HIT or MISS. The call never waits."""
         with self._operations:
             index = self._catalog.index
             results = [HIT if key.key in index else MISS for key in keys]
@@ -319,7 +321,7 @@ class ObjectBackend:
         shares = self._uploads.share([records[i].payload.nbytes for i in fresh])
         parts = [fresh[share] for share in shares]
         pieces = [
-            Piece([keys[i].key for i in p], [bytes(records[i].header) for i in p], [records[i].payload for i in p])
+            PutPiece([keys[i].key for i in p], [bytes(records[i].header) for i in p], [records[i].payload for i in p])
             for p in parts
         ]
         try:
@@ -333,7 +335,7 @@ class ObjectBackend:
         self._set_results(permit, pieces, parts, results)
 
     def _set_results(
-        self, permit: Permit, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]
+        self, permit: Permit, pieces: Sequence[PutPiece], parts: Sequence[Sequence[int]], results: list[Result]
     ) -> None:
         """Set the results of pieces that have ended. Raises their first error if none was stored, unless the reason is
         a lack of room."""

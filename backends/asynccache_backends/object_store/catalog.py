@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from asynccache.storage import Workers, settled
-from asynccache_backends.object_store.client import Client, Meta
-from asynccache_backends.object_store.index import Index
-from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, Clock, first_name, is_name, stamp_of
+from asynccache_backends.object_store.client import ListedObject, ObjectClient
+from asynccache_backends.object_store.index import PackIndex
+from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, NameClock, first_name, is_name, stamp_of
 from asynccache_backends.object_store.packs import MOST_PACK_BYTES, FooterCheck, Pack, footer_bytes, parse_footer
 from asynccache_backends.object_store.snapshot import (
-    IndexSnapshot,
+    PackIndexSnapshot,
     pack_snapshot,
     pack_tomb,
     parse_snapshot,
@@ -51,15 +51,15 @@ async def gently(packs: Sequence[Pack]) -> AsyncIterator[Pack]:
             await asyncio.sleep(0)
 
 
-class Catalog:
-    """What is known of the bucket. ``index`` has the packs. ``unread`` has the packs whose footers are of no use, by
-    name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot, clears or collects;
-    puts, gets and deletions do not need it."""
+class PackCatalog:
+    """The content of the bucket as far as it is known. ``index`` has the packs. ``unread`` has the packs whose footers
+    are of no use, by name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot,
+    clears or collects; puts, gets and deletions do not need it."""
 
-    def __init__(self, client: Client, clock: Clock, workers: Workers, schema: bytes, parallel: int) -> None:
-        self.index = Index()
+    def __init__(self, client: ObjectClient, clock: NameClock, workers: Workers, schema: bytes, parallel: int) -> None:
+        self.index = PackIndex()
         self.counts: Counter[str] = Counter()
-        self.unread: dict[str, tuple[FooterCheck, Meta]] = {}
+        self.unread: dict[str, tuple[FooterCheck, ListedObject]] = {}
         self.lock = asyncio.Lock()
         self._client = client
         self._clock = clock
@@ -101,8 +101,8 @@ class Catalog:
         kept: set[str] = set()
         after = "" if full else first_name(int((self._cursor - OVERLAP) * 1000))
         newest = self._cursor
-        fresh: list[Meta] = []
-        tombs: list[Meta] = []
+        fresh: list[ListedObject] = []
+        tombs: list[ListedObject] = []
         async for metas in self._client.list(PACKS, after):
             for meta in metas:
                 newest = max(newest, meta.written)
@@ -144,7 +144,7 @@ class Catalog:
 
     @property
     def save_due(self) -> bool:
-        """Whether so much is new since the last snapshot that another is worth it."""
+        """True if so much is new since the last snapshot that another is worth it."""
         return self._unsaved >= max(SAVE_AFTER, self.index.pack_count // 4)
 
     async def save(self) -> None:
@@ -154,7 +154,7 @@ class Catalog:
             Unavailable: the store refuses.
         """
         index, name, unsaved = self.index, self._clock.name(), self._unsaved
-        snapshot = IndexSnapshot(self._cursor, index.packs(), dict(index.tombs))
+        snapshot = PackIndexSnapshot(self._cursor, index.packs(), dict(index.tombs))
         packed = await self._workers.run(pack_snapshot, snapshot, self._schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
         await self._client.create(f"{INDEX}/{name}", packed)
@@ -162,11 +162,11 @@ class Catalog:
         self._unsaved -= unsaved
         self.counts["snapshots"] += 1
 
-    async def _snapshots(self) -> list[Meta]:
+    async def _snapshots(self) -> list[ListedObject]:
         found = [meta async for metas in self._client.list(INDEX) for meta in metas if is_name(meta.name)]
         return sorted(found, key=lambda meta: meta.name, reverse=True)
 
-    async def _load_snapshot(self) -> IndexSnapshot | None:
+    async def _load_snapshot(self) -> PackIndexSnapshot | None:
         """Return the newest undamaged snapshot, or None."""
         for meta in await self._snapshots():
             if meta.size > MOST_BYTES:
@@ -182,7 +182,7 @@ class Catalog:
             self.counts["bad_snapshots"] += 1
         return None
 
-    def _sort(self, meta: Meta, fresh: list[Meta], tombs: list[Meta]) -> None:
+    def _sort(self, meta: ListedObject, fresh: list[ListedObject], tombs: list[ListedObject]) -> None:
         """Put a listed object into ``fresh`` or ``tombs`` if it is a pack or a tombstone that is still to be read."""
         name = meta.name.removesuffix(DEAD)
         if not is_name(name):
@@ -194,7 +194,7 @@ class Catalog:
         elif not self.index.has(name) and name not in self.unread:
             fresh.append(meta)
 
-    async def _read_tomb(self, meta: Meta) -> None:
+    async def _read_tomb(self, meta: ListedObject) -> None:
         name = meta.name.removesuffix(DEAD)
         if meta.size > MOST_BYTES:
             self.counts["bad_tombstones"] += 1
@@ -209,7 +209,7 @@ class Catalog:
         else:
             self.index.bury(name, keys)
 
-    async def _read_footer(self, meta: Meta) -> None:
+    async def _read_footer(self, meta: ListedObject) -> None:
         path = f"{PACKS}/{meta.name}"
         if meta.size > MOST_PACK_BYTES:
             self.unread[meta.name] = FooterCheck.DAMAGED, meta
@@ -232,7 +232,7 @@ class Catalog:
         length = min(size, length)
         return bytes(await self._client.read(path, size - length, length)) if length else b""
 
-    async def _each(self, metas: Sequence[Meta], read: Callable[[Meta], Awaitable[None]]) -> None:
+    async def _each(self, metas: Sequence[ListedObject], read: Callable[[ListedObject], Awaitable[None]]) -> None:
         """Call ``read`` for all of them, a few at a time. If one raises, the others are cancelled and waited for before
         the error is raised."""
         left = list(reversed(metas))

@@ -40,7 +40,7 @@ class NoRoom(Unavailable):
     """The store answers, and is full."""
 
 
-class Meta(NamedTuple):
+class ListedObject(NamedTuple):
     """An object in a list. ``name`` is without the folder. ``size`` is in bytes. ``written`` is the unix time at which
     it was stored, by the store's clock."""
 
@@ -49,7 +49,7 @@ class Meta(NamedTuple):
     written: float
 
 
-class Client:
+class ObjectClient:
     """Makes requests to ``store`` for objects below ``prefix``. ``shown`` is what errors call the store. ``local``: the
     folder of the objects, if the store is a plain folder."""
 
@@ -60,7 +60,7 @@ class Client:
         self.prefix = prefix
 
     def __repr__(self) -> str:
-        return f"Client({self.shown!r})"
+        return f"ObjectClient({self.shown!r})"
 
     def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
         """Begin to store a new object; it never replaces one. Returns the request, to be awaited by ``created``. Until
@@ -155,7 +155,7 @@ class Client:
         found = await self.answer(obstore.head_async(self.store, self.prefix + path))  # type: ignore[arg-type]
         return int(found["size"])
 
-    async def list(self, folder: str, after: str = "") -> AsyncIterator[list[Meta]]:
+    async def list(self, folder: str, after: str = "") -> AsyncIterator[list[ListedObject]]:
         """Yield the objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe. Raises
         Unavailable."""
         import obstore
@@ -169,7 +169,7 @@ class Client:
                 return
             except Exception as error:
                 raise Unavailable(self._said(error)) from None
-            yield [Meta(o["path"][len(base) :], o["size"], o["last_modified"].timestamp()) for o in found]
+            yield [ListedObject(o["path"][len(base) :], o["size"], o["last_modified"].timestamp()) for o in found]
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Remove objects; a missing one is no error. Cancelling it may leave some of them. Raises Unavailable."""
@@ -188,7 +188,7 @@ class Client:
                     continue
 
     async def _look_at(self, path: str) -> None:
-        """In a plain folder, check an object before it is read: raise FileNotFoundError if there is none, and
+        """Check an object of a plain folder before it is read: raise FileNotFoundError if there is none, and
         Unavailable if it is no plain file."""
         if self.local is None:
             return

@@ -21,16 +21,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from asynccache.storage import Collected
-from asynccache_backends.object_store.catalog import OVERLAP, Catalog, gently
-from asynccache_backends.object_store.client import Client
-from asynccache_backends.object_store.names import DEAD, PACKS, Clock, name_at, stamp_of
+from asynccache_backends.object_store.catalog import OVERLAP, PackCatalog, gently
+from asynccache_backends.object_store.client import ObjectClient
+from asynccache_backends.object_store.names import DEAD, PACKS, NameClock, name_at, stamp_of
 from asynccache_backends.object_store.packs import MAX_RECORDS, FooterCheck, FooterEntry, Pack, pack_entries, trailer_of
 
 
 class Collector:
     """One collection. The caller holds the catalog's lock. ``target``: the bytes of a full pack."""
 
-    def __init__(self, catalog: Catalog, client: Client, clock: Clock, schema: bytes, target: int) -> None:
+    def __init__(
+        self, catalog: PackCatalog, client: ObjectClient, clock: NameClock, schema: bytes, target: int
+    ) -> None:
         self._catalog = catalog
         self._client = client
         self._clock = clock

@@ -24,7 +24,7 @@ from asynccache.errors import ConfigError, Unavailable
 from asynccache.redaction import redacted as redacted_url
 from asynccache.storage import ParsedUrl, parse_place
 from asynccache_backends.file.files import PRIVATE
-from asynccache_backends.object_store.client import Client, redacted, require_obstore
+from asynccache_backends.object_store.client import ObjectClient, redacted, require_obstore
 from asynccache_backends.object_store.local import LocalFolder
 
 OPTIONS = ("pack", "capacity", "refresh", "parallel", "request_timeout")
@@ -107,7 +107,7 @@ def check(url: ParsedUrl) -> None:
         _made(library, url, bucket, settings)
 
 
-def connect(url: ParsedUrl, settings: ObjectSettings) -> Client:
+def connect(url: ParsedUrl, settings: ObjectSettings) -> ObjectClient:
     """Return a client for ``url``. Nothing is sent yet. The folder of ``object-file`` is made.
 
     Raises:
@@ -119,7 +119,7 @@ def connect(url: ParsedUrl, settings: ObjectSettings) -> Client:
     local = _folder(place, settings) if url.scheme == "object-file" else None
     store = _made(library, url, place, settings)
     _linger_at_exit()
-    return Client(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}", local)
+    return ObjectClient(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}", local)
 
 
 def place_of(url: ParsedUrl) -> tuple[str, str]:

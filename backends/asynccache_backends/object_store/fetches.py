@@ -13,22 +13,22 @@ from typing import Any
 
 from asynccache.errors import Unavailable
 from asynccache.storage import Record, Result, Workers, settled
-from asynccache_backends.object_store.catalog import Catalog
-from asynccache_backends.object_store.client import Client
+from asynccache_backends.object_store.catalog import PackCatalog
+from asynccache_backends.object_store.client import ObjectClient
 from asynccache_backends.object_store.names import PACKS
-from asynccache_backends.object_store.reads import INLINE_BYTES, Stretch, hand_out
+from asynccache_backends.object_store.reads import INLINE_BYTES, PackStretch, hand_out
 
 
 class Fetches:
     """The reads of a store: ``parallel`` of them at a time, at most."""
 
-    def __init__(self, client: Client, catalog: Catalog, workers: Workers, parallel: int) -> None:
+    def __init__(self, client: ObjectClient, catalog: PackCatalog, workers: Workers, parallel: int) -> None:
         self._client = client
         self._catalog = catalog
         self._workers = workers
         self._limit = asyncio.Semaphore(parallel)
 
-    async def fetch(self, stretches: Sequence[Stretch], records: Sequence[Record], results: list[Result]) -> None:
+    async def fetch(self, stretches: Sequence[PackStretch], records: Sequence[Record], results: list[Result]) -> None:
         """Make the reads, fill the records, and set the results. Cancelling it returns when the copies that have begun
         have ended.
 
@@ -41,7 +41,7 @@ class Fetches:
             raise errors[0]
 
     async def _read(
-        self, stretch: Stretch, records: Sequence[Record], results: list[Result]
+        self, stretch: PackStretch, records: Sequence[Record], results: list[Result]
     ) -> Unavailable | None:
         """Make one range read and set the results of its keys. Returns its error, or None."""
         pack, error = stretch.pack, None
@@ -64,7 +64,7 @@ class Fetches:
             results[wanted.which] = outcome
         return error
 
-    async def _hand_out(self, stretch: Stretch, data: Any, records: Sequence[Record]) -> None:
+    async def _hand_out(self, stretch: PackStretch, data: Any, records: Sequence[Record]) -> None:
         self._catalog.counts["range_reads"] += 1
         self._catalog.counts["get_bytes"] += stretch.size
         if stretch.size <= INLINE_BYTES:

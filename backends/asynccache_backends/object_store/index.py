@@ -22,7 +22,7 @@ _MASK = (1 << _BITS) - 1
 assert MAX_RECORDS <= _MASK  # so that consecutive slots are always records of the same pack
 
 
-class Index:
+class PackIndex:
     """The index. ``bytes`` is the size of the headers and payloads that can be read; ``stored`` is the size of all
     packs. ``tell`` hears of keys that are added and removed. ``tombs`` has the keys of each tombstone by its name."""
 
@@ -39,7 +39,7 @@ class Index:
         self._next = 0
 
     def __repr__(self) -> str:
-        return f"Index(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
+        return f"PackIndex(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
@@ -63,7 +63,7 @@ class Index:
         return sorted(self._packs.values(), key=lambda pack: pack.name)
 
     def has(self, name: str) -> bool:
-        """Whether there is a pack of this name."""
+        """Return True if there is a pack of this name."""
         return name in self._numbers
 
     def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
@@ -82,7 +82,7 @@ class Index:
         return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
 
     def buried(self, key: bytes, born: int) -> bool:
-        """Whether a tombstone has deleted the record of ``key`` that was born at this time."""
+        """Return True if a tombstone has deleted the record of ``key`` that was born at this time."""
         return self._died.get(key, -1) >= born
 
     def add(self, pack: Pack) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from asynccache.errors import Unavailable
 from asynccache.storage import settled
-from asynccache_backends.object_store.catalog import Catalog
-from asynccache_backends.object_store.client import Client
+from asynccache_backends.object_store.catalog import PackCatalog
+from asynccache_backends.object_store.client import ObjectClient
 from asynccache_backends.object_store.names import PACKS
 
 FULL_EVERY = 600.0
@@ -22,11 +22,11 @@ LONGEST = 60.0
 _NEVER = 1e9
 
 
-class Keeper:
+class CatalogKeeper:
     """Owns that task. ``refresh``: seconds; 0: packs of other processes are not looked for. ``capacity``: bytes of all
     packs together; None: no limit."""
 
-    def __init__(self, catalog: Catalog, client: Client, refresh: float, capacity: int | None) -> None:
+    def __init__(self, catalog: PackCatalog, client: ObjectClient, refresh: float, capacity: int | None) -> None:
         self._catalog = catalog
         self._client = client
         self._refresh = refresh

@@ -20,7 +20,7 @@ from contextlib import suppress
 from asynccache.storage import settled
 
 
-class Loan:
+class BufferLoan:
     """A loan of buffers to one request of the client."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:

@@ -26,7 +26,7 @@ _WILD = 24 * 3600 * 1000
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` is a name of the form that ``Clock`` gives."""
+    """Return True if ``text`` is a name of the form that ``NameClock`` gives."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -45,7 +45,7 @@ def name_at(stamp: int) -> str:
     return f"{first_name(stamp)}{secrets.token_hex(10)}"
 
 
-class Clock:
+class NameClock:
     """Gives new names. ``now`` returns the time in seconds since 1970."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:

@@ -32,7 +32,7 @@ ENTRY_BYTES = _ENTRY.size
 
 
 class FooterCheck(Enum):
-    """Whether a footer can be used."""
+    """The verdict on a footer: whether it can be used."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -136,7 +136,7 @@ def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
 
 
 def in_bounds(entries: bytes, size: int) -> bool:
-    """Whether the payloads lie one after another and fill an object of ``size`` bytes up to its footer."""
+    """Return True if the payloads lie one after another and fill an object of ``size`` bytes up to its footer."""
     at, end = 0, size - len(entries) - TRAILER_BYTES
     for _, _, offset, length, _ in _ENTRY.iter_unpack(entries):
         if offset != at or not length:

@@ -23,7 +23,7 @@ from asynccache_backends.object_store.connect import connect, settings_of
 OBJECT_BYTES = 4 << 20
 
 
-class RawClient:
+class ObjectRawClient:
     """The client; ``raw`` makes it. Its objects lie in ``folder``, below the URL's prefix, and ``aclose`` removes
     them."""
 
@@ -87,7 +87,7 @@ class RawClient:
             at += buffer.nbytes
 
 
-async def raw(url: ParsedUrl) -> RawClient:
+async def raw(url: ParsedUrl) -> ObjectRawClient:
     """Return a minimal client for the store of ``url``. Nothing is sent yet."""
     client = connect(url, settings_of(url))
-    return RawClient(client.store, f"{client.prefix}raw/{secrets.token_hex(8)}")
+    return ObjectRawClient(client.store, f"{client.prefix}raw/{secrets.token_hex(8)}")

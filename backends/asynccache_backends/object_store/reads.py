@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asynccache.storage import PageKey, Record
-from asynccache_backends.object_store.index import Index
+from asynccache_backends.object_store.index import PackIndex
 from asynccache_backends.object_store.packs import Pack
 
 GAP = 512 << 10  # so many bytes between two wanted pages are read with them, since another request would cost more
 INLINE_BYTES = 128 << 10
 
 
-class Wanted(NamedTuple):
+class WantedRecord(NamedTuple):
     """One record of a get: ``which`` is its position in the call; ``offset`` and ``length`` are those of its payload in
     the pack."""
 
@@ -26,12 +26,12 @@ class Wanted(NamedTuple):
     length: int
 
 
-class Stretch(NamedTuple):
+class PackStretch(NamedTuple):
     """One range read, of ``size`` bytes from ``start`` on."""
 
     pack: Pack
     start: int
-    wanted: list[Wanted]
+    wanted: list[WantedRecord]
 
     @property
     def size(self) -> int:
@@ -46,11 +46,11 @@ class Stretch(NamedTuple):
 
 
 def plan_reads(
-    index: Index, keys: Sequence[PageKey], records: Sequence[Record], most: int
-) -> tuple[list[Stretch], list[int]]:
+    index: PackIndex, keys: Sequence[PageKey], records: Sequence[Record], most: int
+) -> tuple[list[PackStretch], list[int]]:
     """Return the reads for all keys that are stored, of ``most`` bytes each at most; and the positions of keys whose
     page has another length than their record."""
-    stretches: list[Stretch] = []
+    stretches: list[PackStretch] = []
     wrong: list[int] = []
     for slot, which in sorted(index.slots(keys)):
         pack, at = index.at(slot)
@@ -60,13 +60,13 @@ def plan_reads(
             continue
         last = stretches[-1] if stretches else None
         if last is None or last.pack is not pack or offset - last.end > GAP or offset + length - last.start > most:
-            last = Stretch(pack, offset, [])
+            last = PackStretch(pack, offset, [])
             stretches.append(last)
-        last.wanted.append(Wanted(which, header, offset, length))
+        last.wanted.append(WantedRecord(which, header, offset, length))
     return stretches, wrong
 
 
-def hand_out(stretch: Stretch, data: Any, records: Sequence[Record]) -> None:
+def hand_out(stretch: PackStretch, data: Any, records: Sequence[Record]) -> None:
     """Copy the headers and payloads in ``data``, which was read for ``stretch``, to their records. Large copies run in
     a thread."""
     source = np.frombuffer(data, np.uint8)

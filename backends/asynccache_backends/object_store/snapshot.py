@@ -33,7 +33,7 @@ _TOMB = struct.Struct("<32sQ")
 _TOMB_HEAD = struct.Struct("<8sQ16s")
 
 
-class IndexSnapshot(NamedTuple):
+class PackIndexSnapshot(NamedTuple):
     """The content of an index. ``tombs`` has the keys of each tombstone by its name."""
 
     cursor: float
@@ -41,7 +41,7 @@ class IndexSnapshot(NamedTuple):
     tombs: Mapping[str, Sequence[bytes]]
 
 
-def pack_snapshot(snapshot: IndexSnapshot, schema: bytes) -> bytes:
+def pack_snapshot(snapshot: PackIndexSnapshot, schema: bytes) -> bytes:
     """Return the content of the object. It may run in a thread, since it reads only fields of packs that never
     change."""
     packs, tombs = snapshot.packs, snapshot.tombs
@@ -55,7 +55,7 @@ def pack_snapshot(snapshot: IndexSnapshot, schema: bytes) -> bytes:
     return b"".join((head, _checksum(head, body), body))
 
 
-def parse_snapshot(data: memoryview, schema: bytes) -> IndexSnapshot | None:
+def parse_snapshot(data: memoryview, schema: bytes) -> PackIndexSnapshot | None:
     """Return the snapshot in ``data``; None if it is damaged or has another schema."""
     head, checksum = data[: _HEAD.size], data[_HEAD.size : _HEAD.size + _CHECKSUM]
     body = data[_HEAD.size + _CHECKSUM :]
@@ -76,12 +76,12 @@ def parse_snapshot(data: memoryview, schema: bytes) -> IndexSnapshot | None:
     found = list(_packs(heads, rest))
     if not all(pack.size <= MOST_PACK_BYTES and in_bounds(pack.entries, pack.size) for pack in found):
         return None
-    return IndexSnapshot(cursor, found, dict(_tombs(names, rest[end:])))
+    return PackIndexSnapshot(cursor, found, dict(_tombs(names, rest[end:])))
 
 
 def _are_names(heads: Sequence[tuple[bytes, Any]]) -> bool:
-    """Whether all names have the form of ``Clock``'s. The checksum does not tell that: somebody may have made the
-    object by hand."""
+    """Return True if all names have the form of ``NameClock``'s. The checksum does not tell that: somebody may have
+    made the object by hand."""
     return all(is_name(name.decode("ascii", "replace")) for name, *_ in heads)
 
 

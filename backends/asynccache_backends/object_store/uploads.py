@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 
 from asynccache.errors import Unavailable
 from asynccache.storage import Workers, settled
-from asynccache_backends.object_store.client import Client
-from asynccache_backends.object_store.lending import Loan
-from asynccache_backends.object_store.names import PACKS, Clock, stamp_of
+from asynccache_backends.object_store.client import ObjectClient
+from asynccache_backends.object_store.lending import BufferLoan
+from asynccache_backends.object_store.names import PACKS, NameClock, stamp_of
 from asynccache_backends.object_store.packs import MAX_RECORDS, Pack, pack_entries, trailer_of
 
 LEAST_LENT = 64 << 10
@@ -28,7 +28,7 @@ INLINE_BYTES = 128 << 10
 PARTIAL = 2
 
 
-class Piece:
+class PutPiece:
     """Records of one put that go into the same pack. ``free``: done when nobody reads its payloads any more. ``done``:
     its result is None if the records are stored, else the error. ``upload``: the pack that it went into."""
 
@@ -62,7 +62,7 @@ class _Upload:
 
     __slots__ = ("name", "pieces", "size", "task", "wanted")
 
-    def __init__(self, name: str, pieces: list[Piece], size: int) -> None:
+    def __init__(self, name: str, pieces: list[PutPiece], size: int) -> None:
         self.name = name
         self.pieces = pieces
         self.size = size
@@ -79,7 +79,7 @@ class Uploads:
     """
 
     def __init__(
-        self, client: Client, clock: Clock, workers: Workers, schema: bytes, *, pack: int, parallel: int,
+        self, client: ObjectClient, clock: NameClock, workers: Workers, schema: bytes, *, pack: int, parallel: int,
         stored: Callable[[Pack], None], lends: bool,
     ) -> None:
         self._client = client
@@ -90,7 +90,7 @@ class Uploads:
         self._parallel = parallel
         self._stored = stored
         self._lends = lends
-        self._line: deque[Piece] = deque()
+        self._line: deque[PutPiece] = deque()
         self._sending: set[_Upload] = set()
 
     def __repr__(self) -> str:
@@ -113,12 +113,12 @@ class Uploads:
             size += length
         return [*cuts, slice(start, len(sizes))] if sizes else []
 
-    def submit(self, pieces: Sequence[Piece]) -> None:
+    def submit(self, pieces: Sequence[PutPiece]) -> None:
         """Have the pieces stored. Wait for their futures to know how that ends."""
         self._line.extend(pieces)
         self._start()
 
-    def withdraw(self, piece: Piece) -> None:
+    def withdraw(self, piece: PutPiece) -> None:
         """Note that the piece's caller was cancelled. It may be stored or not. The caller must wait for ``free`` before
         the buffers are used again."""
         upload = piece.upload
@@ -190,7 +190,7 @@ class Uploads:
         return Pack(name, upload.size + len(footer), entries)
 
     async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
-        loan = Loan(payloads)
+        loan = BufferLoan(payloads)
         try:
             await self._client.created(path, self._client.put(path, [*loan.take(), footer]))
         finally:

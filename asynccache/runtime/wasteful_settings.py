@@ -1,4 +1,4 @@
-"""Which settings waste room, in sentences for whoever opens the cache. Decided from the settings alone."""
+"""Settings that waste room, each in a sentence for whoever opens the cache. Decided from the settings alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ahead, so that requests do not wait for them."""
 
 
 def wasted(config: CoreConfig) -> tuple[str, ...]:
-    """A sentence for each setting that leaves room on the host unused; none where there is no host tier."""
+    """Return a sentence for each setting that leaves room on the host unused; none where there is no host tier."""
     full = config.components[0]
     if not full.host:
         return ()

@@ -1,4 +1,11 @@
-"""The pools of one worker: the bytes of their pages, where these lie on the host, and their storage keys."""
+"""The pools that hold each component's pages (``PoolLayout``), and on a worker what these pages weigh, where they lie
+on the host, and their storage keys (``PoolMap``). Plain arithmetic over the pools' specifications, for the head and for
+workers.
+
+A component's slots index its own pool and every sidecar derived from it; a logical pool has no bytes and is left out.
+FULL *is* its own pool or, where that is logical, all pools that derive from it (``lead``); what else derives from it
+(``follow``) is stored before it and read after it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,43 @@ import numpy as np
 from asynccache.config import PoolSpec
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import Move
+from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey
 from asynccache.storage.records import pool_digest, storage_key
-from asynccache.worker.layout import FULL, Layout
+
+FULL = int(ComponentKind.FULL)
 
 Entry = tuple[PageKey, memoryview]
+
+
+class PoolLayout:
+    """The pools, by component index.
+
+    ``of``: the pools with bytes of each component. ``components``: the indices of the model's components, FULL's first.
+    ``sidecars``: True if the model has pools that derive from FULL.
+    """
+
+    def __init__(self, specs: Sequence[PoolSpec]) -> None:
+        solid = [spec for spec in specs if spec.bytes_per_page]
+        self.components = tuple(sorted({int(spec.component) for spec in specs}))
+        self.of = {c: tuple(spec for spec in solid if spec.component == c) for c in self.components}
+        own = tuple(spec for spec in self.of[FULL] if spec.indices_from is None)
+        self.lead = own or self.of[FULL]
+        self.follow = tuple(spec for spec in self.of[FULL] if spec not in self.lead)
+        self.sidecars = any(spec.component == FULL and spec.indices_from is not None for spec in specs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(name for name, _ in self.named())})"
+
+    def named(self) -> list[tuple[str, int]]:
+        """Return the name and the component's index of every pool that has stored objects."""
+        return [(spec.name, c) for c, pools in self.of.items() for spec in pools]
+
+    def counts(self, pool: str) -> bool:
+        """Return True if stored pages of ``pool`` are counted as pages of FULL. Of the pools that make up FULL it is
+        the last to be stored."""
+        return bool(self.lead) and pool == self.lead[-1].name
 
 
 class HostPages(Protocol):
@@ -24,7 +62,7 @@ class HostPages(Protocol):
     def page(self, slot: int) -> memoryview: ...
 
 
-class PoolMap(Layout):
+class PoolMap(PoolLayout):
     """The layout, bytes and keys of a worker's pools. ``written``: the pools that are stored, by component, in two
     steps: first the auxiliary components with the pools that derive from them, and the pools that follow FULL; then the
     pools that are FULL."""

@@ -1,4 +1,4 @@
-"""What the cache does to all of its pages at once: save them, or forget them."""
+"""Calls that concern all pages of a cache at once: to save them, or to forget them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def drain(driver: Driver) -> Unsaved:
 
 
 async def unsaved(driver: Driver) -> Unsaved:
-    """What would be lost if the process ended now. Cancelling it changes nothing."""
+    """Return how many pages would be lost if the process ended now. Cancelling it changes nothing."""
     return await _survey(driver, None, Survey.unsaved)
 
 
@@ -46,7 +46,7 @@ async def _survey(driver: Driver, space: bytes | None, question: Callable[[Surve
     too."""
     async with holding(driver.lock):
         if driver.closed is None:
-            driver.settle()
+            driver.apply_outcomes()
         survey = driver.core.survey(space)
         answer: T
         answer, cancelled = await slices(driver, lambda: question(survey))

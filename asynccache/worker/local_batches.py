@@ -13,7 +13,7 @@ sweep forgets the batches that are over."""
 
 
 class LocalBatch:
-    """One batch that ends with ``event``; see ``Batch``."""
+    """One batch that ends with ``event``; see ``BatchInFlight``."""
 
     __slots__ = ("done", "event", "number")
 

@@ -28,13 +28,13 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import Status
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import messages as m
-from asynccache.worker.change import Change
-from asynccache.worker.contract import Kind, Reports, Work
-from asynccache.worker.sent import EngineBatch, SentBatches
+from asynccache.worker.contract import CopyKind, Reports, Work
+from asynccache.worker.inbox import ChangeSignal
+from asynccache.worker.sent_batches import EngineBatch, SentBatches
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
-    from asynccache.worker.given import Given
+    from asynccache.worker.embedder import EmbedderParts
     from asynccache.worker.local import LocalWorker
     from asynccache.worker.stages.load_back import Copying
 
@@ -63,14 +63,14 @@ class Performer:
     """
 
     def __init__(
-        self, rank: int, topology: Topology, given: Given, shard: Shard | None, tell: Tell,
+        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Tell,
         notes: Mapping[type, Callable[[Any], None]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.rank = rank
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
-        self.batches = SentBatches(lambda number, error: tell(m.Over(number, error)), self._try_held, self._die)
+        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self._die)
         self._given = given
         self._shard = shard
         self._tell = tell
@@ -80,39 +80,39 @@ class Performer:
         self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, Work] = {}
-        self._begun = Change()
+        self._begun = ChangeSignal()
         self._loads: set[int] = set()
         self._failed: set[int] = set()
         self._shut = False
         self._stopped = False
         self._closing: asyncio.Task[None] | None = None
-        self._counted = m.Counters({}, {})
+        self._counted = m.StoreCounters({}, {})
         self._do: dict[type, Callable[[Any], Coroutine[Any, Any, m.Message | None]]] = {
-            m.Open: lambda o: self._open(o),
-            m.Store: lambda o: self._store(o),
-            m.Ask: lambda o: self._ask(o),
-            m.Fetch: lambda o: self._fetch(o),
-            m.Delete: lambda o: self._delete(o),
-            m.Clear: lambda _: self._own.clear(),
-            m.Flush: lambda o: self._flush(o),
+            m.OpenWorker: lambda o: self._open(o),
+            m.WritePages: lambda o: self._store(o),
+            m.AskPages: lambda o: self._ask(o),
+            m.ReadPages: lambda o: self._fetch(o),
+            m.DeletePages: lambda o: self._delete(o),
+            m.ClearStores: lambda _: self._own.clear(),
+            m.FlushStores: lambda o: self._flush(o),
             m.OpenStore: lambda o: self._open_store(o),
             m.DropStore: lambda o: self._drop_store(o),
             m.CloseStore: lambda o: self._own.close_store(o.number),
-            m.Close: lambda o: self.aclose(o.patience),
+            m.CloseWorker: lambda o: self.aclose(o.patience),
         }
         self._take: dict[type, Callable[[Any], object]] = {
             **dict.fromkeys(self._do, self._begin),
-            m.Ready: lambda _: None,
-            m.Lost: lambda _: None,
-            m.Perform: lambda o: self._effects(o.work),
-            m.Forget: lambda o: self._failed.discard(o.op),
+            m.AllOpen: lambda _: None,
+            m.GroupLost: lambda _: None,
+            m.PerformWork: lambda o: self._effects(o.work),
+            m.ForgetLoad: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
             m.GiveUp: self._give_up,
-            m.Probe: lambda o: self._own.is_away(o.page_hash),
+            m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
-            m.Watch: lambda o: (self._own.watch_store if o.on else self._own.unwatch_store)(o.number),
-            m.Cancel: self._cancel,
+            m.WatchStore: lambda o: (self._own.watch_store if o.on else self._own.unwatch_store)(o.number),
+            m.CancelCall: self._cancel,
         }
 
     def __repr__(self) -> str:
@@ -149,11 +149,11 @@ class Performer:
         if not self._stopped:
             self._stopped = True
             self.finish(RankFailure(said(error), self.rank))
-            self._tell(m.Died(said(error)))
+            self._tell(m.WorkerDied(said(error)))
 
     # opening and closing
 
-    async def _open(self, order: m.Open) -> m.Message:
+    async def _open(self, order: m.OpenWorker) -> m.Message:
         from asynccache.worker.local import open_local  # not before there is something to open: torch comes with it
 
         base = m.config_of(order.settings)
@@ -171,7 +171,7 @@ class Performer:
         local.on_health(self._note_health)
         stores = tuple((entry.options, local.is_shared(entry.number)) for entry in local.stores)
         weights = {spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}
-        return m.Opened(order.call, local.layers, weights, stores, local.digest)
+        return m.WorkerOpened(order.call, local.layers, weights, stores, local.digest)
 
     def _place(self, config: CacheConfig) -> CacheConfig:
         """Return ``config`` with this rank's number in the URLs of its stores."""
@@ -212,15 +212,15 @@ class Performer:
             await local.aclose(patience)
 
     def finish(self, failure: RankFailure | None) -> None:
-        """Nothing more comes from the head. ``failure``: what every later call of the engine raises; None: the cache
-        was closed."""
+        """Note that nothing more comes from the head. ``failure``: what every later call of the engine raises; None:
+        the cache was closed."""
         self.batches.finish(failure)
         self._begun.tell()
 
     # effects
 
     def _effects(self, work: Work) -> None:
-        if work.kind is not Kind.BACKUP:
+        if work.kind is not CopyKind.BACKUP:
             self._loads.update(work.ops)
         if (work.after or work.source) and self._must_wait(work):
             self._held.update(dict.fromkeys(work.ops, work))
@@ -261,7 +261,7 @@ class Performer:
         if status is Status.FAILED and loads:
             self._failed |= loads
             self.batches.lose(loads)
-        self._tell(m.Ended(status, [ops[0]]))
+        self._tell(m.WorksEnded(status, [ops[0]]))
 
     # the engine's side
 
@@ -322,7 +322,7 @@ class Performer:
         call = order.call
         task = self._loop.create_task(self._do[type(order)](order), name=f"asynccache-call-{self.rank}")
         self._calls[call] = task
-        if isinstance(order, m.Store):
+        if isinstance(order, m.WritePages):
             first = order.batch[0].op
             self._storing.add(first)  # at once: that it is given up may be heard in this turn
             task.add_done_callback(lambda _: self._storing.discard(first))
@@ -331,13 +331,13 @@ class Performer:
     def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
         del self._calls[call]
         if done.cancelled():
-            self._tell(m.Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
+            self._tell(m.CallFailed(call, asyncio.CancelledError.__name__, "it was cancelled"))
         elif (error := done.exception()) is not None:
-            self._tell(m.Failed(call, type(error).__name__, str(error)))
+            self._tell(m.CallFailed(call, type(error).__name__, str(error)))
         else:
-            self._tell(done.result() or m.Done(call))
+            self._tell(done.result() or m.CallDone(call))
 
-    def _cancel(self, order: m.Cancel) -> None:
+    def _cancel(self, order: m.CancelCall) -> None:
         task = self._calls.get(order.call)
         if task is not None:
             task.cancel()
@@ -347,21 +347,21 @@ class Performer:
         if order.op in self._storing:
             self._own.give_up(order.op)
 
-    async def _store(self, order: m.Store) -> m.Message:
+    async def _store(self, order: m.WritePages) -> m.Message:
         stored = await self._own.store(order.effects)
-        return m.Written(order.call, tuple(stored.failed), stored.pages, stored.full_pages, stored.bytes)
+        return m.PagesWritten(order.call, tuple(stored.failed), stored.pages, stored.full_pages, stored.bytes)
 
-    async def _ask(self, order: m.Ask) -> m.Message:
-        return m.Answers(order.call, tuple(await self._own.ask(order.asked)))
+    async def _ask(self, order: m.AskPages) -> m.Message:
+        return m.PageResults(order.call, tuple(await self._own.ask(order.asked)))
 
-    async def _fetch(self, order: m.Fetch) -> m.Message:
-        return m.Answers(order.call, tuple(await self._own.read(order.reads, run=order.run)))
+    async def _fetch(self, order: m.ReadPages) -> m.Message:
+        return m.PageResults(order.call, tuple(await self._own.read(order.reads, run=order.run)))
 
-    async def _delete(self, order: m.Delete) -> None:
+    async def _delete(self, order: m.DeletePages) -> None:
         hashes = order.hashes
         await self._own.delete([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
 
-    async def _flush(self, _: m.Flush) -> None:
+    async def _flush(self, _: m.FlushStores) -> None:
         """Flush the stores, and then tell what they count."""
         try:
             await self._own.flush()
@@ -390,7 +390,7 @@ class Performer:
 
     def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         for at in range(0, len(keys), KEYS):
-            self._tell(m.Keys(store, there, tuple(keys[at : at + KEYS])))
+            self._tell(m.StoreKeys(store, there, tuple(keys[at : at + KEYS])))
 
     def _note_health(self) -> None:
         """Tell the head whether all stores refuse calls, if that has changed. Called when a breaker changes, or a store
@@ -398,7 +398,7 @@ class Performer:
         local = self.local
         if local is not None and local.shut != self._shut:
             self._shut = local.shut
-            self._tell(m.Health(self._shut))
+            self._tell(m.StoreHealth(self._shut))
 
     def count(self) -> None:
         """Tell what the stores count, if that has changed since the last time."""
@@ -407,7 +407,7 @@ class Performer:
 
     def _count(self, local: LocalWorker) -> None:
         storage, stores = local.store_statistics()
-        counters = m.Counters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
+        counters = m.StoreCounters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
         if counters != self._counted:
             self._counted = counters
             self._tell(counters)

@@ -20,7 +20,7 @@ from asynccache.runtime.prefetching import Prefetching
 from asynccache.worker.contract import Worker
 
 if TYPE_CHECKING:
-    from asynccache.runtime.engine import Engine
+    from asynccache.runtime.engine_batches import EngineBatches
     from asynccache.runtime.lookups import Lookups
     from asynccache.runtime.publishing import Publisher
     from asynccache.runtime.supervisor import Supervisor
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 CHECKPOINTS = 2
 
 
-class Door:
-    """What a lease gets from its cache. ``default_states``: how many MAMBA slots a lease has if it does not say; 0 if
-    the model has no recurrent states. ``has_swa``: True if the model has a sliding window."""
+class LeaseParts:
+    """The parts of a cache that its leases use. ``default_states``: how many MAMBA slots a lease has if it does not
+    say; 0 if the model has no recurrent states. ``has_swa``: True if the model has a sliding window."""
 
     def __init__(
-        self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: Engine,
+        self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,
         publisher: Publisher, lookups: Lookups, supervisor: Supervisor,
     ) -> None:  # fmt: skip
         self.driver = driver
@@ -51,7 +51,7 @@ class Door:
         self.default_states = 1 + CHECKPOINTS if ComponentKind.MAMBA in kinds else 0
 
     def __repr__(self) -> str:
-        return f"Door({len(self.holders)} leases)"
+        return f"LeaseParts({len(self.holders)} leases)"
 
     def check_states(self, states: object) -> int:
         """Return ``states`` as a count of MAMBA slots.

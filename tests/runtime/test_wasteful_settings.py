@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
-from asynccache.runtime.wasting import wasted
+from asynccache.runtime.wasteful_settings import wasted
 from tests.runtime.runtime_kit import opened, settings
 
 

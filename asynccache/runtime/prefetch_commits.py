@@ -24,22 +24,22 @@ Commit = Callable[[], Sequence[int]]
 which one must end first."""
 
 
-class Completion(NamedTuple):
+class PrefetchCommit(NamedTuple):
     """One fetch that has read its pages. ``committed``: done when they are in the tree."""
 
     commit: Commit
     committed: asyncio.Future[None]
 
 
-class Completions:
-    """The queue of completed prefetches of one cache."""
+class PrefetchCommits:
+    """The queue of one cache: fetches that have read their pages, each with its commit."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._queue: asyncio.Queue[Completion] = asyncio.Queue()
+        self._queue: asyncio.Queue[PrefetchCommit] = asyncio.Queue()
 
     def __repr__(self) -> str:
-        return f"Completions({len(self)} wait)"
+        return f"PrefetchCommits({len(self)} wait)"
 
     def __len__(self) -> int:
         return self._queue.qsize()
@@ -47,12 +47,12 @@ class Completions:
     async def committed(self, commit: Commit) -> None:
         """Have ``commit`` called, and return when it has succeeded. Cancelling it takes the commit back, unless it has
         been made already."""
-        completion = Completion(commit, asyncio.get_running_loop().create_future())
+        completion = PrefetchCommit(commit, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(completion)
         await completion.committed
 
     async def run(self) -> None:
-        """Commit completions as they come, for ever.
+        """Make the commits as they come, for ever.
 
         Raises:
             CacheClosed: the cache is closed.
@@ -60,18 +60,18 @@ class Completions:
         while True:
             await self._commit_all(await self._queue.get())
 
-    async def _commit_all(self, first: Completion) -> None:
+    async def _commit_all(self, first: PrefetchCommit) -> None:
         """Commit ``first`` and all that wait. In a frame of its own: a reference that ``run`` kept would keep the
         handles of prefetches alive that nobody has any more."""
         async with holding(self._driver.lock):
-            self._driver.settle()
+            self._driver.apply_outcomes()
             for completion in (first, *self._take()):
                 self._commit(completion)
 
-    def _take(self) -> list[Completion]:
+    def _take(self) -> list[PrefetchCommit]:
         return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
-    def _commit(self, completion: Completion) -> None:
+    def _commit(self, completion: PrefetchCommit) -> None:
         if completion.committed.done():  # its fetch was cancelled
             return
         blockers = completion.commit()

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
-from asynccache.worker.change import Change
+from asynccache.worker.inbox import ChangeSignal
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event
@@ -60,7 +60,7 @@ class EngineBatch:
 
 
 class SentBatches:
-    """Mutable state: the batches that are sent, unread, and not over.
+    """The batches that the head has sent to this rank. Mutable state: those that are sent, unread, and not over.
 
     ``over(number, error)`` is called for each batch that is over. ``ended()`` is called when the engine has ended a
     batch, so that copies which waited for its event can be submitted. ``failed(error)`` is called for an event that
@@ -77,7 +77,7 @@ class SentBatches:
         self._events: dict[int, Event] = {}
         self._running: dict[int, EngineBatch] = {}
         self._unread: dict[int, EngineBatch] = {}
-        self._came = Change()
+        self._came = ChangeSignal()
         self._watching: set[asyncio.Task[None]] = set()
         self._finished = False
         self._failure: RankFailure | None = None
@@ -97,8 +97,8 @@ class SentBatches:
         self._came.tell()
 
     def finish(self, failure: RankFailure | None) -> None:
-        """Nothing more comes from the head. ``failure``: what the engine's calls raise from now on; None: the cache was
-        closed."""
+        """Note that nothing more comes from the head. ``failure``: what the engine's calls raise from now on; None: the
+        cache was closed."""
         if not self._finished:
             self._finished, self._failure = True, failure
             self._came.tell()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from asynccache import checks
 from asynccache.errors import CopyFailed
-from asynccache.worker.performing import Performer
-from asynccache.worker.sent import EngineBatch
+from asynccache.worker.rank_performer import Performer
+from asynccache.worker.sent_batches import EngineBatch
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.link import Link
+from asynccache.worker.link import RankLink
 from asynccache.worker.messages import Welcome, decode_hello, encode
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import Storage
-    from asynccache.worker.performing import Shard
+    from asynccache.worker.rank_performer import Shard
 
 TIMEOUT = 30.0
 ARRIVAL = 300.0
@@ -47,7 +47,7 @@ class Workers:
         self.shard = None if shard is None else checks.function("shard", shard)
         self.locate = locate
         self.address = ""
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RankLink] = {}
         self._came = asyncio.Event()
         self._taken = self._complete = self._closed = False
 
@@ -59,7 +59,7 @@ class Workers:
         here = {rank for rank, link in self._links.items() if not link.ended}
         return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in here]
 
-    def answer(self, hello: bytes, link: Link) -> bytes:
+    def answer(self, hello: bytes, link: RankLink) -> bytes:
         """Return the encoded welcome for the worker that says ``hello`` over ``link``. Raises ``RankFailure``: the
         worker is refused; the text is the reason."""
         word = decode_hello(hello)
@@ -78,7 +78,7 @@ class Workers:
         topology = self.topology
         return encode(Welcome((topology.tp, topology.cp, topology.pp)))
 
-    async def arrived(self) -> Mapping[int, Link]:
+    async def arrived(self) -> Mapping[int, RankLink]:
         """Return the links of all ranks but the own one, by rank, when all have come. Cancelling it stops the waiting.
 
         Raises:

@@ -29,10 +29,10 @@ class _Store:
         self.told: set[bytes] = set()
 
 
-class Holdings:
-    """``digests``: for each rank with bytes of FULL, the digest that turns a page's hash into that rank's key.
-    ``report(store, there, keys)``: called with the pages that a store has got (``there``) or lost; ``keys`` are those
-    of the first rank in ``digests``."""
+class WatchedKeys:
+    """The keys of the watched stores of all ranks. ``digests``: for each rank with bytes of FULL, the digest that turns
+    a page's hash into that rank's key. ``report(store, there, keys)``: called with the pages that a store has got
+    (``there``) or lost; ``keys`` are those of the first rank in ``digests``."""
 
     def __init__(self, report: Report) -> None:
         self.digests: dict[int, bytes] = {}
@@ -41,7 +41,7 @@ class Holdings:
         self._named: dict[bytes, bytes] = {}
 
     def __repr__(self) -> str:
-        return f"Holdings({len(self._stores)} stores, {len(self._named)} keys named)"
+        return f"WatchedKeys({len(self._stores)} stores, {len(self._named)} keys named)"
 
     @property
     def watches(self) -> bool:

@@ -6,6 +6,7 @@ This module has no mutable state of its own. The state of the parts belongs to o
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -15,17 +16,15 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.events import Notice
 from asynccache.runtime.announcing import Announcing, EventStage
-from asynccache.runtime.attaching import Stores
-from asynccache.runtime.claims import Claims
+from asynccache.runtime.attaching import StoreAttachments
+from asynccache.runtime.claims import HandleClaims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
-from asynccache.runtime.door import Door
 from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.driving import run_acks
-from asynccache.runtime.engine import Engine
-from asynccache.runtime.fences import RetireStage
-from asynccache.runtime.freezing import Freezer
-from asynccache.runtime.keeping import Keeper
+from asynccache.runtime.engine_batches import EngineBatches, RetireStage
+from asynccache.runtime.kept_prefixes import KeptPrefixes
+from asynccache.runtime.lease_parts import LeaseParts
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.namespaces import Namespaces
 from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
@@ -33,8 +32,8 @@ from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.publishing import Publisher
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker.contract import Reports
-from asynccache.worker.layout import Layout
-from asynccache.worker.stats import Meter
+from asynccache.worker.pool_layout import PoolLayout
+from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import Worker
@@ -42,9 +41,10 @@ if TYPE_CHECKING:
 OnEvent = Callable[[Notice], None]
 
 REMEMBERED = 1 << 14
+FREEZE_EVERY = 2048
 
 
-class Parts:
+class CacheParts:
     """All parts of a cache, built when it opens. ``start`` makes their tasks; after ``close`` every call is refused."""
 
     def __init__(
@@ -53,37 +53,37 @@ class Parts:
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         self.core = CacheCore(settings)
         self.worker = worker
-        self.pools = Layout(pools)
+        self.pools = PoolLayout(pools)
         self.lookups = Lookups(self.core)
         self.driver = driver = Driver(self.core)
         driver.clock = asyncio.get_running_loop().time
         self.supervisor = Supervisor(self.close)
         driver.on_failure = self.supervisor.fail
-        self.engine = Engine(worker, self.core, pools)
+        self.engine = EngineBatches(worker, self.core, pools)
         self.events = EventStage(on_event) if on_event is not None else None
         self.announcing = (
             Announcing(self.events.put, config.page_size, worker, self.core.world.roots)
             if self.events is not None else None
         )  # fmt: skip
         self.namespaces = Namespaces(config, self.announcing)
-        self.claims = Claims(driver)
+        self.claims = HandleClaims(driver)
         self.outbox, self.clearing = self._to_storage(config.backup_quota)
         self.prefetching = Prefetching(
             config, driver, worker, self.pools, self.claims, self.clearing, self.supervisor.spawn, time.perf_counter
         )
         self.publisher = self._publisher()
-        self.door = Door(
+        self.lease_parts = LeaseParts(
             driver, worker, self.prefetching, self.namespaces, self.engine, self.publisher, self.lookups,
             self.supervisor,
         )
-        self.keeper = Keeper(config, self.door)
-        self.stores = Stores(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
+        self.kept_prefixes = KeptPrefixes(config, self.lease_parts)
+        self.stores = StoreAttachments(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
         self.saving = Saving(driver, self.prefetching, self.claims)
         self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else nothing
         self._route()
 
     def __repr__(self) -> str:
-        return f"Parts({self.driver!r}, {self.door!r}, {self.supervisor!r})"
+        return f"CacheParts({self.driver!r}, {self.lease_parts!r}, {self.supervisor!r})"
 
     def _to_storage(self, quota: float) -> tuple[Outbox, Clearing]:
         backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
@@ -125,7 +125,7 @@ class Parts:
         if self.events is not None:
             workers.append(("events", self.events.run()))
         if self.worker.takes_stores:
-            workers.append(("prefetch-commits", self.prefetching.completions.run()))
+            workers.append(("prefetch-commits", self.prefetching.commits.run()))
             workers += [("backup-storage", self.outbox.run()) for _ in range(WORKERS)]
         return workers
 
@@ -139,14 +139,14 @@ class Parts:
         driver = self.driver
         if driver.closed is None:
             driver.close(cause)
-            self.door.shut(driver.closed_error)
+            self.lease_parts.shut(driver.closed_error)
             if self.announcing is not None:
                 self.announcing.stop()
             self.prefetching.fail(driver.closed_error)
 
     # looking at it
 
-    def meters(self) -> Mapping[str, Meter]:
+    def meters(self) -> Mapping[str, StageMeter]:
         """Return the counters of the transfer stages, by stage."""
         return {
             **self.worker.meters(), "backup_storage": self.outbox.meter, "prefetch": self.prefetching.meter,
@@ -160,7 +160,26 @@ class Parts:
             "backup_storage": len(self.outbox),
             "prefetch": len(self.prefetching.handles),
             "acks": self.driver.unapplied,
-            "completions": len(self.prefetching.completions),
+            "completions": len(self.prefetching.commits),
             "line": len(self.driver.line),
             "saving": len(self.driver.saving),
         }
+
+
+class Freezer:
+    """Moves the tree out of the garbage collector's sight every few thousand commits (a commit makes a node or two).
+
+    The core makes no reference cycles, so nothing that is frozen would ever have been collected; without this, one full
+    collection takes seconds at a million nodes.
+    """
+
+    def __init__(self, commits: Callable[[], int]) -> None:
+        self._commits = commits
+        self._frozen_at = 0
+
+    def look(self) -> None:
+        """Freeze if enough has been published since the last time."""
+        commits = self._commits()
+        if commits - self._frozen_at >= FREEZE_EVERY:
+            self._frozen_at = commits
+            gc.freeze()

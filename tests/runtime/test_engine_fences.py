@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from asynccache.runtime.fences import SWEEP, Fences
+from asynccache.runtime.engine_batches import SWEEP, Fences
 
 FULL, SWA = 0, 1
 SLOTS = {FULL: 24, SWA: 8}

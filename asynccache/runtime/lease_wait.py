@@ -17,17 +17,17 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from asynccache.checks import flag, integer
-from asynccache.core.cache import EVERYTHING, Ask, Grant
+from asynccache.core.cache import EVERYTHING, Grant, LeaseRequest
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError
 from asynccache.runtime.driving import holding, slices, woken
-from asynccache.runtime.line import Place
-from asynccache.runtime.prefetch import Held, Prefetch, Wish
+from asynccache.runtime.line import LinePlace
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.door import Door
+    from asynccache.runtime.lease_parts import LeaseParts
 
 GRACE = 0.5
 
@@ -35,9 +35,9 @@ Granted = Callable[[Grant], None]
 
 
 def ask_for(
-    door: Door, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
+    parts: LeaseParts, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
     swa_chunk: object, shorter: object, shared_tokens: object,
-) -> Ask:  # fmt: skip
+) -> LeaseRequest:  # fmt: skip
     """Check the arguments of a lease, and return the request to the core, which stays the same until the lease is over.
 
     Raises:
@@ -48,17 +48,17 @@ def ask_for(
         raise ConfigError("tokens: a lease needs at least one")
     length = len(key) // TOKEN_BYTES
     reserve = length + integer("new_tokens", new_tokens, 0)
-    slots = door.default_states if states is None else door.check_states(states)
+    slots = parts.default_states if states is None else parts.check_states(states)
     most = EVERYTHING if chunk is None else integer("chunk", chunk, 1)
     most_swa = most if swa_chunk is None else integer("swa_chunk", swa_chunk, 1)
     shared = EVERYTHING if shared_tokens is None else integer("shared_tokens", shared_tokens, 0)
-    return Ask(
-        door.namespaces.space(extra_key), key, length - 1, reserve, reserve if door.has_swa else 0, slots, True, most,
+    return LeaseRequest(
+        parts.namespaces.space(extra_key), key, length - 1, reserve, reserve if parts.has_swa else 0, slots, True, most,
         most_swa, flag("shorter", shorter), shared,
     )  # fmt: skip
 
 
-class Turn(Enum):
+class GrantAttempt(Enum):
     """The result of one attempt at the head of the line."""
 
     GRANTED = "the lease holds everything"
@@ -66,30 +66,32 @@ class Turn(Enum):
     STOPPING = "its pages are there; its prefetch was told to stop"
 
 
-class Entry:
+class LeaseWait:
     """The wait of one lease until it is granted: for a prefetch, for the tree lock, for pages.
 
     ``handle``: the lease's prefetch; None: it has none. ``arrival``: what the tiers held when the lease came; None:
     that was not looked up.
     """
 
-    def __init__(self, door: Door, ask: Ask, handle: Prefetch | None, wait: bool, timeout: float | None) -> None:
+    def __init__(
+        self, parts: LeaseParts, ask: LeaseRequest, handle: Prefetch | None, wait: bool, timeout: float | None
+    ) -> None:
         self.handle = handle
-        self._door = door
+        self._parts = parts
         self._ask = ask
         self._wait = wait
         self._timeout = timeout
-        self._own_handle = door.worker.has_stores and wait and handle is None
+        self._own_handle = parts.worker.has_stores and wait and handle is None
         if self._own_handle:
-            self.handle = door.prefetching.begin(ask.space, ask.key)
+            self.handle = parts.prefetching.begin(ask.space, ask.key)
         if self.handle is not None:
             self.handle.take()
         self._granted = False
         self._gave_up = False
-        self._line = door.driver.line
+        self._line = parts.driver.line
         self.ticket = self._line.ticket()
-        self._place: Place | None = None
-        self.arrival: Held | None = self.handle.arrival if self.handle is not None else None
+        self._place: LinePlace | None = None
+        self.arrival: CachedOnArrival | None = self.handle.arrival if self.handle is not None else None
 
     async def run(self, granted: Granted) -> None:
         """Wait until the lease is granted, and call ``granted`` with the grant. Cancelling it gives up the place in
@@ -100,7 +102,7 @@ class Entry:
             self._granted = True
 
         try:
-            if self.handle is not None and self.handle.done() and self._door.driver.lease_at_once(self._ask, entered):
+            if self.handle is not None and self.handle.done() and self._parts.driver.lease_at_once(self._ask, entered):
                 return
             if self._timeout is None:
                 await self._run(entered)
@@ -111,7 +113,7 @@ class Entry:
             self._leave()
 
     async def _run(self, granted: Granted) -> None:
-        self._door.driver.core.check_possible(self._ask)
+        self._parts.driver.core.check_possible(self._ask)
         if self.handle is not None:
             if self._own_handle and self.handle.done():
                 self.handle.claim()
@@ -128,28 +130,28 @@ class Entry:
                 self.handle.give_up()
 
     async def _beside(self, handle: Prefetch) -> None:
-        policy = self._door.prefetching.policy
+        policy = self._parts.prefetching.policy
         if handle.done() or policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
             return
         if policy is PrefetchPolicy.WAIT_COMPLETE:
             await handle
             return
         try:
-            async with asyncio.timeout_at(self._door.prefetching.deadline(handle)):
+            async with asyncio.timeout_at(self._parts.prefetching.deadline(handle)):
                 await handle
         except TimeoutError:
             return
 
     async def _in_line(self, granted: Granted) -> None:
-        driver = self._door.driver
+        driver = self._parts.driver
         while True:
             async with holding(driver.lock):
-                driver.settle()
+                driver.apply_outcomes()
                 turn = await self._turn(granted)
-                if turn is Turn.GRANTED:
+                if turn is GrantAttempt.GRANTED:
                     return
                 self._stay(turn)
-            if turn is Turn.STOPPING and self.handle is not None:
+            if turn is GrantAttempt.STOPPING and self.handle is not None:
                 await self._stopped(self.handle)
             elif self._place is not None:
                 await woken(self._place)
@@ -159,27 +161,27 @@ class Entry:
         seconds. If the stores refuse calls, the lease gives it up at once: else those in line would wait for one call
         that hangs after the other."""
         try:
-            async with asyncio.timeout(0.0 if self._door.worker.shut else GRACE):
+            async with asyncio.timeout(0.0 if self._parts.worker.shut else GRACE):
                 await handle
         except TimeoutError:
             self._gave_up = True
             handle.give_up()
 
-    async def _turn(self, granted: Granted) -> Turn:
+    async def _turn(self, granted: Granted) -> GrantAttempt:
         """Make an attempt, under the lock."""
         if self._line.must_wait(self.ticket):
-            return Turn.NOT_YET
+            return GrantAttempt.NOT_YET
         if self.handle is not None and not self.handle.done() and not self._gave_up:
             return await self._probe(self.handle)
         return await self._try(granted)
 
-    async def _probe(self, handle: Prefetch) -> Turn:
+    async def _probe(self, handle: Prefetch) -> GrantAttempt:
         """Find out, without granting anything, if the pages could be granted; if so, tell the prefetch to stop."""
         if not self._wait:
-            if self._door.prefetching.may_stop(handle):
+            if self._parts.prefetching.may_stop(handle):
                 handle.tell(Wish.STOP)
-            return Turn.NOT_YET
-        driver = self._door.driver
+            return GrantAttempt.NOT_YET
+        driver = self._parts.driver
         core, ask = driver.core, self._ask._replace(load=False)
         answer: Grant | Wait
         answer, cancelled = await slices(driver, lambda: core.lease(ask))
@@ -189,12 +191,12 @@ class Entry:
         if cancelled is not None:
             raise cancelled
         if isinstance(answer, Wait):
-            return Turn.NOT_YET
+            return GrantAttempt.NOT_YET
         handle.tell(Wish.STOP)
-        return Turn.STOPPING
+        return GrantAttempt.STOPPING
 
-    async def _try(self, granted: Granted) -> Turn:
-        driver = self._door.driver
+    async def _try(self, granted: Granted) -> GrantAttempt:
+        driver = self._parts.driver
         answer: Grant | Wait
         answer, cancelled = await slices(driver, lambda: driver.core.lease(self._ask))
         if isinstance(answer, Grant):
@@ -202,9 +204,9 @@ class Entry:
         driver.perform(answer.plan)
         if cancelled is not None:
             raise cancelled
-        return Turn.GRANTED if isinstance(answer, Grant) else Turn.NOT_YET
+        return GrantAttempt.GRANTED if isinstance(answer, Grant) else GrantAttempt.NOT_YET
 
-    def _stay(self, turn: Turn) -> None:
+    def _stay(self, turn: GrantAttempt) -> None:
         """Stand in line after an attempt that failed. The caller still has the lock and has not awaited anything since
         the attempt; so whatever is given back from now on wakes this lease.
 
@@ -214,12 +216,12 @@ class Entry:
         """
         if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")
-        if turn is Turn.NOT_YET and self._door.idle() and not self._line.must_wait(self.ticket):
+        if turn is GrantAttempt.NOT_YET and self._parts.idle() and not self._line.must_wait(self.ticket):
             raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
-        if self._door.holds(asyncio.current_task()):
+        if self._parts.holds(asyncio.current_task()):
             raise RuntimeError("this task holds a lease and would wait for another: release it first")
         self._join()
-        if turn is Turn.NOT_YET:
+        if turn is GrantAttempt.NOT_YET:
             assert self._place is not None
             self._line.sleep(self._place)
 
@@ -228,6 +230,6 @@ class Entry:
         if self._place is None:
             self._place = self._line.join(self.ticket)
             if self.arrival is None:
-                driver = self._door.driver
+                driver = self._parts.driver
                 match = driver.unlocked(driver.core.match, self._ask.space, self._ask.key)
-                self.arrival = Held(match.device, match.host)
+                self.arrival = CachedOnArrival(match.device, match.host)

@@ -11,7 +11,7 @@ MOMENT = 1.0
 """Seconds that a closing cache waits at least for copies on a device of the embedder's, whatever the deadline."""
 
 
-class Given:
+class EmbedderParts:
     """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
     it made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.storage.records import storage_key
-from asynccache.worker.holdings import Holdings
+from asynccache.worker.watched_keys import WatchedKeys
 
 PAGE = bytes(range(32))
 ONE, TWO = b"d" * 32, b"e" * 32
@@ -15,13 +15,13 @@ def ignore(store: int, there: bool, keys: Sequence[bytes]) -> None:
     """Nobody asks what was reported."""
 
 
-def told_everywhere(holdings: Holdings, store: int) -> None:
+def told_everywhere(holdings: WatchedKeys, store: int) -> None:
     for rank, digest in holdings.digests.items():
         holdings.told(store, rank, True, [storage_key(PAGE, digest)])
 
 
 def test_pages_of_stores_that_one_worker_writes_are_not_named() -> None:
-    holdings = Holdings(ignore)
+    holdings = WatchedKeys(ignore)
     holdings.digests = {0: ONE, 1: ONE}
     holdings.watch(1, shared=True)
     holdings.name([PAGE])
@@ -29,7 +29,7 @@ def test_pages_of_stores_that_one_worker_writes_are_not_named() -> None:
 
 
 def test_the_names_of_pages_go_with_the_last_store_that_has_them() -> None:
-    holdings = Holdings(ignore)
+    holdings = WatchedKeys(ignore)
     holdings.digests = {0: ONE, 1: TWO}
     for store in (1, 2):
         holdings.watch(store, shared=False)

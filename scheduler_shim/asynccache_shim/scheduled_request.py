@@ -11,7 +11,7 @@ from asynccache_shim.model import Checkpoint, Chunk, Pages
 from asynccache_shim.request import Request, State, Tokens, add_token
 
 
-class Job:
+class ScheduledRequest:
     """One request of one scheduler. All positions and lengths are in tokens.
 
     id, order: the request's number. length: tokens so far, of prompt and output.
@@ -47,7 +47,7 @@ class Job:
         self._forget()
 
     def __repr__(self) -> str:
-        return f"Job({self.id}, {self.request.state.value}, {self.computed} of {self.length} tokens)"
+        return f"ScheduledRequest({self.id}, {self.request.state.value}, {self.computed} of {self.length} tokens)"
 
     def _forget(self) -> None:
         self.computed = self.reserved = self.entry = self.checkpointed = 0
@@ -71,17 +71,17 @@ class Job:
 
     @property
     def over(self) -> bool:
-        """Whether its request has ended, in whatever way."""
+        """True if the caller's request has ended, in whatever way."""
         return self.request.finish is not None
 
     @property
     def runs(self) -> bool:
-        """Whether it can be part of a step."""
+        """True if the request can be part of a step."""
         return self.lease is not None and self.request.state is State.RUNNING
 
     @property
     def decodes(self) -> bool:
-        """Whether all tokens but the last are computed, so that the next step generates one."""
+        """True if all tokens but the last are computed, so that the next step generates one."""
         return self.length - self.computed == 1
 
     def entered(self, lease: Lease, page_size: int, has_states: bool) -> None:

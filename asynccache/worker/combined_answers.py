@@ -10,8 +10,8 @@ from math import isfinite
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
 from asynccache.storage.breaker import BreakerState
 from asynccache.storage.contract import Result
-from asynccache.worker.contract import Stored
-from asynccache.worker.messages import Failed, Written
+from asynccache.worker.contract import StoredBatch
+from asynccache.worker.messages import CallFailed, PagesWritten
 
 _ORDER = (Result.HIT, Result.MISS, Result.FAILED, Result.CORRUPT)
 _RANK = bytes(_ORDER.index(Result(value)) if value < len(_ORDER) else len(_ORDER) for value in range(256))
@@ -40,13 +40,15 @@ def are_results(answers: Sequence[bytes]) -> bool:
     return all(max(answer, default=0) < len(_ORDER) for answer in answers)
 
 
-def stored(parts: Sequence[Written] | Sequence[Stored], *, full_pages: Callable[[Iterable[int]], int]) -> Stored:
+def stored(
+    parts: Sequence[PagesWritten] | Sequence[StoredBatch], *, full_pages: Callable[[Iterable[int]], int]
+) -> StoredBatch:
     """Return the sum of ``parts``. An operation is stored when every part of it is; pages and bytes add up.
 
     ``full_pages`` is ``max`` where the parts are those of several workers, whose pages hold the same tokens, and
     ``sum`` where they are those of messages that follow each other."""
     failed = frozenset(op for part in parts for op in part.failed)
-    return Stored(
+    return StoredBatch(
         failed, sum(part.pages for part in parts), full_pages(part.full_pages for part in parts),
         sum(part.bytes for part in parts),
     )  # fmt: skip
@@ -75,7 +77,7 @@ def sums(parts: Sequence[Mapping[str, int | float]]) -> dict[str, int | float]:
 _WORST_LAST = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 
-def error_of(failures: Mapping[int, Failed]) -> Exception:
+def error_of(failures: Mapping[int, CallFailed]) -> Exception:
     """Return the error for those who wait for a call. It has the class that the lowest rank in ``failures`` names, and
     the reasons of all; a ``RankFailure`` of that rank if its error is of no class that a call may raise."""
     ranks = sorted(failures)

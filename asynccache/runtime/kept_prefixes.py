@@ -6,54 +6,53 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynccache.core.cache import Ask, Grant
-from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.cache import CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Wait
 from asynccache.runtime.driving import drive
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig
-    from asynccache.runtime.door import Door
+    from asynccache.runtime.lease_parts import LeaseParts
 
 
 class Kept:
     """A prefix of ``tokens`` tokens, pinned until ``ttl`` seconds have passed or ``release`` is called."""
 
-    __slots__ = ("_keeper", "_lease", "_timer", "tokens")
+    __slots__ = ("_lease", "_prefixes", "_timer", "tokens")
 
-    def __init__(self, keeper: Keeper, lease: CoreLease | None, ttl: float) -> None:
+    def __init__(self, prefixes: KeptPrefixes, lease: CoreLease | None, ttl: float) -> None:
         self.tokens = lease.cached if lease is not None else 0
-        self._keeper = keeper
+        self._prefixes = prefixes
         self._lease = lease
-        self._timer = keeper.call_later(ttl, self.release) if lease is not None else None
+        self._timer = prefixes.call_later(ttl, self.release) if lease is not None else None
 
     def __repr__(self) -> str:
         return f"Kept({self.tokens} tokens, {'pinned' if self._lease else 'released'})"
 
     def release(self) -> None:
         """Unpin. Idempotent, synchronous."""
-        self._keeper.check_thread()
+        self._prefixes.check_thread()
         if self._timer is not None:
             self._timer.cancel()
         lease, self._lease = self._lease, None
         if lease is not None:
-            self._keeper.release(self, lease)
+            self._prefixes.release(self, lease)
 
 
-class Keeper:
+class KeptPrefixes:
     """All prefixes that are kept. Their sum is at most ``kept_fraction`` of the device's FULL pages; what two of them
     share counts twice."""
 
-    def __init__(self, config: CacheConfig, door: Door) -> None:
-        self._door = door
-        self._driver = driver = door.driver
+    def __init__(self, config: CacheConfig, parts: LeaseParts) -> None:
+        self._parts = parts
+        self._driver = driver = parts.driver
         self.check_thread = driver.check_thread
         self.call_later = asyncio.get_running_loop().call_later
         self._kept: set[Kept] = set()
         self._cap = int(config.pools()[0].device_pages * config.kept_fraction) * config.page_size
 
     def __repr__(self) -> str:
-        return f"Keeper({self.tokens()} of {self._cap} tokens)"
+        return f"KeptPrefixes({self.tokens()} of {self._cap} tokens)"
 
     def tokens(self) -> int:
         """How many tokens are kept, over all prefixes."""
@@ -68,7 +67,7 @@ class Keeper:
         kept: list[Kept] = []
 
         def lease() -> Grant | Wait | More:  # asked under the lock: others may have kept something meanwhile
-            return driver.core.lease(Ask(space, key, max(0, self._cap - self.tokens()), 0, 0))
+            return driver.core.lease(LeaseRequest(space, key, max(0, self._cap - self.tokens()), 0, 0))
 
         def done(answer: Grant | Wait) -> None:
             driver.perform(answer.plan)
@@ -86,7 +85,7 @@ class Keeper:
         kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
         if isinstance(answer, Grant):
             self._kept.add(kept)
-            self._door.holders[kept] = None
+            self._parts.holders[kept] = None
         if not kept.tokens:
             kept.release()
         return kept
@@ -94,7 +93,7 @@ class Keeper:
     def release(self, kept: Kept, lease: CoreLease) -> None:
         """Called by ``Kept.release``."""
         self._kept.discard(kept)
-        del self._door.holders[kept]
+        del self._parts.holders[kept]
         self._driver.release(lease)
 
     def close(self) -> None:

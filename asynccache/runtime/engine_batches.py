@@ -1,0 +1,242 @@
+"""The engine's batches as the head knows them: which ones are not over, and what waits for them.
+
+While a batch of the engine is not over, the engine may read or write the pages that its leases named. Copies into these
+pages wait for the batch, and pages that are given back are not taken again before it is over.
+
+* ``EngineBatches`` names the batches, and hands each copy to the worker with the batches that it has to wait for.
+* ``Fences`` knows for each device slot which batches stand before it: nothing may be copied into the slot until they
+  are over. It goes by slot, so that a copy into pages that no batch uses runs beside the engine's work. Each slot has
+  the number of a set of batches. A set is made when a batch is added, and forgotten when all of its batches are over.
+* ``RetireStage`` keeps slots that were given back from being taken again before the batches are over.
+
+Laws:
+* No backup reads a committed page before the batch that the page's commit named is over. A backup may start long after
+  the commit (the core defers it), so every backup waits, on the device, for all batches that commits have named.
+* A copy into a page waits, on the device, for the batches that some lease named while it had that page, and for no
+  other (``Fences``). These batches are looked up when the copy is asked for. A batch that is named later does not hold
+  the copy up, since the engine may wait for that very copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.config import PoolSpec
+from asynccache.core.cache import CacheCore, CoreLease
+from asynccache.core.plan import BackupHost, Copy, LoadBack, Outcome, Status
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import ConfigError
+from asynccache.worker.contract import BatchInFlight, Worker
+from asynccache.worker.joining import joined
+
+Stamps = npt.NDArray[np.int64]
+
+SWEEP = 64
+"""How many batches that commits named, or sets of batches, may be known, beyond twice those that were left at the last
+sweep, before the next one. A sweep looks at all of them, and forgets those that are over."""
+
+
+class EngineBatches:
+    """The engine's batches, and the copies that wait for them. Mutable state: the fences, and the batches that commits
+    named (``ready``) and that may not be over."""
+
+    def __init__(self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec]) -> None:
+        self.fences = Fences(_slots_of(pools))
+        self._worker = worker
+        self._core = core
+        kinds = {component.kind for component in core.config.components}
+        self._tables = sorted(int(kind) for kind in kinds if kind is not ComponentKind.MAMBA)
+        self._has_states = ComponentKind.MAMBA in kinds
+        self._ready: dict[int, BatchInFlight] = {}
+        self._sweep_at = SWEEP
+
+    def __repr__(self) -> str:
+        return f"EngineBatches({self.fences!r}, {len(self._ready)} batches that commits named)"
+
+    def event(self, name: str, event: object | None) -> object | None:
+        """Return the engine's ``event`` as it is now, in the form that ``batch`` takes; None if ``event`` is None.
+        ``name``: of the argument whose value it is, for the error's text. From any thread.
+
+        Raises:
+            ConfigError: copies cannot wait for the event.
+        """
+        if event is None:
+            return None
+        try:
+            return self._worker.engine_event(event)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+    def batch(self, name: str, event: object | None) -> BatchInFlight | None:
+        """Return the batch that ends with the engine's ``event``; None if ``event`` is None. ``name`` and errors are as
+        for the method ``event``."""
+        taken = self.event(name, event)
+        return None if taken is None else self._worker.batch(taken)
+
+    def fence(self, lease: CoreLease, *batches: BatchInFlight) -> None:
+        """Note that the engine may use the lease's pages until ``batches`` are over. Any copy into these pages that is
+        asked for later waits for that, on the device."""
+        pending = not_over(*batches)
+        if pending:
+            slots: dict[int, bytes] = {kind: self._core.pages(lease, kind) for kind in self._tables}
+            if self._has_states:
+                slots[int(ComponentKind.MAMBA)] = lease.states
+            for batch in pending:
+                self.fences.add(batch, slots)
+
+    def expect(self, ready: BatchInFlight) -> None:
+        """Note that a commit is about to publish pages that the batch ``ready`` writes."""
+        if not ready.done():
+            self._ready[ready.number] = ready
+            if len(self._ready) >= self._sweep_at:  # without a host tier nothing else forgets those that are over
+                self._sweep_at = 2 * len(self.pending()) + SWEEP
+
+    def pending(self) -> list[BatchInFlight]:
+        """Return the batches that commits named and that are not over, each once. The others are forgotten."""
+        alive = not_over(*self._ready.values())
+        self._ready = {batch.number: batch for batch in alive}
+        return alive
+
+    def begin(self, effects: Sequence[Copy]) -> None:
+        """Hand the copies of a plan to the worker, with the batches that each has to wait for."""
+        self._worker.perform(joined(effects, self._before))
+
+    def _before(self, effect: Copy) -> Sequence[BatchInFlight]:
+        if isinstance(effect, BackupHost):
+            return self.pending()
+        if not len(self.fences):
+            return ()
+        if isinstance(effect, LoadBack):
+            return self.fences.before((move.component, move.dst) for move in effect.moves)
+        return self.fences.before((move.component, slots) for move in effect.moves for slots in (move.src, move.dst))
+
+
+def _slots_of(pools: Sequence[PoolSpec]) -> Mapping[int, int]:
+    slots: dict[int, int] = {}
+    for spec in pools:
+        slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
+    return slots
+
+
+class Fences:
+    """The batches that stand before each device slot. ``slots``: how many device slots there are, by component."""
+
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        self._stamps = {component: np.zeros(count, np.int64) for component, count in slots.items()}
+        self._sets: dict[int, list[BatchInFlight]] = {}  # by rising number
+        self._number = 0
+        self._sweep_at = SWEEP
+
+    def __repr__(self) -> str:
+        return f"Fences({len(self._sets)} sets)"
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def add(self, batch: BatchInFlight, slots: Mapping[int, bytes]) -> None:
+        """Note that ``batch`` stands before ``slots`` from now on. ``slots``: int32 numbers by component; -1 is no
+        slot."""
+        if batch.done():
+            return
+        self._forget()
+        made: dict[int, int] = {}
+        for component, table in slots.items():
+            self._stamp(self._stamps[component], _slots(table), batch, made)
+
+    def before(self, wanted: Iterable[tuple[int, bytes]]) -> list[BatchInFlight]:
+        """Return the batches that stand before any of the slots in ``wanted`` and are not over, each once. ``wanted``:
+        pairs of a component and its slots, as in ``add``."""
+        self._forget()
+        numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
+        found: dict[int, BatchInFlight] = {}
+        for number in sorted(numbers):
+            found |= {id(batch): batch for batch in not_over(*self._sets.get(number, ()))}
+        return list(found.values())
+
+    def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], batch: BatchInFlight, made: dict[int, int]) -> None:
+        """Put ``batch`` into the sets of ``slots``. ``made``: the new number of each set that the batch has joined, by
+        the number before. Nothing is sorted: tables are long, and one iteration of an engine adds a hundred of them."""
+        base, at, found = self._places(stamps, slots)
+        if not found:
+            return
+        becomes = np.zeros(found[-1] + 1, np.int64)
+        for place in found:
+            old = place + base if place else 0
+            if old not in made:
+                made[old] = self._join(old, batch)
+            becomes[place] = made[old]
+        if any(becomes[place] != place + base for place in found):
+            stamps[slots] = becomes[at]
+
+    def _join(self, old: int, batch: BatchInFlight) -> int:
+        alive = not_over(*self._sets.get(old, ()))
+        if any(batch is one for one in alive):
+            return old
+        self._number += 1
+        self._sets[self._number] = [*alive, batch]
+        return self._number
+
+    def _alive(self, stamps: Stamps, table: bytes) -> list[int]:
+        if not self._sets:
+            return []
+        base, _, found = self._places(stamps, _slots(table))
+        return [place + base for place in found if place]
+
+    def _places(self, stamps: Stamps, slots: npt.NDArray[np.int32]) -> tuple[int, Stamps, list[int]]:
+        """Return three things: a number that is below those of all sets; by how much the set of each slot is above it,
+        0 for a slot without a set; which of these differences occur."""
+        base = next(iter(self._sets), self._number + 1) - 1
+        at = np.maximum(stamps[slots] - base, 0)
+        return base, at, np.flatnonzero(np.bincount(at)).tolist()
+
+    def _forget(self) -> None:
+        """Forget the oldest sets whose batches are all over. Once there are ``_sweep_at`` sets, look at all of them: an
+        old set that lasts may hide many that are over."""
+        while self._sets and not not_over(*self._sets[oldest := next(iter(self._sets))]):
+            del self._sets[oldest]
+        if len(self._sets) >= self._sweep_at:
+            self._sets = {number: alive for number, batches in self._sets.items() if (alive := not_over(*batches))}
+            self._sweep_at = 2 * len(self._sets) + SWEEP
+
+
+class RetireStage:
+    """Posts the outcome of RETIRE operations when the batches that may use their slots are over.
+
+    ``spawn`` makes a task for operations that have to wait.
+    """
+
+    def __init__(
+        self, post: Callable[[Outcome], None], spawn: Callable[[Coroutine[Any, Any, None], str], object]
+    ) -> None:
+        self._post = post
+        self._spawn = spawn
+
+    def put(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
+        """Post ``ops`` as DONE when all ``batches`` are over; at once, if there are none."""
+        if batches and ops:
+            self._spawn(self._when_over(tuple(ops), tuple(batches)), "asynccache-retire")
+        else:
+            self._done(ops)
+
+    async def _when_over(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
+        for batch in batches:
+            await batch.wait()
+        self._done(ops)
+
+    def _done(self, ops: Sequence[int]) -> None:
+        for op in ops:
+            self._post(Outcome(op, Status.DONE))
+
+
+def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:
+    """Return those of ``batches`` that are not over, without the None among them."""
+    return [batch for batch in batches if batch is not None and not batch.done()]
+
+
+def _slots(table: bytes) -> npt.NDArray[np.int32]:
+    slots = np.frombuffer(table, np.int32)
+    return slots[slots >= 0]
