@@ -17,16 +17,7 @@ from time import time
 from typing import Any, Self
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import (
-    HEADER_BYTES,
-    Collected,
-    PageKey,
-    ParsedUrl,
-    Record,
-    Result,
-    Stored,
-    StoreLayout,
-)
+from asynccache.storage import HEADER_BYTES, Collected, PageKey, ParsedUrl, Record, Result, Stored, StoreLayout
 from asynccache_backends.pause import Pause
 from asynccache_backends.redis.catalog import Catalog
 from asynccache_backends.redis.connection import Job, plain
@@ -39,8 +30,6 @@ from asynccache_backends.redis.settings import Settings, settings_of
 MISS, HIT, CORRUPT, FAILED = Result
 
 GET_AHEAD_BYTES = 2 << 20
-SHORTEST_REPLY = len(b"+OK\r\n")
-"""To SET ... NX; nil is as long, and a refusal longer."""
 NO_ROOM = ("OOM", "MISCONF")
 UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
 """Refusals that say nothing about the key: of a request that meets only those, nothing could be done."""
@@ -83,7 +72,7 @@ class RedisBackend:
         return cls(settings, router, counts)
 
     def __repr__(self) -> str:
-        return f"RedisBackend({str(self._settings)!r}, {self._router!r})"
+        return f"RedisBackend({str(self._settings)!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key. Cancelling it changes nothing."""
@@ -218,9 +207,8 @@ class RedisBackend:
             return [FAILED] * len(keys)
         names = self._names.of(keys)
         commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
-        job = Job(commands, [None] * len(keys), len(keys), SHORTEST_REPLY)
         try:
-            replies = await self._asked(Lane.PAGES, Request(names, job))
+            replies = await self._asked(Lane.PAGES, Request(names, plain(commands)))
         except BaseException:
             self._room.given_up()
             raise

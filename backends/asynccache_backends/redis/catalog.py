@@ -62,7 +62,7 @@ class Catalog:
         replies = await self._router.ask(Lane.WORDS, Request(names, job))
         for reply in replies:
             if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
-                raise Unavailable(f"{self._router}: {reply.text}")
+                raise Unavailable(f"storage: {reply.text}")
         return replies
 
     async def _of_node(self, node: Node) -> AsyncIterator[list[bytes]]:

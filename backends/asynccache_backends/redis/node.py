@@ -13,8 +13,7 @@ from typing import Any
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache_backends.pause import Health, Pause
-from asynccache_backends.redis.connecting import ConnectFailed, connect
-from asynccache_backends.redis.connection import Connection, Job
+from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect
 from asynccache_backends.redis.settings import Address, Settings
 
 
@@ -23,48 +22,6 @@ class Lane(IntEnum):
 
     PAGES = 0
     WORDS = 1
-
-
-class _Pool:
-    """At most ``size`` connections: who holds one of ``slots`` may use one, or make one."""
-
-    def __init__(self, size: int) -> None:
-        self.slots = asyncio.Semaphore(size)
-        self.used: set[Connection] = set()
-        self._free: list[Connection] = []
-
-    def __len__(self) -> int:
-        return len(self.used) + sum(not connection.closed for connection in self._free)
-
-    def idle(self) -> Connection | None:
-        """One that is open and not in use."""
-        while self._free:
-            connection = self._free.pop()
-            if not connection.closed:
-                return connection
-        return None
-
-    async def ask(self, connection: Connection, job: Job) -> list[Any]:
-        """Use it, and keep it if it is still good."""
-        self.used.add(connection)
-        try:
-            return await connection.ask(job)
-        finally:
-            self.used.discard(connection)
-            if not connection.closed:
-                self._free.append(connection)
-
-    def retire(self) -> None:
-        """End those that are not in use."""
-        for connection in self._free:
-            connection.close()
-        self._free.clear()
-
-    def close(self) -> None:
-        """End them all."""
-        self.retire()
-        for connection in list(self.used):
-            connection.close()
 
 
 class Node:
@@ -78,15 +35,14 @@ class Node:
         self._last: BackendError | None = None
         self._closed = False
         self._asked = 0
-        self._pools = {Lane.PAGES: _Pool(settings.connections), Lane.WORDS: _Pool(1)}
-
-    def __repr__(self) -> str:
-        return f"Node({self.address}, {self.connections} connections)"
+        self._slots = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
+        self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
+        self._used: set[Connection] = set()
 
     @property
     def connections(self) -> int:
         """How many there are now."""
-        return sum(map(len, self._pools.values()))
+        return sum(not connection.closed for connection in self._all())
 
     @property
     def well(self) -> bool:
@@ -108,41 +64,53 @@ class Node:
         """
         self._asked += 1
         try:
-            return await self._in_turn(self._pools[lane], job)
+            async with self._slots[lane]:
+                return await self._in_turn(lane, job)
         finally:
             self._asked -= 1
 
     def retire(self) -> None:
         """End the connections that are not in use."""
-        for pool in self._pools.values():
-            pool.retire()
+        for connection in self._all() - self._used:
+            connection.close()
 
     def close(self) -> None:
         """End all connections; requests under way fail."""
         self._closed = True
-        for pool in self._pools.values():
-            pool.close()
+        for connection in self._all():
+            connection.close()
 
-    async def _in_turn(self, pool: _Pool, job: Job) -> list[Any]:
-        async with pool.slots:
-            self._check()
-            try:
-                replies = await pool.ask(pool.idle() or await self._connect(), job)
-            except (ConnectFailed, Timeout) as error:
-                self._last = error
-                self._pause.failed(_now())
-                raise
-            except BaseException:
-                self._pause.given_up()
-                raise
-            self._pause.ended()
-            return replies
+    def _all(self) -> set[Connection]:
+        return self._used.union(*self._idle.values())
 
-    def _check(self) -> None:
+    async def _in_turn(self, lane: Lane, job: Job) -> list[Any]:
         if self._closed:
             raise Unavailable(f"{self.address}: the store is closed")
         if not self._pause.allows(_now()):
             raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
+        try:
+            replies = await self._by_one(self._idle[lane], job)
+        except (ConnectFailed, Timeout) as error:
+            self._last = error
+            self._pause.failed(_now())
+            raise
+        except BaseException:
+            self._pause.given_up()
+            raise
+        self._pause.ended()
+        return replies
+
+    async def _by_one(self, idle: list[Connection], job: Job) -> list[Any]:
+        """Use a connection of ``idle``, or make one, and keep it there if it is still good."""
+        idle[:] = [connection for connection in idle if not connection.closed]
+        connection = idle.pop() if idle else await self._connect()
+        self._used.add(connection)
+        try:
+            return await connection.ask(job)
+        finally:
+            self._used.discard(connection)
+            if not connection.closed:
+                idle.append(connection)
 
     async def _connect(self) -> Connection:
         connection = await connect(self.address, self._settings)

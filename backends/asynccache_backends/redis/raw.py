@@ -1,31 +1,34 @@
 """The least that a client can do, to hold ours against: for ``asynccache bench store``, never for a cache.
 
 One asyncio protocol that knows two commands, sends values by ``writelines`` and receives them straight into their
-buffers. Of a cluster it reads the map once, and sends each server its part of a batch; slots must stay where they are.
-It knows no header, no error but a broken assumption, no deadline. A connection per call in flight, as ours has. It
-shares no code with the backend beyond the URL and what a slot is, so that neither can hide the other's cost.
+buffers. Of a cluster each server is sent its part of a batch; slots must stay where they are. It knows no header, no
+error but a broken assumption, no deadline. A connection per call in flight, as ours has. Ours makes its connections and
+knows where keys are; no code that a page passes through is shared, so that neither can hide the other's cost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
-from asynccache.errors import Unavailable
+from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import ParsedUrl
-from asynccache_backends.redis.routing import SLOTS, slot_of
+from asynccache_backends.redis.connection import connect, plain
+from asynccache_backends.redis.node import Lane
+from asynccache_backends.redis.resp import command
+from asynccache_backends.redis.routing import Request, Router
 from asynccache_backends.redis.settings import Address, Settings, settings_of
 
 
 class RawClient:
-    """Made by ``raw``. ``owners``: the server of each slot; or the only one there is."""
+    """Made by ``raw``."""
 
-    def __init__(self, settings: Settings, owners: Sequence[Address]) -> None:
+    def __init__(self, settings: Settings, router: Router) -> None:
         self._settings = settings
-        self._owners = owners
+        self._router = router
         self._idle: defaultdict[Address, list[_Protocol]] = defaultdict(list)
         self._stored: list[bytes] = []
 
@@ -44,22 +47,21 @@ class RawClient:
 
     async def aclose(self) -> None:
         """Remove what was put, as far as it is there still, and close the connections."""
-        for owner, part in self._parts(self._stored):
-            words = [b"*2\r\n$3\r\nDEL\r\n$%d\r\n%b\r\n" % (len(self._stored[i]), self._stored[i]) for i in part]
-            if self._idle[owner]:
-                with suppress(ValueError, Unavailable):    # some have left for want of room
-                    await self._idle[owner][-1].ask(words, [b":1\r\n" * len(words)])
+        with suppress(BackendError):
+            unlinks = [command(b"UNLINK", key) for key in self._stored]
+            await self._router.ask(Lane.WORDS, Request(self._stored, plain(unlinks)))
+        self._router.close()
         for idle in self._idle.values():
             while idle:
                 idle.pop().transport.abort()
 
-    def _parts(self, keys: Sequence[bytes]) -> list[tuple[Address, Sequence[int]]]:
+    def _parts(self, keys: Sequence[bytes]) -> list[tuple[Address, list[int]]]:
         """Which keys are whose."""
-        if len(self._owners) == 1:
-            return [(self._owners[0], range(len(keys)))] if keys else []
         parts: dict[Address, list[int]] = {}
         for i, key in enumerate(keys):
-            parts.setdefault(self._owners[slot_of(key)], []).append(i)
+            if (node := self._router.owner(key)) is None:
+                raise Unavailable("raw client: nobody has the slot of a key")
+            parts.setdefault(node.address, []).append(i)
         return list(parts.items())
 
     async def _put(self, owner: Address, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
@@ -79,25 +81,19 @@ class RawClient:
     async def _take(self, owner: Address) -> _Protocol:
         if self._idle[owner]:
             return self._idle[owner].pop()
-        host, port = owner
-        loop, (tls, name) = asyncio.get_running_loop(), _tls(self._settings, host)
-        _, protocol = await loop.create_connection(_Protocol, host, port, ssl=tls, server_hostname=name)
-        for words in _greeting(self._settings):
-            await protocol.ask([words], [b"+OK\r\n"])
-        return protocol
+        return _Protocol((await connect(owner, self._settings)).transport)
 
 
 async def raw(url: ParsedUrl) -> RawClient:
     """A bare client of the server, or the cluster, that ``url`` names. Cancelling it leaves nothing open.
 
     Raises:
-        OSError: nobody is there.
+        BackendError: nobody is there.
     """
     settings = settings_of(url)
-    owners = [settings.seeds[0]]
-    if settings.cluster != "off":
-        owners = _owners(await _slots(settings)) or owners
-    return RawClient(settings, owners)
+    router = Router(settings, Counter())
+    await router.open()
+    return RawClient(settings, router)
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -107,61 +103,15 @@ async def _together(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*calls)
 
 
-def _greeting(settings: Settings) -> list[bytes]:
-    """What is said first on a connection, each answered by OK."""
-    words = [word.encode() for word in (settings.username, settings.password) if word]
-    auth = b"*%d\r\n$4\r\nAUTH\r\n" % (1 + len(words)) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
-    return [auth] * bool(words) + [b"SELECT %d\r\n" % settings.database] * bool(settings.database)
-
-
-def _tls(settings: Settings, host: str) -> tuple[Any, str | None]:
-    return settings.tls, None if settings.tls is None else settings.tls_name or host
-
-
-async def _slots(settings: Settings) -> Any:
-    """What the first server says of its cluster; not a list, if it is none."""
-    host, port = settings.seeds[0]
-    tls, name = _tls(settings, host)
-    reader, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname=name)
-    try:
-        for words in _greeting(settings):
-            writer.write(words)
-            await _reply(reader)
-        writer.write(b"CLUSTER SLOTS\r\n")
-        return await _reply(reader)
-    finally:
-        writer.transport.abort()
-
-
-async def _reply(reader: asyncio.StreamReader) -> Any:
-    line = (await reader.readuntil(b"\r\n"))[:-2]
-    if line[:1] == b"*":
-        return [await _reply(reader) for _ in range(int(line[1:]))]
-    if line[:1] == b"$":
-        return (await reader.readexactly(int(line[1:]) + 2))[:-2]
-    return int(line[1:]) if line[:1] == b":" else line
-
-
-def _owners(slots: Any) -> list[Address]:
-    """The server of each slot; [], if it is no cluster."""
-    found: dict[int, Address] = {}
-    for first, last, (host, port, *_), *_ in slots if isinstance(slots, list) else ():
-        found.update(dict.fromkeys(range(first, last + 1), Address(host.decode(), port)))
-    return [found[slot] for slot in range(SLOTS)] if len(found) == SLOTS else []
-
-
 class _Protocol(asyncio.BufferedProtocol):
     """Fills buffers one after the other. It knows what else will come, to the byte; anything else ends it."""
 
-    transport: asyncio.Transport
-
-    def __init__(self) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
         self._parts: deque[tuple[memoryview, bytes | None]] = deque()
         self._filled = 0
         self._done: asyncio.Future[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
+        transport.set_protocol(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end(Unavailable(f"raw client: connection lost: {error}"))

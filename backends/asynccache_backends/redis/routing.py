@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
-from asynccache.storage import settled
 from asynccache_backends.redis.connection import Job, plain
 from asynccache_backends.redis.node import Lane, Node
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
@@ -29,7 +28,7 @@ OPEN_SECONDS = 30.0
 LOST = "LOST"
 """The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
 
-_REDIRECTION = re.compile(r"[A-Z]+ ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
+_REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
 _NOBODY = Refusal("CLUSTERDOWN", "CLUSTERDOWN nobody has the slot")
 _NO_CLUSTER = ("ERR", "NOPERM")  # what a server that is none, or will not say, answers
 _PING = plain([command(b"PING")])
@@ -43,12 +42,8 @@ class Request(NamedTuple):
     job: Job
 
 
-class Group(NamedTuple):
-    """Commands of a request for one node; ``asking``: it has their slot only by half, and must be told so."""
-
-    node: Node
-    which: list[int]
-    asking: bool = False
+Groups = dict[tuple[Node, bool], list[int]]
+"""Which commands of a request are for which node; True: it has their slot only by half, and must be told so."""
 
 
 def slot_of(key: bytes) -> int:
@@ -75,13 +70,14 @@ class Router:
         self._refreshed = float("-inf")
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"Router({', '.join(map(str, self._nodes))})"
-
     @property
     def nodes(self) -> list[Node]:
         """Those that have keys."""
         return list(self._nodes.values())
+
+    def owner(self, key: bytes) -> Node | None:
+        """The node that has ``key``; None if nobody does."""
+        return self._owners[slot_of(key) if self.clustered else 0]
 
     async def open(self) -> None:
         """Find out whether it is a cluster, and its map.
@@ -117,9 +113,9 @@ class Router:
         replies: list[Any] = [_NOBODY] * len(request.keys)
         groups = self._by_owner(request.keys)
         for _ in range(REDIRECTIONS):
-            if not groups:  # at first: nobody has any of their slots
-                break
-            await self._round(lane, request.job, groups, replies)
+            async with asyncio.TaskGroup() as tasks:
+                for (node, asking), which in groups.items():
+                    tasks.create_task(self._ask(lane, request.job.part(which), node, asking, which, replies))
             groups = self._redirected(groups, replies)
         return replies
 
@@ -165,9 +161,11 @@ class Router:
         if isinstance(reply, list):
             self.clustered = True
             self._learn(address, reply)
-        elif isinstance(reply, Refusal) and reply.code not in _NO_CLUSTER:
+            return
+        self._owners = [self._node(address)]
+        if isinstance(reply, Refusal) and reply.code not in _NO_CLUSTER:
             raise Unavailable(f"{self._settings}: {reply.text}")
-        elif self._settings.cluster == "on" or len(self._settings.seeds) > 1:
+        if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
             raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
 
     def _learn(self, asked: Address, reply: Sequence[Any]) -> None:
@@ -208,65 +206,52 @@ class Router:
 
     # a request
 
-    def _by_owner(self, keys: Sequence[bytes]) -> list[Group]:
-        groups: dict[int, Group] = {}
+    def _by_owner(self, keys: Sequence[bytes]) -> Groups:
+        groups: Groups = {}
         for i, key in enumerate(keys):
-            node = self._owners[slot_of(key)]
+            node = self.owner(key)
             if node is None:
                 self._stale = True
-            elif id(node) in groups:
-                groups[id(node)].which.append(i)
             else:
-                groups[id(node)] = Group(node, [i])
-        return list(groups.values())
+                groups.setdefault((node, False), []).append(i)
+        return groups
 
-    async def _round(self, lane: Lane, job: Job, groups: Sequence[Group], replies: list[Any]) -> None:
-        """Ask all nodes at once."""
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(_ask(lane, job, group)) for group in groups]
-        await _settled_or_cancelled(tasks)
-        for group, task in zip(groups, tasks, strict=True):
-            error = task.exception()
-            if error is None:
-                answers = task.result()
-            elif isinstance(error, BackendError):
-                self._stale = True
-                answers = [Refusal(LOST, f"{LOST} {error}")] * len(group.which)
-            else:
-                raise error
-            for i, reply in zip(group.which, answers, strict=True):
-                replies[i] = reply
+    async def _ask(
+        self, lane: Lane, part: Job, node: Node, asking: bool, which: Sequence[int], replies: list[Any]
+    ) -> None:
+        """Put what ``node`` says to ``part`` where it belongs in ``replies``."""
+        try:
+            answers = (await node.ask(lane, part.asking()))[1::2] if asking else await node.ask(lane, part)
+        except BackendError as error:
+            self._stale = True
+            answers = [Refusal(LOST, f"{LOST} {error}")] * len(which)
+        for i, reply in zip(which, answers, strict=True):
+            replies[i] = reply
 
-    def _redirected(self, groups: Sequence[Group], replies: Sequence[Any]) -> list[Group]:
-        """Where to ask again, and for what."""
-        again: dict[tuple[Address, bool], Group] = {}
-        for i in (i for group in groups for i in group.which):
+    def _redirected(self, groups: Groups, replies: Sequence[Any]) -> Groups:
+        """Where to ask again, and for what. A redirection that names no slot and no port is none; the host may be an
+        IPv6 address without brackets, or missing: the server does not know its own."""
+        again: Groups = {}
+        for i in (i for which in groups.values() for i in which):
             reply = replies[i]
             if not isinstance(reply, Refusal) or reply.code not in ("MOVED", "ASK", "CLUSTERDOWN"):
                 continue
             self._stale = self._stale or reply.code != "ASK"
-            if reply.code != "CLUSTERDOWN" and (named := self._named(reply)) is not None:
-                slot, node = named
-                asking = reply.code == "ASK"
-                if not asking:
-                    self._owners[slot] = node
-                again.setdefault((node.address, asking), Group(node, [], asking)).which.append(i)
-        return list(again.values())
-
-    def _named(self, reply: Refusal) -> tuple[int, Node] | None:
-        """The slot and the node in ``MOVED 3999 127.0.0.1:6381``; None where it is no such sentence. The host may be an
-        IPv6 address without brackets, or missing: the server does not know its own."""
-        match = _REDIRECTION.match(reply.text)
-        if match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
-            return None
-        return int(match[1]), self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+            match = _REDIRECTION.match(reply.text)
+            if match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
+                continue
+            node = self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+            if reply.code == "MOVED":
+                self._owners[int(match[1])] = node
+            again.setdefault((node, reply.code == "ASK"), []).append(i)
+        return again
 
 
 def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
-    """First and last slot and the server that has them, of what CLUSTER SLOTS says.
+    """First and last slot and the server that has them, of what ``asked`` said to CLUSTER SLOTS.
 
     Raises:
-        ProtocolError: it says something else.
+        ProtocolError: it said something else.
     """
     match entry:
         case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
@@ -274,22 +259,3 @@ def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
             if 0 <= first <= last < SLOTS and 0 < port < 65536 and known.isascii():
                 return first, last, Address(known.decode() or asked.host, port)
     raise ProtocolError(f"{asked}: a map of the cluster that is none: {str(entry)[:200]}")
-
-
-async def _ask(lane: Lane, job: Job, group: Group) -> list[Any]:
-    part = job.part(group.which)
-    if not group.asking:
-        return await group.node.ask(lane, part)
-    replies = await group.node.ask(lane, part.asking())
-    return replies[1::2]
-
-
-async def _settled_or_cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Return when all are done. Cancelling it cancels them, and waits for that."""
-    try:
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await settled(tasks)
-        raise
