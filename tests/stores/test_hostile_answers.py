@@ -29,16 +29,12 @@ PATIENCE = 20.0
 
 def hear(data: bytes) -> list[Any]:
     """What a reader makes of ``data`` where one reply that is no page is expected."""
-    reader = Reader()
-    reader.begin([None])
+    reader = Reader([None])
     while data and reader.missing:
-        landed = 0
-        for buffer in reader.buffers():
-            count = min(len(buffer), len(data) - landed)
-            buffer[:count] = data[landed : landed + count]
-            landed += count
-        reader.received(landed)
-        data = data[landed:]
+        count = min(len(reader.buffer), len(data))
+        reader.buffer[:count] = data[:count]
+        reader.received(count)
+        data = data[count:]
     return reader.replies
 
 

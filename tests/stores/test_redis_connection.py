@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import mmap
 import socket
-from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from fcntl import ioctl
-from termios import FIONREAD
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from asynccache_backends.redis.connecting import ConnectFailed, connect
-from asynccache_backends.redis.connection import Connection, Job, plain
+from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect, plain
 from asynccache_backends.redis.node import Lane, Node
-from asynccache_backends.redis.resp import Buffer, ProtocolError, Setting, command
+from asynccache_backends.redis.resp import ProtocolError, Setting, command
 from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import Timeout, Unavailable
@@ -139,53 +135,6 @@ async def test_what_was_answered_before_the_end_counts() -> None:
     async with connected(answers(b"$4160\r\n" + bytes(4160) + b"\r\n")) as connection:
         assert await connection.ask(fetching(record)) == [Result.HIT]
         await until(lambda: connection.closed)
-
-
-class Pieces:
-    """A link that has everything already, as TLS may, and of which the loop hears once."""
-
-    by_the_piece = True
-
-    def __init__(self, data: bytes) -> None:
-        self._near, self._far = socket.socketpair()
-        self._near.setblocking(False)
-        self._data = memoryview(data)
-        self.fileno = self._near.fileno
-
-    def receive(self, buffers: Sequence[memoryview]) -> int:
-        with suppress(BlockingIOError):
-            self._near.recv(1)
-        if not self._data:
-            raise BlockingIOError
-        count = min(len(buffers[0]), len(self._data), 16 << 10)
-        buffers[0][:count] = self._data[:count]
-        self._data = self._data[count:]
-        return count
-
-    def send(self, buffers: Sequence[Buffer]) -> int:
-        self._far.send(b"!")
-        return sum(map(len, buffers))
-
-    def call_at(self, count: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self._near.close()
-        self._far.close()
-
-
-@pytest.mark.asyncio
-async def test_what_the_loop_does_not_see_is_read_on_in_turns() -> None:
-    record, other = blank(3 << 20), 0
-    connection = Connection(Pieces(b"$%d\r\n" % (64 + (3 << 20)) + b"x" * (64 + (3 << 20)) + b"\r\n"), "pieces", 0.5)
-    task = asyncio.create_task(connection.ask(fetching(record)))
-    while not task.done():
-        await asyncio.sleep(0)
-        other += 1
-    assert await task == [Result.HIT]
-    assert other > 3
-    assert bytes(record.payload) == b"x" * (3 << 20)
-    connection.close()
 
 
 @pytest.mark.asyncio
@@ -330,41 +279,6 @@ async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
         assert connection.closed
         with pytest.raises(Timeout, match="silent for 8 s"):
             await request
-
-
-@pytest.mark.asyncio
-async def test_bytes_that_wake_nobody_are_seen_all_the_same() -> None:
-    """One reply of six: too few to wake for, and not the end of the silence by more than an eighth."""
-    said = asyncio.Event()
-
-    async def first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1 << 20)
-        writer.write(b"+OK\r\n")
-        await writer.drain()
-        said.set()
-        await silent(reader, writer)
-
-    async with connected(first, stall=8.0) as connection:
-        clock = on_a_clock(connection)
-        request = asyncio.ensure_future(connection.ask(Job([b"SET x\r\n"] * 6, [None] * 6, 6, 5)))
-        await asyncio.wait_for(said.wait(), 20)
-        await until(lambda: arrived(connection) == 5)
-        assert connection._reader.missing == 6
-        clock.set(1.0)
-        assert connection._reader.missing == 5
-        clock.set(8.9)
-        assert not connection.closed
-        clock.set(9.0)
-        assert connection.closed
-        with pytest.raises(Timeout, match="silent for 8 s"):
-            await request
-
-
-def arrived(connection: Connection) -> int:
-    """Bytes that the kernel holds for it."""
-    count = array("i", [0])
-    ioctl(connection._fd, FIONREAD, count)
-    return count[0]
 
 
 @pytest.mark.asyncio
@@ -597,23 +511,3 @@ async def test_closing_fails_what_is_under_way() -> None:
         node.close()
         with pytest.raises(Unavailable, match="closed"):
             await task
-
-
-@pytest.mark.asyncio
-async def test_who_is_not_woken_for_each_reply_still_sees_that_they_come() -> None:
-    """Replies that come slower than all of them may take: each counts as life, and the last ones wake."""
-    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1 << 20)
-        for _ in range(6):
-            writer.write(b"+OK\r\n")
-            await asyncio.sleep(0.15)
-
-    async with connected(drips, stall=0.3) as connection:
-        assert await connection.ask(Job([b"SET x\r\n"] * 6, [None] * 6, 6, 5)) == [b"OK"] * 6
-
-
-@pytest.mark.asyncio
-async def test_after_writes_every_byte_wakes_again() -> None:
-    async with connected(answers(b"+OK\r\n" * 5, b"+PONG\r\n")) as connection:
-        assert await connection.ask(Job([b"SET x\r\n"] * 5, [None] * 5, 5, 5)) == [b"OK"] * 5
-        assert await connection.ask(PING) == [b"PONG"]

@@ -106,6 +106,7 @@ class Connection(asyncio.BufferedProtocol):
             raise
         finally:
             self._watching.cancel()
+            self._reader.forget()
             self._done, self._job, self._reader = None, plain(()), self._idle
             self._out.clear()
 

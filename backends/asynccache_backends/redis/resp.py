@@ -112,6 +112,11 @@ class Reader:
         """
         self.buffer = self._steps.send(count)
 
+    def forget(self) -> None:
+        """Keep no buffer of anybody's."""
+        self._steps.close()
+        self._sinks, self.buffer = (), self._spare
+
     def _all(self) -> Receiving[None]:
         plain = not any(self._sinks)
         while self.missing:
@@ -143,8 +148,8 @@ class Reader:
             return (yield from self._string(_number(rest), record))
         if kind == b"*" and record is None and depth < MOST_DEPTH:
             items: list[Any] = []
-            for _ in range(count := _number(rest)):
-                self._charge(VALUE_BYTES)
+            self._charge(VALUE_BYTES * max(0, count := _number(rest)))
+            while len(items) < count:
                 items.append((yield from self._reply(None, depth + 1)))
             return items if count >= 0 else None
         if kind == b"+":
