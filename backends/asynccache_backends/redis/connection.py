@@ -82,6 +82,11 @@ class Connection(asyncio.BufferedProtocol):
         self._moved_at = 0.0
         self._unsent = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return self._done is not None
+
     async def ask(self, job: Job) -> list[Any]:
         """The reply to each command.
 

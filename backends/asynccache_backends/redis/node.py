@@ -35,14 +35,15 @@ class Node:
         self._last: BackendError | None = None
         self._closed = False
         self._asked = 0
-        self._slots = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
-        self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
-        self._used: set[Connection] = set()
+        self._made: set[Connection] = set()
+        self._lanes: dict[Lane, asyncio.LifoQueue[Connection | None]] = {lane: asyncio.LifoQueue() for lane in Lane}
+        for lane in [Lane.PAGES] * settings.connections + [Lane.WORDS]:
+            self._lanes[lane].put_nowait(None)  # whoever takes it makes a connection
 
     @property
     def connections(self) -> int:
         """How many there are now."""
-        return sum(not connection.closed for connection in self._all())
+        return sum(not connection.closed for connection in self._made)
 
     @property
     def well(self) -> bool:
@@ -64,32 +65,35 @@ class Node:
         """
         self._asked += 1
         try:
-            async with self._slots[lane]:
-                return await self._in_turn(lane, job)
+            connection = await self._lanes[lane].get()
+            try:
+                self._check()
+                connection, replies = await self._tried(connection, job)
+            finally:
+                self._lanes[lane].put_nowait(connection)
         finally:
             self._asked -= 1
+        return replies
 
-    def retire(self) -> None:
-        """End the connections that are not in use."""
-        for connection in self._all() - self._used:
-            connection.close()
+    def close(self, *, idle: bool = False) -> None:
+        """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
+        self._closed = self._closed or not idle
+        for connection in self._made:
+            if not idle or not connection.busy:
+                connection.close()
 
-    def close(self) -> None:
-        """End all connections; requests under way fail."""
-        self._closed = True
-        for connection in self._all():
-            connection.close()
-
-    def _all(self) -> set[Connection]:
-        return self._used.union(*self._idle.values())
-
-    async def _in_turn(self, lane: Lane, job: Job) -> list[Any]:
+    def _check(self) -> None:
         if self._closed:
             raise Unavailable(f"{self.address}: the store is closed")
         if not self._pause.allows(_now()):
             raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
+
+    async def _tried(self, connection: Connection | None, job: Job) -> tuple[Connection, list[Any]]:
+        """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
         try:
-            replies = await self._by_one(self._idle[lane], job)
+            if connection is None or connection.closed:
+                connection = await self._connect()
+            replies = await connection.ask(job)
         except (ConnectFailed, Timeout) as error:
             self._last = error
             self._pause.failed(_now())
@@ -98,22 +102,11 @@ class Node:
             self._pause.given_up()
             raise
         self._pause.ended()
-        return replies
-
-    async def _by_one(self, idle: list[Connection], job: Job) -> list[Any]:
-        """Use a connection of ``idle``, or make one, and keep it there if it is still good."""
-        idle[:] = [connection for connection in idle if not connection.closed]
-        connection = idle.pop() if idle else await self._connect()
-        self._used.add(connection)
-        try:
-            return await connection.ask(job)
-        finally:
-            self._used.discard(connection)
-            if not connection.closed:
-                idle.append(connection)
+        return connection, replies
 
     async def _connect(self) -> Connection:
         connection = await connect(self.address, self._settings)
+        self._made = {made for made in self._made if not made.closed} | {connection}
         if self._closed:
             connection.close()
         self._counts["connects"] += 1

@@ -12,6 +12,7 @@ import re
 from binascii import crc_hqx
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
@@ -66,7 +67,6 @@ class Router:
         self._nodes: dict[Address, Node] = {}
         self._owners: list[Node | None] = []
         self._stale = False
-        self._refreshing = asyncio.Lock()
         self._refreshed = float("-inf")
         self._closed = False
 
@@ -120,30 +120,26 @@ class Router:
         return replies
 
     async def refresh(self) -> None:
-        """Read the map anew if it is known to be old. If nobody can be asked, the old one stays.
+        """Read the map anew if it is known to be old, at most once a second. The old one is used meanwhile, and stays if
+        nobody can be asked.
 
         Cancelling it leaves the old one.
         """
-        if not self._due():
+        now = asyncio.get_running_loop().time()
+        if not self._stale or now < self._refreshed + REFRESH_SECONDS:
             return
-        async with self._refreshing:
-            if not self._due():
-                return
-            self._refreshed = asyncio.get_running_loop().time()
-            try:
-                known = sorted(self._nodes.values(), key=lambda node: not node.well)
-                addresses = [*(node.address for node in known), *self._settings.seeds]
-                address, reply = await self._of_any(addresses, _SLOTS)
-                if isinstance(reply, list):
-                    self._learn(address, reply)
-            except BackendError:
-                return
+        self._refreshed = now
+        with suppress(BackendError):
+            known = sorted(self._nodes.values(), key=lambda node: not node.well)
+            address, reply = await self._of_any([*(node.address for node in known), *self._settings.seeds], _SLOTS)
+            if isinstance(reply, list):
+                self._learn(address, reply)
 
     def renew(self) -> None:
         """Use no connection again: its server has changed sides. A cluster's map is old then, too."""
         self._stale = True
         for node in self._nodes.values():
-            node.retire()
+            node.close(idle=True)
 
     def close(self) -> None:
         """End all connections; requests under way fail."""
@@ -152,9 +148,6 @@ class Router:
             node.close()
 
     # the map
-
-    def _due(self) -> bool:
-        return self._stale and asyncio.get_running_loop().time() >= self._refreshed + REFRESH_SECONDS
 
     def _settle(self, address: Address, reply: Any) -> None:
         """What the first answer says it is."""
