@@ -469,7 +469,7 @@ async def test_small_questions_do_not_wait_behind_pages() -> None:
         for task in pages:
             task.cancel()
         await asyncio.wait(pages)
-        assert not node.busy
+        assert not node.asked
         node.close()
 
 

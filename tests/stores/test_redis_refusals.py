@@ -12,7 +12,7 @@ from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.connection import connect, plain
 from asynccache_backends.redis.node import Lane
 from asynccache_backends.redis.resp import Refusal, command
-from asynccache_backends.redis.routing import Request, Router
+from asynccache_backends.redis.routing import Router
 from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
@@ -59,7 +59,7 @@ async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
     async with peer(answers(b"*0\r\n", b"*0\r\n")) as settings:
         router = Router(settings, Counter())
         await router.open()
-        (reply,) = await router.ask(Lane.WORDS, Request([b"k"], PING))
+        (reply,) = await router.ask(Lane.WORDS, [b"k"], PING)
         assert isinstance(reply, Refusal)
         assert reply.code == "CLUSTERDOWN"
         router.close()

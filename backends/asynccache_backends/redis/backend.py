@@ -24,7 +24,7 @@ from asynccache_backends.redis.connection import Job, plain
 from asynccache_backends.redis.names import Names
 from asynccache_backends.redis.node import Lane
 from asynccache_backends.redis.resp import Refusal, Setting
-from asynccache_backends.redis.routing import LOST, Request, Router
+from asynccache_backends.redis.routing import LOST, Router
 from asynccache_backends.redis.settings import Settings, settings_of
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -49,7 +49,6 @@ class RedisBackend:
         self._catalog = Catalog(router, self._names, settings.ttl)
         self._setting = Setting(round(settings.ttl * 1000))
         self._room = Pause()
-        self._closed = False
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -86,7 +85,7 @@ class RedisBackend:
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
         job = Job(self._names.commands(b"GET", names), records, ahead)
-        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, Request(names, job))]
+        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, names, job)]
         got = [record.payload.nbytes for record, result in zip(records, results, strict=True) if result is HIT]
         self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
         return results
@@ -114,7 +113,6 @@ class RedisBackend:
         Raises:
             BackendError: a server cannot be asked.
         """
-        self._check_open()
         async for names in self._catalog.names():
             await self._catalog.unlink(names)
 
@@ -124,7 +122,6 @@ class RedisBackend:
         Raises:
             BackendError: a server cannot be asked. Cancelling it changes nothing.
         """
-        self._check_open()
         async for names in self._catalog.names():
             yield [stored for _, stored in await self._catalog.entries(names)]
 
@@ -135,7 +132,6 @@ class RedisBackend:
             ConfigError: ``older_than`` is given and the store has no ``ttl``: nobody knows when a page was written.
             BackendError: a server cannot be asked. Cancelling it leaves the rest.
         """
-        self._check_open()
         if older_than is not None and not self._settings.ttl:
             raise ConfigError("Redis does not keep when a page was written; with ?ttl=7d the server forgets by itself")
         done, until = Collected(), time() - (older_than or 0.0)
@@ -155,7 +151,7 @@ class RedisBackend:
     def stats(self) -> Mapping[str, int | float]:
         """What this instance did: ``pages`` and ``bytes`` it stored, others may have stored more; ``refused_pages``
         the server had no room for; ``connects``: connections made since it was opened."""
-        nodes = self._router.nodes
+        nodes = self._router.nodes.values()
         now = {"nodes": len(nodes), "connections": sum(node.connections for node in nodes)}
         return {**{name: self._counts[name] for name in COUNTERS}, **now}
 
@@ -164,41 +160,34 @@ class RedisBackend:
 
     async def aclose(self) -> None:
         """Close all connections; calls under way fail. Twice is fine. Never waits."""
-        self._closed = True
         self._router.close()
 
     # one request
 
     async def _said(self, verb: bytes, keys: Sequence[PageKey]) -> list[Any]:
         names = self._names.of(keys)
-        return await self._asked(Lane.WORDS, Request(names, plain(self._names.commands(verb, names))))
+        return await self._asked(Lane.WORDS, names, plain(self._names.commands(verb, names)))
 
-    async def _asked(self, lane: Lane, request: Request) -> list[Any]:
+    async def _asked(self, lane: Lane, names: Sequence[bytes], job: Job) -> list[Any]:
         """Replies; refusals are counted.
 
         Raises:
             Unavailable: no server was willing to do anything.
         """
-        self._check_open()
-        if not request.keys:
+        if not names:
             return []
         try:
-            replies = await self._router.ask(lane, request)
+            replies = await self._router.ask(lane, names, job)
         except BackendError:
-            self._counts["errors"] += len(request.keys)
+            self._counts["errors"] += len(names)
             raise
         refusals = [reply for reply in replies if isinstance(reply, Refusal)]
-        if refusals:
-            self._counts["errors"] += len(refusals)
-            self._heed(refusals, len(replies))
-        return replies
-
-    def _heed(self, refusals: Sequence[Refusal], asked: int) -> None:
+        self._counts["errors"] += len(refusals)
         if any(refusal.code == "READONLY" for refusal in refusals):
             self._router.renew()
-        unwilling = [refusal for refusal in refusals if refusal.code in UNWILLING]
-        if len(unwilling) == asked:
-            raise Unavailable(f"{self._settings}: {unwilling[0].text}")
+        if len(refusals) == len(replies) and all(refusal.code in UNWILLING for refusal in refusals):
+            raise Unavailable(f"{self._settings}: {refusals[0].text}")
+        return replies
 
     async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Store what is not there. A server that had no room is not asked for a moment."""
@@ -208,27 +197,20 @@ class RedisBackend:
         names = self._names.of(keys)
         commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
         try:
-            replies = await self._asked(Lane.PAGES, Request(names, plain(commands)))
+            replies = await self._asked(Lane.PAGES, names, plain(commands))
         except BaseException:
             self._room.given_up()
             raise
-        self._learn_of_room(replies)
-        sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
-        self._counts["pages"] += len(sizes)
-        self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
-        return [FAILED if isinstance(reply, Refusal) else HIT for reply in replies]  # nil: it is there by now
-
-    def _learn_of_room(self, replies: Sequence[Any]) -> None:
         refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
         self._counts["refused_pages"] += refused
         if refused == len(replies):
             self._room.failed(_now())
         else:
             self._room.ended()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Unavailable(f"{self._settings}: the store is closed")
+        sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
+        self._counts["pages"] += len(sizes)
+        self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
+        return [FAILED if isinstance(reply, Refusal) else HIT for reply in replies]  # nil: it is there by now
 
 
 def _counted(reply: Any) -> Result:

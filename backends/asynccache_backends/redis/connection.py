@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
     transport: asyncio.Transport
 
     def __init__(self, name: str, stall: float) -> None:
-        self.closed = False
+        self.closed = True
         self._name = name
         self._stall = stall
         self._loop = asyncio.get_running_loop()
@@ -130,6 +130,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.closed = False
 
     def eof_received(self) -> None:
         self.close(Unavailable(f"{self._name}: connection lost: closed by the server"))
@@ -179,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.writelines([self._out.popleft() for _ in range(min(len(self._out), MOST_BUFFERS))])
 
     def _finish(self) -> None:
-        if self._out or self._full:
+        if self._out or self.transport.get_write_buffer_size():
             self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
         else:
             self._end(None)
@@ -212,8 +213,7 @@ async def connect(address: Address, settings: Settings) -> Connection:
             await _introduce(connection, settings)
             return connection
     except BaseException as error:
-        if hasattr(connection, "transport"):
-            connection.close()
+        connection.close()
         if isinstance(error, TimeoutError):
             raise Timeout(f"{address}: no connection in {settings.stall:g} s") from None
         if isinstance(error, OSError | UnicodeError | Unavailable):  # ssl.SSLError is the first; no name may be "a..b"

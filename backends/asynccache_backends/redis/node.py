@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from asynccache.errors import BackendError, Timeout, Unavailable
-from asynccache_backends.pause import Health, Pause
+from asynccache_backends.pause import Pause
 from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect
 from asynccache_backends.redis.settings import Address, Settings
 
@@ -25,16 +25,16 @@ class Lane(IntEnum):
 
 
 class Node:
-    """One server."""
+    """One server. ``pause``: whether it is left alone; ``asked``: requests under way or in line."""
 
     def __init__(self, address: Address, settings: Settings, counts: Counter[str]) -> None:
         self.address = address
         self._settings = settings
         self._counts = counts
-        self._pause = Pause()
+        self.pause = Pause()
         self._last: BackendError | None = None
         self._closed = False
-        self._asked = 0
+        self.asked = 0
         self._made: set[Connection] = set()
         self._lanes: dict[Lane, asyncio.LifoQueue[Connection | None]] = {lane: asyncio.LifoQueue() for lane in Lane}
         for lane in [Lane.PAGES] * settings.connections + [Lane.WORDS]:
@@ -45,16 +45,6 @@ class Node:
         """How many there are now."""
         return sum(not connection.closed for connection in self._made)
 
-    @property
-    def well(self) -> bool:
-        """Whether nothing is known against it."""
-        return self._pause.health is Health.WELL
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is under way, in line, or waits for its connection."""
-        return self._asked > 0
-
     async def ask(self, lane: Lane, job: Job) -> list[Any]:
         """The reply to each command.
 
@@ -63,16 +53,19 @@ class Node:
 
         Cancelling it returns at once, and closes the connection if the request was under way.
         """
-        self._asked += 1
+        self.asked += 1
         try:
             connection = await self._lanes[lane].get()
             try:
-                self._check()
+                if self._closed:
+                    raise Unavailable(f"{self.address}: the store is closed")
+                if not self.pause.allows(_now()):
+                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
                 connection, replies = await self._tried(connection, job)
             finally:
                 self._lanes[lane].put_nowait(connection)
         finally:
-            self._asked -= 1
+            self.asked -= 1
         return replies
 
     def close(self, *, idle: bool = False) -> None:
@@ -82,12 +75,6 @@ class Node:
             if not idle or not connection.busy:
                 connection.close()
 
-    def _check(self) -> None:
-        if self._closed:
-            raise Unavailable(f"{self.address}: the store is closed")
-        if not self._pause.allows(_now()):
-            raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
-
     async def _tried(self, connection: Connection | None, job: Job) -> tuple[Connection, list[Any]]:
         """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
         try:
@@ -96,12 +83,12 @@ class Node:
             replies = await connection.ask(job)
         except (ConnectFailed, Timeout) as error:
             self._last = error
-            self._pause.failed(_now())
+            self.pause.failed(_now())
             raise
         except BaseException:
-            self._pause.given_up()
+            self.pause.given_up()
             raise
-        self._pause.ended()
+        self.pause.ended()
         return connection, replies
 
     async def _connect(self) -> Connection:

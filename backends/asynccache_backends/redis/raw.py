@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import ParsedUrl
 from asynccache_backends.redis.connection import connect, plain
-from asynccache_backends.redis.node import Lane
-from asynccache_backends.redis.resp import command
-from asynccache_backends.redis.routing import Request, Router
+from asynccache_backends.redis.node import Lane, Node
+from asynccache_backends.redis.resp import Buffer, command
+from asynccache_backends.redis.routing import Router
 from asynccache_backends.redis.settings import Address, Settings, settings_of
 
 
@@ -34,54 +33,49 @@ class RawClient:
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """SET each. Cancelling it loses connections."""
+        def words(i: int) -> tuple[Buffer, ...]:
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(keys[i]), keys[i], values[i].nbytes)
+            return head, values[i], b"\r\n"
+
         self._stored += keys
-        await _together([
-            self._put(owner, [keys[i] for i in part], [values[i] for i in part]) for owner, part in self._parts(keys)
-        ])  # fmt: skip
+        await self._ask(keys, words, lambda part: [b"+OK\r\n" * len(part)])
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
         """GET each; all of them are there, and as long as their buffers. Cancelling it loses connections."""
-        await _together([
-            self._get(owner, [keys[i] for i in part], [into[i] for i in part]) for owner, part in self._parts(keys)
-        ])  # fmt: skip
+        def words(i: int) -> tuple[Buffer, ...]:
+            return (b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[i]), keys[i]),)
+
+        await self._ask(keys, words, lambda part: _values([into[i] for i in part]))
 
     async def aclose(self) -> None:
         """Remove what was put, as far as it is there still, and close the connections."""
         with suppress(BackendError):
-            unlinks = [command(b"UNLINK", key) for key in self._stored]
-            await self._router.ask(Lane.WORDS, Request(self._stored, plain(unlinks)))
+            await self._router.ask(
+                Lane.WORDS, self._stored, plain([command(b"UNLINK", key) for key in self._stored])
+            )
         self._router.close()
         for idle in self._idle.values():
             while idle:
                 idle.pop().transport.abort()
 
-    def _parts(self, keys: Sequence[bytes]) -> list[tuple[Address, list[int]]]:
-        """Which keys are whose."""
-        parts: dict[Address, list[int]] = {}
+    async def _ask(
+        self, keys: Sequence[bytes], words: Callable[[int], tuple[Buffer, ...]],
+        expected: Callable[[list[int]], Sequence[Buffer]],
+    ) -> None:  # fmt: skip
+        """Send ``words`` of each key to who has it, and receive what is ``expected`` of each server's part of them."""
+        parts: defaultdict[Node | None, list[int]] = defaultdict(list)
         for i, key in enumerate(keys):
-            if (node := self._router.owner(key)) is None:
-                raise Unavailable("raw client: nobody has the slot of a key")
-            parts.setdefault(node.address, []).append(i)
-        return list(parts.items())
+            parts[self._router.owner(key)].append(i)
+        calls = [(node, [word for i in part for word in words(i)], expected(part)) for node, part in parts.items()]
+        await asyncio.gather(*(self._one(*call) for call in calls))
 
-    async def _put(self, owner: Address, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        out: list[bytes | memoryview] = []
-        for key, value in zip(keys, values, strict=True):
-            out += (b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, value.nbytes), value, b"\r\n")
-        protocol = await self._take(owner)
-        await protocol.ask(out, [b"+OK\r\n" * len(keys)])
-        self._idle[owner].append(protocol)
-
-    async def _get(self, owner: Address, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        out = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]
-        protocol = await self._take(owner)
-        await protocol.ask([b"".join(out)], _values(into))
-        self._idle[owner].append(protocol)
-
-    async def _take(self, owner: Address) -> _Protocol:
-        if self._idle[owner]:
-            return self._idle[owner].pop()
-        return _Protocol((await connect(owner, self._settings)).transport)
+    async def _one(self, node: Node | None, out: Sequence[Buffer], expected: Sequence[Buffer]) -> None:
+        if node is None:
+            raise Unavailable("raw client: nobody has the slot of a key")
+        idle = self._idle[node.address]
+        protocol = idle.pop() if idle else _Protocol((await connect(node.address, self._settings)).transport)
+        await protocol.ask(out, expected)
+        idle.append(protocol)
 
 
 async def raw(url: ParsedUrl) -> RawClient:
@@ -94,13 +88,6 @@ async def raw(url: ParsedUrl) -> RawClient:
     router = Router(settings, Counter())
     await router.open()
     return RawClient(settings, router)
-
-
-async def _together(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    if len(calls) == 1:
-        await calls[0]
-    else:
-        await asyncio.gather(*calls)
 
 
 class _Protocol(asyncio.BufferedProtocol):
@@ -116,7 +103,7 @@ class _Protocol(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._end(Unavailable(f"raw client: connection lost: {error}"))
 
-    async def ask(self, out: Sequence[bytes | memoryview], parts: Sequence[memoryview | bytes]) -> None:
+    async def ask(self, out: Sequence[Buffer], parts: Sequence[Buffer]) -> None:
         """Send ``out``, and receive ``parts``: buffers to fill, and bytes that are expected."""
         for part in parts:
             expected = part if isinstance(part, bytes) else None
@@ -154,9 +141,9 @@ class _Protocol(asyncio.BufferedProtocol):
             self._done.set_exception(error)
 
 
-def _values(into: Sequence[memoryview]) -> list[memoryview | bytes]:
+def _values(into: Sequence[memoryview]) -> list[Buffer]:
     """How replies to GET look: a length, the value, and the end of the one with the length of the next."""
-    parts: list[memoryview | bytes] = []
+    parts: list[Buffer] = []
     end = b""
     for buffer in into:
         parts += (b"%b$%d\r\n" % (end, buffer.nbytes), buffer)

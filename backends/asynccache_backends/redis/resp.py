@@ -21,7 +21,7 @@ MOST_DEPTH = 8
 """Of lists in lists: those that are asked for have four at most."""
 VALUE_BYTES = 64
 SPARE_BYTES = 16 << 10
-PIECE_BYTES = 128 << 10
+PIECE_BYTES = 64 << 10
 
 Buffer = bytes | memoryview
 
@@ -74,7 +74,6 @@ class Setting:
 
 
 USUAL: dict[bytes, Any] = {b"+OK": b"OK", b":1": 1, b":0": 0, b"$-1": None}
-_OTHER = object()
 
 T = TypeVar("T")
 Receiving = Generator[memoryview, int, T]
@@ -131,13 +130,11 @@ class Reader:
 
     def _usual(self) -> None:
         """Take what pages are mostly answered by, many at once: it is a tenth of the work."""
-        end = self._raw.rfind(b"\r\n", self._at, self._end)
-        lines = bytes(self._raw[self._at : end]).split(b"\r\n") if end >= 0 else []
-        for line in lines[: self.missing]:
-            value = USUAL.get(line, _OTHER)
-            if value is _OTHER:
+        end = max(self._at, self._raw.rfind(b"\r\n", self._at, self._end))
+        for line in bytes(self._spare[self._at : end]).split(b"\r\n")[: self.missing]:
+            if line not in USUAL:
                 return
-            self.replies.append(value)
+            self.replies.append(USUAL[line])
             self._at += len(line) + 2
 
     def _reply(self, record: Record | None, depth: int = 0) -> Receiving[Any]:

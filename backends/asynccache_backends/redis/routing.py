@@ -13,9 +13,10 @@ from binascii import crc_hqx
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache_backends.pause import Health
 from asynccache_backends.redis.connection import Job, plain
 from asynccache_backends.redis.node import Lane, Node
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
@@ -30,17 +31,11 @@ LOST = "LOST"
 """The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
 
 _REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
+_TAG = re.compile(rb"[^{]*\{([^}]+)\}")
 _NOBODY = Refusal("CLUSTERDOWN", "CLUSTERDOWN nobody has the slot")
 _NO_CLUSTER = ("ERR", "NOPERM")  # what a server that is none, or will not say, answers
 _PING = plain([command(b"PING")])
 _SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
-
-
-class Request(NamedTuple):
-    """A job, and the key that each of its commands is about."""
-
-    keys: Sequence[bytes]
-    job: Job
 
 
 Groups = dict[tuple[Node, bool], list[int]]
@@ -49,31 +44,25 @@ Groups = dict[tuple[Node, bool], list[int]]
 
 def slot_of(key: bytes) -> int:
     """Its hash slot: of what is between the first brace and the next closing one, if that is anything, or of all."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return crc_hqx(key, 0) % SLOTS
+    tag = _TAG.match(key)
+    return crc_hqx(tag[1] if tag else key, 0) % SLOTS
 
 
 class Router:
-    """Sends each command where its key is. All that changes about routing is in here."""
+    """Sends each command where its key is. All that changes about routing is in here.
+
+    ``nodes``: those that have keys.
+    """
 
     def __init__(self, settings: Settings, counts: Counter[str]) -> None:
         self.clustered = False
         self._settings = settings
         self._counts = counts
-        self._nodes: dict[Address, Node] = {}
+        self.nodes: dict[Address, Node] = {}
         self._owners: list[Node | None] = []
         self._stale = False
         self._refreshed = float("-inf")
         self._closed = False
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Those that have keys."""
-        return list(self._nodes.values())
 
     def owner(self, key: bytes) -> Node | None:
         """The node that has ``key``; None if nobody does."""
@@ -91,15 +80,15 @@ class Router:
         try:
             async with asyncio.timeout(within):  # a server that says a byte now and then is never silent
                 self._settle(*await self._of_any(self._settings.seeds, question))
-        except TimeoutError:
+        except BaseException as error:
             self.close()
-            raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
             raise
 
-    async def ask(self, lane: Lane, request: Request) -> list[Any]:
-        """The reply to each command, from who has its key; a ``Refusal`` where that one could not be reached.
+    async def ask(self, lane: Lane, keys: Sequence[bytes], job: Job) -> list[Any]:
+        """The reply to each command, from who has its key, one of ``keys`` for each; a ``Refusal`` where that one could
+        not be reached.
 
         Raises:
             BackendError: the only one cannot be reached, or hangs.
@@ -107,21 +96,21 @@ class Router:
         Cancelling it returns at once; connections that were in use are closed.
         """
         if not self.clustered:
-            (node,) = self._nodes.values()
-            return await node.ask(lane, request.job)
+            (node,) = self.nodes.values()
+            return await node.ask(lane, job)
         await self.refresh()
-        replies: list[Any] = [_NOBODY] * len(request.keys)
-        groups = self._by_owner(request.keys)
+        replies: list[Any] = [_NOBODY] * len(keys)
+        groups = self._by_owner(keys)
         for _ in range(REDIRECTIONS):
             async with asyncio.TaskGroup() as tasks:
                 for (node, asking), which in groups.items():
-                    tasks.create_task(self._ask(lane, request.job.part(which), node, asking, which, replies))
+                    tasks.create_task(self._ask(lane, job.part(which), node, asking, which, replies))
             groups = self._redirected(groups, replies)
         return replies
 
     async def refresh(self) -> None:
-        """Read the map anew if it is known to be old, at most once a second. The old one is used meanwhile, and stays if
-        nobody can be asked.
+        """Read the map anew if it is known to be old, at most once a second. Others use the old one meanwhile; it stays
+        if nobody can be asked.
 
         Cancelling it leaves the old one.
         """
@@ -130,7 +119,7 @@ class Router:
             return
         self._refreshed = now
         with suppress(BackendError):
-            known = sorted(self._nodes.values(), key=lambda node: not node.well)
+            known = sorted(self.nodes.values(), key=lambda node: node.pause.health is not Health.WELL)
             address, reply = await self._of_any([*(node.address for node in known), *self._settings.seeds], _SLOTS)
             if isinstance(reply, list):
                 self._learn(address, reply)
@@ -138,13 +127,13 @@ class Router:
     def renew(self) -> None:
         """Use no connection again: its server has changed sides. A cluster's map is old then, too."""
         self._stale = True
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.close(idle=True)
 
     def close(self) -> None:
         """End all connections; requests under way fail."""
         self._closed = True
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             node.close()
 
     # the map
@@ -172,17 +161,17 @@ class Router:
     def _forget_others(self) -> None:
         """End the connections to those that have no slots any more, but not under a request."""
         owners = {id(node) for node in self._owners}
-        for address, node in list(self._nodes.items()):
-            if id(node) not in owners and not node.busy:
+        for address, node in list(self.nodes.items()):
+            if id(node) not in owners and not node.asked:
                 node.close()
-                del self._nodes[address]
+                del self.nodes[address]
 
     def _node(self, address: Address) -> Node:
-        if address not in self._nodes:
-            self._nodes[address] = Node(address, self._settings, self._counts)
+        if address not in self.nodes:
+            self.nodes[address] = Node(address, self._settings, self._counts)
             if self._closed:
-                self._nodes[address].close()
-        return self._nodes[address]
+                self.nodes[address].close()
+        return self.nodes[address]
 
     async def _of_any(self, addresses: Sequence[Address], job: Job) -> tuple[Address, Any]:
         """The first who answers, and the answer."""
