@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect, plain
-from asynccache_backends.redis.node import Lane, Node
-from asynccache_backends.redis.resp import ProtocolError, Setting, command
+from asynccache_backends.redis.resp import Names, ProtocolError, command
+from asynccache_backends.redis.routing import Lane, Node
 from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import Timeout, Unavailable
@@ -173,7 +173,7 @@ async def test_answers_ahead_of_the_question_end_it() -> None:
         await deaf(reader, writer)
 
     record = blank(16 << 20)
-    job = Job([Setting(0).request(b"k", record)] * 3, [None] * 3, 3)
+    job = Job([Names(b"").storing(b"k", record)] * 3, [None] * 3, 3)
     async with connected(hasty) as connection:
         with pytest.raises(Unavailable):
             await connection.ask(job)
@@ -184,7 +184,7 @@ async def test_answers_ahead_of_the_question_end_it() -> None:
 @pytest.mark.parametrize("script", [silent, deaf])
 async def test_silence_is_a_time_out(script: Script) -> None:
     record = blank(16 << 20)
-    job = Job([Setting(0).request(b"k", record)], [None], 1)
+    job = Job([Names(b"").storing(b"k", record)], [None], 1)
     async with connected(script, stall=0.1) as connection:
         with pytest.raises(Timeout, match=r"silent for 0\.1 s"):
             await connection.ask(job)
@@ -294,6 +294,21 @@ async def test_slow_is_not_silent() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
+    """Nothing is answered meanwhile, and it takes far longer than ``stall``."""
+    async def sips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken = 0
+        while taken < 24 << 20:
+            await asyncio.sleep(0.01)
+            taken += len(await reader.read(1 << 17))
+        writer.write(b"+OK\r\n")
+
+    record = blank(24 << 20)
+    async with connected(sips, stall=0.6) as connection:
+        assert await connection.ask(plain([Names(b"").storing(b"k", record)])) == [b"OK"]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("turns", [1, 2, 5])
 async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
     """The peer goes on sending the page; what the caller does with its memory from then on is its own."""
@@ -346,7 +361,7 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
 
     record = blank(64 << 20)
     record.payload[:] = b"\x01" * (64 << 20)
-    job = Job([Setting(0).request(b"k", record)], [None], 1)
+    job = Job([Names(b"").storing(b"k", record)], [None], 1)
     async with connected(script) as connection:
         task = asyncio.create_task(connection.ask(job))
         await asyncio.sleep(0.05)
@@ -357,6 +372,8 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
         await ended.wait()
     assert 0 < len(seen) < 64 << 20
     assert b"\x02" not in seen[200:]
+    del job, task
+    assert is_free(record)
 
 
 @pytest.mark.asyncio

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from asynccache_backends.pause import FIRST, LAST, Health, Pause
 from asynccache_backends.redis.connection import Job
-from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, Setting, command, joined
+from asynccache_backends.redis.resp import Names, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.routing import slot_of
 
 from asynccache.storage import PageKey, Record, Result
@@ -208,7 +207,7 @@ def test_commands_are_framed_by_length() -> None:
 def test_a_page_is_sent_from_where_it_lies(ttl_ms: int) -> None:
     page = _Page(100)
     key = b"p:" + b"\r\n$0*" * 6 + b"xx"
-    buffers = list(joined([Setting(ttl_ms).request(key, page.record), b"GET\r\n", b"X"]))
+    buffers = list(joined([Names(b"", ttl_ms).storing(key, page.record), b"GET\r\n", b"X"]))
     assert buffers[1].obj is page.memory  # type: ignore[union-attr]
     assert len(buffers) == 3
     options = (b"NX", b"PX", b"90000") if ttl_ms else (b"NX",)
@@ -216,7 +215,7 @@ def test_a_page_is_sent_from_where_it_lies(ttl_ms: int) -> None:
 
 
 def test_neighbours_share_a_buffer() -> None:
-    requests = [Setting(0).request(b"k%d" % i, _Page(100).record) for i in range(5)]
+    requests = [Names(b"").storing(b"k%d" % i, _Page(100).record) for i in range(5)]
     assert len(list(joined(requests))) == 11
     assert len(list(joined([b"a", b"b", b"c"]))) == 1
     assert list(joined([])) == []

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.connection import connect, plain
-from asynccache_backends.redis.node import Lane
 from asynccache_backends.redis.resp import Refusal, command
-from asynccache_backends.redis.routing import Router
+from asynccache_backends.redis.routing import Lane, Router
 from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable

@@ -21,10 +21,8 @@ from asynccache.storage import HEADER_BYTES, Collected, PageKey, ParsedUrl, Reco
 from asynccache_backends.pause import Pause
 from asynccache_backends.redis.catalog import Catalog
 from asynccache_backends.redis.connection import Job, plain
-from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.node import Lane
-from asynccache_backends.redis.resp import Refusal, Setting
-from asynccache_backends.redis.routing import LOST, Router
+from asynccache_backends.redis.resp import Names, Refusal
+from asynccache_backends.redis.routing import LOST, Lane, Router
 from asynccache_backends.redis.settings import Settings, settings_of
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -45,9 +43,8 @@ class RedisBackend:
         self._settings = settings
         self._router = router
         self._counts = counts
-        self._names = Names(settings.prefix)
+        self._names = Names(settings.prefix, round(settings.ttl * 1000))
         self._catalog = Catalog(router, self._names, settings.ttl)
-        self._setting = Setting(round(settings.ttl * 1000))
         self._room = Pause()
 
     @classmethod
@@ -69,9 +66,6 @@ class RedisBackend:
         router = Router(settings, counts)
         await router.open()
         return cls(settings, router, counts)
-
-    def __repr__(self) -> str:
-        return f"RedisBackend({str(self._settings)!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key. Cancelling it changes nothing."""
@@ -137,12 +131,12 @@ class RedisBackend:
         done, until = Collected(), time() - (older_than or 0.0)
         async for names in self._catalog.names():
             entries = await self._catalog.entries(names)
-            waste = [(name, it.size) for name, it in entries if it.size <= HEADER_BYTES]
-            old = [(n, it.size) for n, it in entries if it.size > HEADER_BYTES and 0 < it.written < until]
-            gone = waste if older_than is None else waste + old
-            await self._catalog.unlink([name for name, _ in gone])
-            size = done.size + sum(size for _, size in gone)
-            done = Collected(done.pages + len(gone) - len(waste), done.waste + len(waste), size)
+            waste = [entry for entry in entries if entry[1].size <= HEADER_BYTES]
+            kept = [entry for entry in entries if entry[1].size > HEADER_BYTES]
+            old = [entry for entry in kept if older_than is not None and 0 < entry[1].written < until]
+            await self._catalog.unlink([name for name, _ in waste + old])
+            size = done.size + sum(it.size for _, it in waste + old)
+            done = Collected(done.pages + len(old), done.waste + len(waste), size)
         return done
 
     def register(self, pool: str, memory: memoryview) -> None:
@@ -152,7 +146,8 @@ class RedisBackend:
         """What this instance did: ``pages`` and ``bytes`` it stored, others may have stored more; ``refused_pages``
         the server had no room for; ``connects``: connections made since it was opened."""
         nodes = self._router.nodes.values()
-        now = {"nodes": len(nodes), "connections": sum(node.connections for node in nodes)}
+        connections = sum(not connection.closed for node in nodes for connection in node.made)
+        now = {"nodes": len(nodes), "connections": connections}
         return {**{name: self._counts[name] for name in COUNTERS}, **now}
 
     async def flush(self) -> None:
@@ -195,7 +190,7 @@ class RedisBackend:
             self._counts["refused_pages"] += len(keys)
             return [FAILED] * len(keys)
         names = self._names.of(keys)
-        commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
+        commands = [self._names.storing(name, record) for name, record in zip(names, records, strict=True)]
         try:
             replies = await self._asked(Lane.PAGES, names, plain(commands))
         except BaseException:

@@ -9,10 +9,8 @@ from typing import Any
 from asynccache.errors import Unavailable
 from asynccache.storage import Stored
 from asynccache_backends.redis.connection import plain
-from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.node import Lane
-from asynccache_backends.redis.resp import Refusal, command
-from asynccache_backends.redis.routing import Router
+from asynccache_backends.redis.resp import Names, Refusal, command
+from asynccache_backends.redis.routing import Lane, Router
 
 SCAN_COUNT = b"1000"
 

@@ -78,7 +78,6 @@ class Connection(asyncio.BufferedProtocol):
         self._job = plain(())
         self._next = 0
         self._out: deque[Buffer] = deque()
-        self._full = False
         self._moved_at = 0.0
         self._unsent = 0
 
@@ -130,6 +129,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(0)
         self.closed = False
 
     def eof_received(self) -> None:
@@ -152,14 +152,12 @@ class Connection(asyncio.BufferedProtocol):
             return
         if self._next < len(self._job.commands):
             self._feed()
+        elif not self._reader.missing and (self._out or self.transport.get_write_buffer_size()):
+            self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
         elif not self._reader.missing:
-            self._finish()
-
-    def pause_writing(self) -> None:
-        self._full = True
+            self._end(None)
 
     def resume_writing(self) -> None:
-        self._full = False
         self._moved_at = self._loop.time()
         self._write()
 
@@ -175,15 +173,9 @@ class Connection(asyncio.BufferedProtocol):
             self._write()
 
     def _write(self) -> None:
-        """Send what the transport takes; the rest when it says so."""
-        while self._out and not self._full and not self.closed:
+        """Send what the transport takes; the rest when it has sent all of that."""
+        while self._out and not self.closed and not self.transport.get_write_buffer_size():
             self.transport.writelines([self._out.popleft() for _ in range(min(len(self._out), MOST_BUFFERS))])
-
-    def _finish(self) -> None:
-        if self._out or self.transport.get_write_buffer_size():
-            self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
-        else:
-            self._end(None)
 
     def _look(self) -> None:
         """Whether it has been silent for too long."""

@@ -16,9 +16,8 @@ from contextlib import suppress
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import ParsedUrl
 from asynccache_backends.redis.connection import connect, plain
-from asynccache_backends.redis.node import Lane, Node
 from asynccache_backends.redis.resp import Buffer, command
-from asynccache_backends.redis.routing import Router
+from asynccache_backends.redis.routing import Lane, Node, Router
 from asynccache_backends.redis.settings import Address, Settings, settings_of
 
 

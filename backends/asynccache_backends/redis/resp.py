@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
 from asynccache.errors import Unavailable
-from asynccache.storage import HEADER_BYTES, Record, Result
+from asynccache.storage import HEADER_BYTES, KEY_BYTES, PageKey, Record, Result
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
@@ -57,20 +57,47 @@ def joined(commands: Iterable[Command]) -> Iterator[Buffer]:
             yield from (whole[at : at + PIECE_BYTES] for at in range(0, len(whole), PIECE_BYTES))
 
 
-class Setting:
-    """``SET key value NX [PX ttl]``."""
+_SPECIAL = b"*?[]\\^-"  # in the patterns of SCAN
 
-    def __init__(self, ttl_ms: int) -> None:
-        options = b"$2\r\nNX\r\n" + (b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms) if ttl_ms else b"")
-        self._count = 6 if ttl_ms else 4
-        self._tail = b"\r\n" + options
 
-    def request(self, key: bytes, record: Record) -> Command:
-        """Store ``record`` under ``key``."""
+class Names:
+    """Names of pages, and commands about them. All names of a store are of one length and begin alike: no store's are
+    another's, whatever the prefixes. ``ttl_ms``: how long a page lives, 0 for ever."""
+
+    def __init__(self, prefix: bytes, ttl_ms: int = 0) -> None:
+        self._prefix = prefix
+        self._length = len(prefix) + KEY_BYTES
+        expiry = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms) if ttl_ms else b""
+        self._words, self._options = 6 if ttl_ms else 4, b"\r\n$2\r\nNX\r\n" + expiry
+
+    def of(self, keys: Sequence[PageKey]) -> list[bytes]:
+        """The names of pages."""
+        prefix = self._prefix
+        return [prefix + key.key for key in keys]
+
+    def key(self, name: bytes) -> bytes:
+        """The 32 bytes in a name."""
+        return name[len(self._prefix) :]
+
+    def ours(self, names: Iterable[bytes]) -> list[bytes]:
+        """Those that are names of this store."""
+        return [name for name in names if len(name) == self._length and name.startswith(self._prefix)]
+
+    def commands(self, verb: bytes, names: Sequence[bytes]) -> list[bytes]:
+        """``verb name`` for each."""
+        head = b"*2\r\n$%d\r\n%b\r\n$%d\r\n" % (len(verb), verb, self._length)
+        return [b"%b%b\r\n" % (head, name) for name in names]
+
+    def pattern(self) -> bytes:
+        """What SCAN is to look for; it may find more, never less."""
+        return b"".join(b"\\%c" % byte if byte in _SPECIAL else b"%c" % byte for byte in self._prefix) + b"*"
+
+    def storing(self, name: bytes, record: Record) -> Command:
+        """``SET name record NX [PX ttl]``."""
         header, payload = record
         length = HEADER_BYTES + len(payload)
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (self._count, len(key), key, length, bytes(header))
-        return head, payload, self._tail
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (self._words, len(name), name, length, bytes(header))
+        return head, payload, self._options
 
 
 USUAL: dict[bytes, Any] = {b"+OK": b"OK", b":1": 1, b":0": 0, b"$-1": None}

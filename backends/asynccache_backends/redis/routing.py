@@ -1,4 +1,8 @@
-"""Which server has which key: one server for all, or a cluster's map of hash slots.
+"""Which server has which key, one for all or a cluster's map of hash slots; and the connections to each server.
+
+To each there are a few connections for pages and one for small questions, which so never wait behind pages. A
+connection serves one request at a time; more requests wait in line. Where none can be made, or one falls silent, the
+server is left alone for a moment: a dead one costs an attempt now and then, and not one for every request in line.
 
 A cluster's map is as good as the last answer. A server that no longer has a slot says who has it (MOVED: from now on;
 ASK: this once), and the request goes there. The map is read anew before the next request after a MOVED, or when a
@@ -13,12 +17,12 @@ from binascii import crc_hqx
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
-from asynccache_backends.pause import Health
-from asynccache_backends.redis.connection import Job, plain
-from asynccache_backends.redis.node import Lane, Node
+from asynccache_backends.pause import Health, Pause
+from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.settings import Address, Settings
 
@@ -38,14 +42,92 @@ _PING = plain([command(b"PING")])
 _SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
 
 
-Groups = dict[tuple[Node, bool], list[int]]
-"""Which commands of a request are for which node; True: it has their slot only by half, and must be told so."""
-
-
 def slot_of(key: bytes) -> int:
     """Its hash slot: of what is between the first brace and the next closing one, if that is anything, or of all."""
     tag = _TAG.match(key)
     return crc_hqx(tag[1] if tag else key, 0) % SLOTS
+
+
+Lane = IntEnum("Lane", ["PAGES", "WORDS"])
+"""Which connections a request uses."""
+
+
+class Node:
+    """One server. ``pause``: whether it is left alone; ``asked``: requests under way or in line; ``made``: its
+    connections, and some that are closed."""
+
+    def __init__(self, address: Address, settings: Settings, counts: Counter[str]) -> None:
+        self.address = address
+        self._settings = settings
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self.pause = Pause()
+        self._last: BackendError | None = None
+        self._closed = False
+        self.asked = 0
+        self.made: set[Connection] = set()
+        self._lanes: dict[Lane, asyncio.LifoQueue[Connection | None]] = {lane: asyncio.LifoQueue() for lane in Lane}
+        for lane in [Lane.PAGES] * settings.connections + [Lane.WORDS]:
+            self._lanes[lane].put_nowait(None)  # whoever takes it makes a connection
+
+    async def ask(self, lane: Lane, job: Job) -> list[Any]:
+        """The reply to each command.
+
+        Raises:
+            BackendError: ``Unavailable`` if the server cannot be reached or is left alone, ``Timeout`` if it hangs.
+
+        Cancelling it returns at once, and closes the connection if the request was under way.
+        """
+        self.asked += 1
+        try:
+            connection = await self._lanes[lane].get()
+            try:
+                if self._closed:
+                    raise Unavailable(f"{self.address}: the store is closed")
+                if not self.pause.allows(self._loop.time()):
+                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
+                connection, replies = await self._tried(connection, job)
+            finally:
+                self._lanes[lane].put_nowait(connection)
+        finally:
+            self.asked -= 1
+        return replies
+
+    def close(self, *, idle: bool = False) -> None:
+        """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
+        self._closed = self._closed or not idle
+        for connection in self.made:
+            if not idle or not connection.busy:
+                connection.close()
+
+    async def _tried(self, connection: Connection | None, job: Job) -> tuple[Connection, list[Any]]:
+        """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
+        try:
+            if connection is None or connection.closed:
+                connection = await self._connect()
+            replies = await connection.ask(job)
+        except (ConnectFailed, Timeout) as error:
+            self._last = error
+            self.pause.failed(self._loop.time())
+            raise
+        except BaseException:
+            self.pause.given_up()
+            raise
+        self.pause.ended()
+        return connection, replies
+
+    async def _connect(self) -> Connection:
+        connection = await connect(self.address, self._settings)
+        self.made = {made for made in self.made if not made.closed} | {connection}
+        if self._closed:
+            connection.close()
+        self._counts["connects"] += 1
+        return connection
+
+
+Groups = dict[tuple[Node | None, bool], list[int]]
+"""Which commands of a request are for which node, or for nobody; True: it has their slot only by half, and must be told
+so."""
 
 
 class Router:
@@ -99,12 +181,19 @@ class Router:
             (node,) = self.nodes.values()
             return await node.ask(lane, job)
         await self.refresh()
-        replies: list[Any] = [_NOBODY] * len(keys)
-        groups = self._by_owner(keys)
+        replies: list[Any] = [None] * len(keys)
+        groups: Groups = {}
+        for i, key in enumerate(keys):
+            groups.setdefault((self.owner(key), False), []).append(i)
         for _ in range(REDIRECTIONS):
             async with asyncio.TaskGroup() as tasks:
-                for (node, asking), which in groups.items():
-                    tasks.create_task(self._ask(lane, job.part(which), node, asking, which, replies))
+                asked = [
+                    (which, tasks.create_task(self._answers(lane, job.part(which), node, asking)))
+                    for (node, asking), which in groups.items()
+                ]
+            for which, task in asked:
+                for i, reply in zip(which, task.result(), strict=True):
+                    replies[i] = reply
             groups = self._redirected(groups, replies)
         return replies
 
@@ -156,13 +245,9 @@ class Router:
         for first, last, address in ranges:
             owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
-        self._forget_others()
-
-    def _forget_others(self) -> None:
-        """End the connections to those that have no slots any more, but not under a request."""
-        owners = {id(node) for node in self._owners}
+        known = set(owners)
         for address, node in list(self.nodes.items()):
-            if id(node) not in owners and not node.asked:
+            if node not in known and not node.asked:  # it has no slots any more, and no request
                 node.close()
                 del self.nodes[address]
 
@@ -175,40 +260,27 @@ class Router:
 
     async def _of_any(self, addresses: Sequence[Address], job: Job) -> tuple[Address, Any]:
         """The first who answers, and the answer."""
-        failure: BackendError | None = None
+        failure: BackendError = Unavailable("no server is named")
         for address in dict.fromkeys(addresses):
             try:
                 (reply,) = await self._node(address).ask(Lane.WORDS, job)
+                return address, reply
             except BackendError as error:
                 failure = error
-            else:
-                return address, reply
-        assert failure is not None
         raise failure
 
     # a request
 
-    def _by_owner(self, keys: Sequence[bytes]) -> Groups:
-        groups: Groups = {}
-        for i, key in enumerate(keys):
-            node = self.owner(key)
-            if node is None:
-                self._stale = True
-            else:
-                groups.setdefault((node, False), []).append(i)
-        return groups
-
-    async def _ask(
-        self, lane: Lane, part: Job, node: Node, asking: bool, which: Sequence[int], replies: list[Any]
-    ) -> None:
-        """Put what ``node`` says to ``part`` where it belongs in ``replies``."""
+    async def _answers(self, lane: Lane, part: Job, node: Node | None, asking: bool) -> list[Any]:
+        """What ``node`` says to ``part``."""
         try:
-            answers = (await node.ask(lane, part.asking()))[1::2] if asking else await node.ask(lane, part)
+            if node is not None:
+                return (await node.ask(lane, part.asking()))[1::2] if asking else await node.ask(lane, part)
+            refusal = _NOBODY
         except BackendError as error:
-            self._stale = True
-            answers = [Refusal(LOST, f"{LOST} {error}")] * len(which)
-        for i, reply in zip(which, answers, strict=True):
-            replies[i] = reply
+            refusal = Refusal(LOST, f"{LOST} {error}")
+        self._stale = True
+        return [refusal] * len(part.sinks)
 
     def _redirected(self, groups: Groups, replies: Sequence[Any]) -> Groups:
         """Where to ask again, and for what. A redirection that names no slot and no port is none; the host may be an
