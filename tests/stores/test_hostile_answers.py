@@ -153,7 +153,7 @@ async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
         return one_for_all(port) if len(asked) == 1 else b"*1\r\n:1\r\n"
 
     async with saying(answer, "cluster=on") as backend:
-        backend._router.renew()
+        backend._router.close(idle=True)
         backend._router._refreshed = float("-inf")
         assert await backend.exists([page_key("a")]) == [Result.HIT]
         assert len(asked) == 2

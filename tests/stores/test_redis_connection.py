@@ -231,7 +231,7 @@ class Timer:
 
 
 def on_a_clock(connection: Connection) -> Clock:
-    connection._loop = clock = Clock(connection._loop)  # type: ignore[assignment]
+    connection.loop = clock = Clock(connection.loop)  # type: ignore[assignment]
     return clock
 
 

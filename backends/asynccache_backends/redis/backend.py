@@ -179,7 +179,7 @@ class RedisBackend:
         refusals = [reply for reply in replies if isinstance(reply, Refusal)]
         self._counts["errors"] += len(refusals)
         if any(refusal.code == "READONLY" for refusal in refusals):
-            self._router.renew()
+            self._router.close(idle=True)
         if len(refusals) == len(replies) and all(refusal.code in UNWILLING for refusal in refusals):
             raise Unavailable(f"{self._settings}: {refusals[0].text}")
         return replies

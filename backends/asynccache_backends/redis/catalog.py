@@ -12,7 +12,7 @@ from asynccache_backends.redis.connection import plain
 from asynccache_backends.redis.resp import Names, Refusal, command
 from asynccache_backends.redis.routing import Lane, Router
 
-SCAN_COUNT = b"1000"
+GONE = -2
 
 
 class Catalog:
@@ -34,7 +34,7 @@ class Catalog:
         for node in list(self._router.nodes.values()):
             cursor = b""
             while cursor != b"0":
-                scan = command(b"SCAN", cursor or b"0", b"MATCH", self._names.pattern(), b"COUNT", SCAN_COUNT)
+                scan = command(b"SCAN", cursor or b"0", b"MATCH", self._names.pattern(), b"COUNT", b"1000")
                 (reply,) = await node.ask(Lane.WORDS, plain([scan]))
                 match reply:
                     case [bytes() as cursor, list() as found] if all(isinstance(name, bytes) for name in found):
@@ -76,5 +76,3 @@ class Catalog:
         now = time()
         return min(now, now + left_ms / 1000 - self._ttl)
 
-
-GONE = -2

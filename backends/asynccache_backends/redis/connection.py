@@ -71,8 +71,8 @@ class Connection(asyncio.BufferedProtocol):
         self.closed = True
         self._name = name
         self._stall = stall
-        self._loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[None] = self._loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[None] = self.loop.create_future()
         self._done: asyncio.Future[BackendError | None] | None = None
         self._idle = self._reader = Reader((), spare=1)
         self._job = plain(())
@@ -96,9 +96,9 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self.closed:
             raise Unavailable(f"{self._name}: the connection is closed")
-        self._done, self._moved_at = self._loop.create_future(), self._loop.time()
+        self._done, self._moved_at = self.loop.create_future(), self.loop.time()
         self._job, self._next, self._reader = job, 0, Reader(job.sinks)
-        self._watching = self._loop.call_at(self._moved_at + self._stall / LOOKS, self._look)
+        self._watching = self.loop.call_at(self._moved_at + self._stall / LOOKS, self._look)
         try:
             self._feed()
             if (error := await self._done) is not None:
@@ -144,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer
 
     def buffer_updated(self, count: int) -> None:
-        self._moved_at = self._loop.time()
+        self._moved_at = self.loop.time()
         try:
             self._reader.received(count)
         except BackendError as error:
@@ -158,7 +158,7 @@ class Connection(asyncio.BufferedProtocol):
             self._end(None)
 
     def resume_writing(self) -> None:
-        self._moved_at = self._loop.time()
+        self._moved_at = self.loop.time()
         self._write()
 
     # a request
@@ -179,13 +179,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def _look(self) -> None:
         """Whether it has been silent for too long."""
-        now, unsent = self._loop.time(), self.transport.get_write_buffer_size()
+        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self._moved_at = unsent, now
         if now >= self._moved_at + self._stall:
             self.close(Timeout(f"{self._name}: silent for {self._stall:g} s"))
         elif not self.closed:
-            self._watching = self._loop.call_at(now + self._stall / LOOKS, self._look)
+            self._watching = self.loop.call_at(now + self._stall / LOOKS, self._look)
 
 
 async def connect(address: Address, settings: Settings) -> Connection:
@@ -196,16 +196,15 @@ async def connect(address: Address, settings: Settings) -> Connection:
 
     Cancelling it leaves nothing open.
     """
-    connection = Connection(str(address), settings.stall)
+    made = Connection(str(address), settings.stall)
     name = None if settings.tls is None else settings.tls_name or address.host
     try:
         async with asyncio.timeout(settings.stall):
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: connection, *address, ssl=settings.tls, server_hostname=name)
-            await _introduce(connection, settings)
-            return connection
+            await made.loop.create_connection(lambda: made, *address, ssl=settings.tls, server_hostname=name)
+            await _introduce(made, settings)
+            return made
     except BaseException as error:
-        connection.close()
+        made.close()
         if isinstance(error, TimeoutError):
             raise Timeout(f"{address}: no connection in {settings.stall:g} s") from None
         if isinstance(error, OSError | UnicodeError | Unavailable):  # ssl.SSLError is the first; no name may be "a..b"
@@ -217,9 +216,8 @@ async def _introduce(connection: Connection, settings: Settings) -> None:
     """Say who we are, and which database. What the server says to a password is not repeated: it may quote it."""
     sock = connection.transport.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name in _KEEPALIVE.keys() & vars(socket).keys():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE[name])
     if settings.password or settings.username:
         user = (settings.username.encode(),) if settings.username else ()
         (reply,) = await connection.ask(plain([command(b"AUTH", *user, settings.password.encode())]))

@@ -49,9 +49,8 @@ class RawClient:
     async def aclose(self) -> None:
         """Remove what was put, as far as it is there still, and close the connections."""
         with suppress(BackendError):
-            await self._router.ask(
-                Lane.WORDS, self._stored, plain([command(b"UNLINK", key) for key in self._stored])
-            )
+            job = plain([command(b"UNLINK", key) for key in self._stored])
+            await self._router.ask(Lane.WORDS, self._stored, job)
         self._router.close()
         for idle in self._idle.values():
             while idle:

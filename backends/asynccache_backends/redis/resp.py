@@ -39,9 +39,7 @@ class ProtocolError(Unavailable):
 
 def command(*words: bytes) -> bytes:
     """One request."""
-    parts = [b"*%d\r\n" % len(words)]
-    parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
-    return b"".join(parts)
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 Command = bytes | tuple[Buffer, ...]
@@ -214,9 +212,8 @@ class Reader:
 
     def _fill(self, view: memoryview) -> Receiving[None]:
         """Receive all of ``view``, and straight into it what is not there yet."""
-        at = self._at
         filled = self._taken(len(view))
-        view[:filled] = self._spare[at : self._at]
+        view[:filled] = self._spare[self._at - filled : self._at]
         while filled < len(view):
             filled += yield view[filled:]
 
@@ -238,11 +235,11 @@ class Reader:
     def _more(self, limit: int) -> Receiving[None]:
         """Receive ``limit`` bytes at most, behind those that are there."""
         if self._end == len(self._raw) or self._at == self._end:
-            if self._end - self._at == len(self._raw):
+            left = self._raw[self._at : self._end]
+            if len(left) == len(self._raw):
                 raise ProtocolError("a line without an end")
-            left = self._end - self._at
-            self._raw[:left] = self._raw[self._at : self._end]
-            self._at, self._end = 0, left
+            self._raw[: len(left)] = left
+            self._at, self._end = 0, len(left)
         self._end += yield self._spare[self._end : self._end + limit]
 
     def _charge(self, size: int) -> None:

@@ -37,8 +37,6 @@ LOST = "LOST"
 _REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
 _TAG = re.compile(rb"[^{]*\{([^}]+)\}")
 _NOBODY = Refusal("CLUSTERDOWN", "CLUSTERDOWN nobody has the slot")
-_NO_CLUSTER = ("ERR", "NOPERM")  # what a server that is none, or will not say, answers
-_PING = plain([command(b"PING")])
 _SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
 
 
@@ -157,7 +155,7 @@ class Router:
             Unavailable: no server can be reached, or it refuses us, or answers nonsense. Timeout: it does not answer.
             ConfigError: the URL says otherwise.
         """
-        question = _PING if self._settings.cluster == "off" else _SLOTS
+        question = plain([command(b"PING")]) if self._settings.cluster == "off" else _SLOTS
         within = max(OPEN_SECONDS, 2 * self._settings.stall * len(self._settings.seeds))
         try:
             async with asyncio.timeout(within):  # a server that says a byte now and then is never silent
@@ -213,17 +211,12 @@ class Router:
             if isinstance(reply, list):
                 self._learn(address, reply)
 
-    def renew(self) -> None:
-        """Use no connection again: its server has changed sides. A cluster's map is old then, too."""
-        self._stale = True
+    def close(self, *, idle: bool = False) -> None:
+        """End all connections, and requests under way fail; or those that are not in use, because a server has changed
+        sides: a cluster's map is old then, too."""
+        self._closed, self._stale = self._closed or not idle, True
         for node in self.nodes.values():
-            node.close(idle=True)
-
-    def close(self) -> None:
-        """End all connections; requests under way fail."""
-        self._closed = True
-        for node in self.nodes.values():
-            node.close()
+            node.close(idle=idle)
 
     # the map
 
@@ -234,7 +227,7 @@ class Router:
             self._learn(address, reply)
             return
         self._owners = [self._node(address)]
-        if isinstance(reply, Refusal) and reply.code not in _NO_CLUSTER:
+        if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # those are no cluster, or do not say
             raise Unavailable(f"{self._settings}: {reply.text}")
         if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
             raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
@@ -288,16 +281,14 @@ class Router:
         again: Groups = {}
         for i in (i for which in groups.values() for i in which):
             reply = replies[i]
-            if not isinstance(reply, Refusal) or reply.code not in ("MOVED", "ASK", "CLUSTERDOWN"):
-                continue
-            self._stale = self._stale or reply.code != "ASK"
-            match = _REDIRECTION.match(reply.text)
-            if match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
-                continue
-            node = self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
-            if reply.code == "MOVED":
-                self._owners[int(match[1])] = node
-            again.setdefault((node, reply.code == "ASK"), []).append(i)
+            code = reply.code if isinstance(reply, Refusal) else ""
+            self._stale = self._stale or code in ("MOVED", "CLUSTERDOWN")
+            match = _REDIRECTION.match(reply.text) if code else None
+            if match is not None and int(match[1]) < SLOTS and 0 < int(match[3]) < 65536:
+                node = self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+                if code == "MOVED":
+                    self._owners[int(match[1])] = node
+                again.setdefault((node, code == "ASK"), []).append(i)
         return again
 
 

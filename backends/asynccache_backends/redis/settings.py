@@ -18,9 +18,7 @@ from asynccache.errors import ConfigError
 from asynccache.storage import ParsedUrl, parse_place
 
 ENVIRONMENT = "ASYNCCACHE_REDIS_"
-DEFAULT_PORT = 6379
 OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
-CLUSTER = ("auto", "on", "off")
 
 _PREFIX = re.compile(r"[!-z|~]{1,128}")
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
@@ -83,7 +81,7 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
         tls_name=url.options.get("tls_name", ""),
         prefix=prefix.encode(),
         ttl=_span("ttl", url.options.get("ttl", "0")),
-        cluster=url.choice("cluster", CLUSTER),
+        cluster=url.choice("cluster", ("auto", "on", "off")),
         connections=_number("connections", url.options.get("connections", "4"), 1),
         stall=_span("stall", url.options.get("stall", "5")) or _span("stall", "nothing"),
     )
@@ -93,7 +91,7 @@ def _address(text: str) -> Address:
     place = parse_place(text)
     if place is None:
         raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return Address(place.host, place.port or DEFAULT_PORT)
+    return Address(place.host, place.port or 6379)
 
 
 def _number(name: str, text: str, least: int) -> int:
