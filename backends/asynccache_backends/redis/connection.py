@@ -129,7 +129,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(0)
+        # tell us when all is sent; TLS counts a limit that is reached as passed
+        self.transport.set_write_buffer_limits(int(transport.get_extra_info("sslcontext") is not None))
         self.closed = False
 
     def eof_received(self) -> None:
