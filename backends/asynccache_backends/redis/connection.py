@@ -22,8 +22,6 @@ from asynccache.storage import Record
 from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.settings import ENVIRONMENT, Address, Settings
 
-MOST_BUFFERS = 8
-"""Handed to the transport at once."""
 LOOKS = 8
 """How often, in ``stall`` seconds, it is looked for what has been sent."""
 
@@ -129,8 +127,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        # tell us when all is sent; TLS counts a limit that is reached as passed
-        self.transport.set_write_buffer_limits(int(transport.get_extra_info("sslcontext") is not None))
+        tls = transport.get_extra_info("sslcontext") is not None
+        self._most = 2 if tls else 16  # buffers that it is given at once; TLS copies them
+        self.transport.set_write_buffer_limits(int(tls))  # it says when all is sent; TLS counts a limit that is reached
         self.closed = False
 
     def eof_received(self) -> None:
@@ -176,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
     def _write(self) -> None:
         """Send what the transport takes; the rest when it has sent all of that."""
         while self._out and not self.closed and not self.transport.get_write_buffer_size():
-            self.transport.writelines([self._out.popleft() for _ in range(min(len(self._out), MOST_BUFFERS))])
+            self.transport.writelines([self._out.popleft() for _ in range(min(len(self._out), self._most))])
 
     def _look(self) -> None:
         """Whether it has been silent for too long."""
@@ -223,10 +222,8 @@ async def _introduce(connection: Connection, settings: Settings) -> None:
         user = (settings.username.encode(),) if settings.username else ()
         (reply,) = await connection.ask(plain([command(b"AUTH", *user, settings.password.encode())]))
         if isinstance(reply, Refusal):
-            raise ConnectFailed(
-                f"{settings}: the server refuses user and password ({reply.code}); they are read from the URL, "
-                f"or from {ENVIRONMENT}USERNAME and {ENVIRONMENT}PASSWORD"
-            )
+            read = f"they are read from the URL, or from {ENVIRONMENT}USERNAME and {ENVIRONMENT}PASSWORD"
+            raise ConnectFailed(f"{settings}: the server refuses user and password ({reply.code}); {read}")
     if settings.database:
         (reply,) = await connection.ask(plain([command(b"SELECT", b"%d" % settings.database)]))
         if isinstance(reply, Refusal):

@@ -21,7 +21,7 @@ MOST_DEPTH = 8
 """Of lists in lists: those that are asked for have four at most."""
 VALUE_BYTES = 64
 SPARE_BYTES = 16 << 10
-PIECE_BYTES = 64 << 10
+PIECE_BYTES = 256 << 10
 
 Buffer = bytes | memoryview
 
