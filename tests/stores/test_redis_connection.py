@@ -304,7 +304,9 @@ async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
         writer.write(b"+OK\r\n")
 
     record = blank(24 << 20)
-    async with connected(sips, stall=0.6) as connection:
+    async with connected(sips, stall=1.5) as connection:
+        sock = connection.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)  # or the kernel takes pages in great gulps
         assert await connection.ask(plain([Names(b"").storing(b"k", record)])) == [b"OK"]
 
 
