@@ -29,16 +29,12 @@ PATIENCE = 20.0
 
 def hear(data: bytes) -> list[Any]:
     """What a reader makes of ``data`` where one reply that is no page is expected."""
-    reader = Reader()
-    reader.begin([None])
+    reader = Reader([None])
     while data and reader.missing:
-        landed = 0
-        for buffer in reader.buffers():
-            count = min(len(buffer), len(data) - landed)
-            buffer[:count] = data[landed : landed + count]
-            landed += count
-        reader.received(landed)
-        data = data[landed:]
+        count = min(len(reader.buffer), len(data))
+        reader.buffer[:count] = data[:count]
+        reader.received(count)
+        data = data[count:]
     return reader.replies
 
 
@@ -157,7 +153,7 @@ async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
         return one_for_all(port) if len(asked) == 1 else b"*1\r\n:1\r\n"
 
     async with saying(answer, "cluster=on") as backend:
-        backend._router.renew()
+        backend._router.close(idle=True)
         backend._router._refreshed = float("-inf")
         assert await backend.exists([page_key("a")]) == [Result.HIT]
         assert len(asked) == 2

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from asynccache_backends.pause import FIRST, LAST, Health, Pause
 from asynccache_backends.redis.connection import Job
-from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, Setting, command, joined
+from asynccache_backends.redis.resp import Names, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.routing import slot_of
 
 from asynccache.storage import PageKey, Record, Result
@@ -41,22 +40,17 @@ def _bulk(value: bytes) -> bytes:
 
 
 def _land(reader: Reader, data: bytes) -> None:
-    """What a socket does with ``data`` in one read, and in more if it has to."""
+    """What a socket does with ``data``, one buffer after the other."""
     while data:
-        landed = 0
-        for buffer in reader.buffers():
-            count = min(len(buffer), len(data) - landed)
-            buffer[:count] = data[landed : landed + count]
-            landed += count
-            if count < len(buffer):
-                break
-        data = data[landed:]
-        reader.received(landed)
+        buffer = reader.buffer
+        count = min(len(buffer), len(data))
+        buffer[:count] = data[:count]
+        data = data[count:]
+        reader.received(count)
 
 
 def _read(parts: Sequence[bytes], sinks: Sequence[Record | None], spare: int = 64) -> list[Any]:
-    reader = Reader(spare)
-    reader.begin(sinks)
+    reader = Reader(sinks, spare)
     for part in parts:
         _land(reader, part)
     assert reader.missing == 0
@@ -114,28 +108,23 @@ def test_pages_among_other_replies() -> None:
 
 
 def test_pages_are_received_where_they_belong() -> None:
-    """Many by one read: nothing but what is between two of them is received anywhere else."""
+    """Nothing but what is between two of them is received anywhere else."""
     pages = [_Page(100_000 + i) for i in range(5)]
-    reader = Reader()
-    reader.begin([page.record for page in pages])
-    buffers = reader.buffers()
-    for page, header, payload in zip(pages, buffers[1::3], buffers[2::3], strict=True):
-        assert (header.obj, payload.obj) == (page.header, page.memory)
-    assert [len(text) for text in buffers[0::3]] == [len("$100064\r\n"), *[len("\r\n$100064\r\n")] * 4, 2]
-
-
-@pytest.mark.parametrize(("size", "pages"), [(16, 16), (65_536, 15), (256 << 10, 3), (4 << 20, 1)])
-def test_a_read_is_of_a_mebibyte_at_most_or_one_page(size: int, pages: int) -> None:
-    record = _Page(size).record
-    reader = Reader()
-    reader.begin([record] * 40)
-    assert len(reader.buffers()) == 3 * pages + 1
+    reader = Reader([page.record for page in pages])
+    for page in pages:
+        assert len(reader.buffer) == len("$100064\r\n") + 64 + 2 * (page is not pages[0])
+        _land(reader, b"\r\n"[: 2 * (page is not pages[0])] + b"$%d\r\n" % (64 + len(page.record.payload)) + bytes(64))
+        assert (reader.buffer.obj, len(reader.buffer)) == (page.memory, len(page.record.payload))
+        _land(reader, bytes(len(page.record.payload)))
+    assert len(reader.buffer) == 2
+    _land(reader, b"\r\n")
+    assert reader.replies == [HIT] * 5
 
 
 @pytest.mark.parametrize("wrong", [b"$-1\r\n", b"-ERR\r\n", b"$95\r\n" + bytes(95) + b"\r\n", b"$0\r\n\r\n"])
 @pytest.mark.parametrize("place", range(6))
 def test_one_page_that_is_not_there_leaves_the_others_whole(place: int, wrong: bytes) -> None:
-    """What lands in buffers of later pages is taken out of them again; cut at every place."""
+    """Cut at every place."""
     rng = Random(place)
     values = [rng.randbytes(64 + 30) for _ in range(6)]
     data = b"".join(wrong if i == place else _bulk(value) for i, value in enumerate(values))
@@ -153,43 +142,28 @@ def test_a_page_of_another_length_however_long() -> None:
     assert page.guarded
 
 
-def test_after_the_last_page_the_next_byte_still_has_a_place() -> None:
+def test_after_the_last_page_the_next_byte_has_a_place_and_is_an_error() -> None:
     page = _Page(10)
-    reader = Reader()
-    reader.begin([page.record])
+    reader = Reader([page.record])
     _land(reader, _bulk(bytes(74)))
     assert reader.missing == 0
-    (spare,) = reader.buffers()
-    assert len(spare)
+    with pytest.raises(ProtocolError, match="nobody asked"):
+        _land(reader, b"x")
 
 
 def test_large_pages_among_other_replies() -> None:
     """Those that a server with half a slot answers."""
     page = _Page(1 << 20)
-    reader = Reader()
-    reader.begin([None, page.record])
-    _land(reader, b"+OK\r\n$%d\r\n" % (64 + (1 << 20)))
-    header, payload, _ = reader.buffers()
-    assert (header.obj, payload.obj) == (page.header, page.memory)
+    reader = Reader([None, page.record])
+    _land(reader, b"+OK\r\n$%d\r\n" % (64 + (1 << 20)) + bytes(64))
+    assert (reader.buffer.obj, len(reader.buffer)) == (page.memory, 1 << 20)
 
 
-def test_a_second_request_starts_afresh() -> None:
-    reader = Reader()
-    for answer in (b":1\r\n", b":2\r\n"):
-        reader.begin([None])
-        _land(reader, answer)
-        assert reader.replies == [int(answer[1:2])]
-
-
-@pytest.mark.parametrize("guessing", [True, False])
-def test_a_reader_that_forgets_holds_no_buffer(guessing: bool) -> None:
+def test_a_reader_that_forgets_holds_no_buffer() -> None:
     page = _Page(100)
-    reader = Reader()
-    sinks = [page.record] if guessing else [page.record, None]
-    reader.begin(sinks)
-    _land(reader, b"$164\r\nabc")
+    reader = Reader([page.record])
+    _land(reader, b"$164\r\n" + bytes(64) + b"abc")
     reader.forget()
-    sinks.clear()
     page.record.header.release()
     page.record.payload.release()
     page.memory.extend(b"x")
@@ -202,33 +176,27 @@ def test_a_reader_that_forgets_holds_no_buffer(guessing: bool) -> None:
      b"$99999999999999\r\n"],
 )  # fmt: skip
 def test_what_is_no_answer_is_an_error(data: bytes) -> None:
-    reader = Reader(64)
-    reader.begin([None])
+    reader = Reader([None], 64)
     with pytest.raises(ProtocolError):
         _land(reader, data)
 
 
 @pytest.mark.parametrize("data", [b"HTTP/1.1 400\r\n", b"$x\r\n", b"$1a\r\n", b"$14\r\n" + bytes(14) + b"\r\r"])
 def test_what_is_no_page_is_an_error(data: bytes) -> None:
-    reader = Reader(64)
-    reader.begin([_Page(4).record])
+    reader = Reader([_Page(4).record], 64)
     with pytest.raises(ProtocolError):
         _land(reader, data)
 
 
 def test_a_list_is_no_page() -> None:
-    reader = Reader()
-    reader.begin([_Page(4).record])
+    reader = Reader([_Page(4).record])
     with pytest.raises(ProtocolError):
         _land(reader, b"*1\r\n:1\r\n")
 
 
-def test_half_an_answer_too_many_shows_at_the_next_request() -> None:
-    reader = Reader()
-    reader.begin([None])
-    _land(reader, b":1\r\n:")
-    with pytest.raises(ProtocolError):
-        reader.begin([None])
+def test_half_an_answer_too_many_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="nobody asked"):
+        _land(Reader([None]), b":1\r\n:")
 
 
 def test_commands_are_framed_by_length() -> None:
@@ -239,15 +207,15 @@ def test_commands_are_framed_by_length() -> None:
 def test_a_page_is_sent_from_where_it_lies(ttl_ms: int) -> None:
     page = _Page(100)
     key = b"p:" + b"\r\n$0*" * 6 + b"xx"
-    buffers = list(joined([Setting(ttl_ms).request(key, page.record), b"GET\r\n", b"X"]))
-    assert buffers[1] is page.record.payload
+    buffers = list(joined([Names(b"", ttl_ms).storing(key, page.record), b"GET\r\n", b"X"]))
+    assert buffers[1].obj is page.memory  # type: ignore[union-attr]
     assert len(buffers) == 3
     options = (b"NX", b"PX", b"90000") if ttl_ms else (b"NX",)
     assert b"".join(buffers) == command(b"SET", key, page.value, *options) + b"GET\r\nX"
 
 
 def test_neighbours_share_a_buffer() -> None:
-    requests = [Setting(0).request(b"k%d" % i, _Page(100).record) for i in range(5)]
+    requests = [Names(b"").storing(b"k%d" % i, _Page(100).record) for i in range(5)]
     assert len(list(joined(requests))) == 11
     assert len(list(joined([b"a", b"b", b"c"]))) == 1
     assert list(joined([])) == []

@@ -9,11 +9,9 @@ from dataclasses import replace
 
 import pytest
 from asynccache_backends.redis import RedisBackend
-from asynccache_backends.redis.connecting import connect
-from asynccache_backends.redis.connection import Job, plain
-from asynccache_backends.redis.node import Lane
+from asynccache_backends.redis.connection import connect, plain
 from asynccache_backends.redis.resp import Refusal, command
-from asynccache_backends.redis.routing import Request, Router
+from asynccache_backends.redis.routing import Lane, Router
 from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
@@ -35,9 +33,8 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("cut", range(1, 24))
-async def test_refusals_that_are_longer_than_the_shortest_reply_are_heard_at_once(cut: int) -> None:
-    """The kernel was to call at so many bytes as the shortest replies have, and the rest of longer ones is fewer: a
-    put at a full server lasted as long as a hung one."""
+async def test_refusals_in_two_parts_are_heard_at_once(cut: int) -> None:
+    """However few of their bytes come at once."""
     text, came = b"-OOM x\r\n" * 3, asyncio.Event()
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +45,7 @@ async def test_refusals_that_are_longer_than_the_shortest_reply_are_heard_at_onc
         await silent(reader, writer)
 
     async with connected(script) as connection:
-        asking = asyncio.ensure_future(connection.ask(Job([b"x"] * 3, [None] * 3, 3, 5)))
+        asking = asyncio.ensure_future(connection.ask(plain([b"x"] * 3)))
         for _ in range(3):
             await asyncio.sleep(0.001)
         came.set()
@@ -61,7 +58,7 @@ async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
     async with peer(answers(b"*0\r\n", b"*0\r\n")) as settings:
         router = Router(settings, Counter())
         await router.open()
-        (reply,) = await router.ask(Lane.WORDS, Request([b"k"], PING))
+        (reply,) = await router.ask(Lane.WORDS, [b"k"], PING)
         assert isinstance(reply, Refusal)
         assert reply.code == "CLUSTERDOWN"
         router.close()

@@ -17,30 +17,17 @@ from time import time
 from typing import Any, Self
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import (
-    HEADER_BYTES,
-    Collected,
-    PageKey,
-    ParsedUrl,
-    Record,
-    Result,
-    Stored,
-    StoreLayout,
-)
+from asynccache.storage import HEADER_BYTES, Collected, PageKey, ParsedUrl, Record, Result, Stored, StoreLayout
 from asynccache_backends.pause import Pause
 from asynccache_backends.redis.catalog import Catalog
 from asynccache_backends.redis.connection import Job, plain
-from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.node import Lane
-from asynccache_backends.redis.resp import Refusal, Setting
-from asynccache_backends.redis.routing import LOST, Request, Router
+from asynccache_backends.redis.resp import Names, Refusal
+from asynccache_backends.redis.routing import LOST, Lane, Router
 from asynccache_backends.redis.settings import Settings, settings_of
 
 MISS, HIT, CORRUPT, FAILED = Result
 
 GET_AHEAD_BYTES = 2 << 20
-SHORTEST_REPLY = len(b"+OK\r\n")
-"""To SET ... NX; nil is as long, and a refusal longer."""
 NO_ROOM = ("OOM", "MISCONF")
 UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
 """Refusals that say nothing about the key: of a request that meets only those, nothing could be done."""
@@ -56,11 +43,9 @@ class RedisBackend:
         self._settings = settings
         self._router = router
         self._counts = counts
-        self._names = Names(settings.prefix)
+        self._names = Names(settings.prefix, round(settings.ttl * 1000))
         self._catalog = Catalog(router, self._names, settings.ttl)
-        self._setting = Setting(round(settings.ttl * 1000))
         self._room = Pause()
-        self._closed = False
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -82,9 +67,6 @@ class RedisBackend:
         await router.open()
         return cls(settings, router, counts)
 
-    def __repr__(self) -> str:
-        return f"RedisBackend({str(self._settings)!r}, {self._router!r})"
-
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key. Cancelling it changes nothing."""
         return [_counted(reply) for reply in await self._said(b"EXISTS", keys)]
@@ -97,7 +79,7 @@ class RedisBackend:
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
         job = Job(self._names.commands(b"GET", names), records, ahead)
-        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, Request(names, job))]
+        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, names, job)]
         got = [record.payload.nbytes for record, result in zip(records, results, strict=True) if result is HIT]
         self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
         return results
@@ -125,7 +107,6 @@ class RedisBackend:
         Raises:
             BackendError: a server cannot be asked.
         """
-        self._check_open()
         async for names in self._catalog.names():
             await self._catalog.unlink(names)
 
@@ -135,7 +116,6 @@ class RedisBackend:
         Raises:
             BackendError: a server cannot be asked. Cancelling it changes nothing.
         """
-        self._check_open()
         async for names in self._catalog.names():
             yield [stored for _, stored in await self._catalog.entries(names)]
 
@@ -146,18 +126,17 @@ class RedisBackend:
             ConfigError: ``older_than`` is given and the store has no ``ttl``: nobody knows when a page was written.
             BackendError: a server cannot be asked. Cancelling it leaves the rest.
         """
-        self._check_open()
         if older_than is not None and not self._settings.ttl:
             raise ConfigError("Redis does not keep when a page was written; with ?ttl=7d the server forgets by itself")
         done, until = Collected(), time() - (older_than or 0.0)
         async for names in self._catalog.names():
             entries = await self._catalog.entries(names)
-            waste = [(name, it.size) for name, it in entries if it.size <= HEADER_BYTES]
-            old = [(n, it.size) for n, it in entries if it.size > HEADER_BYTES and 0 < it.written < until]
-            gone = waste if older_than is None else waste + old
-            await self._catalog.unlink([name for name, _ in gone])
-            size = done.size + sum(size for _, size in gone)
-            done = Collected(done.pages + len(gone) - len(waste), done.waste + len(waste), size)
+            waste = [entry for entry in entries if entry[1].size <= HEADER_BYTES]
+            kept = [entry for entry in entries if entry[1].size > HEADER_BYTES]
+            old = [entry for entry in kept if older_than is not None and 0 < entry[1].written < until]
+            await self._catalog.unlink([name for name, _ in waste + old])
+            size = done.size + sum(it.size for _, it in waste + old)
+            done = Collected(done.pages + len(old), done.waste + len(waste), size)
         return done
 
     def register(self, pool: str, memory: memoryview) -> None:
@@ -166,8 +145,9 @@ class RedisBackend:
     def stats(self) -> Mapping[str, int | float]:
         """What this instance did: ``pages`` and ``bytes`` it stored, others may have stored more; ``refused_pages``
         the server had no room for; ``connects``: connections made since it was opened."""
-        nodes = self._router.nodes
-        now = {"nodes": len(nodes), "connections": sum(node.connections for node in nodes)}
+        nodes = self._router.nodes.values()
+        connections = sum(not connection.closed for node in nodes for connection in node.made)
+        now = {"nodes": len(nodes), "connections": connections}
         return {**{name: self._counts[name] for name in COUNTERS}, **now}
 
     async def flush(self) -> None:
@@ -175,41 +155,34 @@ class RedisBackend:
 
     async def aclose(self) -> None:
         """Close all connections; calls under way fail. Twice is fine. Never waits."""
-        self._closed = True
         self._router.close()
 
     # one request
 
     async def _said(self, verb: bytes, keys: Sequence[PageKey]) -> list[Any]:
         names = self._names.of(keys)
-        return await self._asked(Lane.WORDS, Request(names, plain(self._names.commands(verb, names))))
+        return await self._asked(Lane.WORDS, names, plain(self._names.commands(verb, names)))
 
-    async def _asked(self, lane: Lane, request: Request) -> list[Any]:
+    async def _asked(self, lane: Lane, names: Sequence[bytes], job: Job) -> list[Any]:
         """Replies; refusals are counted.
 
         Raises:
             Unavailable: no server was willing to do anything.
         """
-        self._check_open()
-        if not request.keys:
+        if not names:
             return []
         try:
-            replies = await self._router.ask(lane, request)
+            replies = await self._router.ask(lane, names, job)
         except BackendError:
-            self._counts["errors"] += len(request.keys)
+            self._counts["errors"] += len(names)
             raise
         refusals = [reply for reply in replies if isinstance(reply, Refusal)]
-        if refusals:
-            self._counts["errors"] += len(refusals)
-            self._heed(refusals, len(replies))
-        return replies
-
-    def _heed(self, refusals: Sequence[Refusal], asked: int) -> None:
+        self._counts["errors"] += len(refusals)
         if any(refusal.code == "READONLY" for refusal in refusals):
-            self._router.renew()
-        unwilling = [refusal for refusal in refusals if refusal.code in UNWILLING]
-        if len(unwilling) == asked:
-            raise Unavailable(f"{self._settings}: {unwilling[0].text}")
+            self._router.close(idle=True)
+        if len(refusals) == len(replies) and all(refusal.code in UNWILLING for refusal in refusals):
+            raise Unavailable(f"{self._settings}: {refusals[0].text}")
+        return replies
 
     async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Store what is not there. A server that had no room is not asked for a moment."""
@@ -217,30 +190,22 @@ class RedisBackend:
             self._counts["refused_pages"] += len(keys)
             return [FAILED] * len(keys)
         names = self._names.of(keys)
-        commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
-        job = Job(commands, [None] * len(keys), len(keys), SHORTEST_REPLY)
+        commands = [self._names.storing(name, record) for name, record in zip(names, records, strict=True)]
         try:
-            replies = await self._asked(Lane.PAGES, Request(names, job))
+            replies = await self._asked(Lane.PAGES, names, plain(commands))
         except BaseException:
             self._room.given_up()
             raise
-        self._learn_of_room(replies)
-        sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
-        self._counts["pages"] += len(sizes)
-        self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
-        return [FAILED if isinstance(reply, Refusal) else HIT for reply in replies]  # nil: it is there by now
-
-    def _learn_of_room(self, replies: Sequence[Any]) -> None:
         refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
         self._counts["refused_pages"] += refused
         if refused == len(replies):
             self._room.failed(_now())
         else:
             self._room.ended()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Unavailable(f"{self._settings}: the store is closed")
+        sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
+        self._counts["pages"] += len(sizes)
+        self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
+        return [FAILED if isinstance(reply, Refusal) else HIT for reply in replies]  # nil: it is there by now
 
 
 def _counted(reply: Any) -> Result:

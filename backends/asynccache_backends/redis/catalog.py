@@ -9,12 +9,10 @@ from typing import Any
 from asynccache.errors import Unavailable
 from asynccache.storage import Stored
 from asynccache_backends.redis.connection import plain
-from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.node import Lane, Node
-from asynccache_backends.redis.resp import ProtocolError, Refusal, command
-from asynccache_backends.redis.routing import Request, Router
+from asynccache_backends.redis.resp import Names, Refusal, command
+from asynccache_backends.redis.routing import Lane, Router
 
-SCAN_COUNT = b"1000"
+GONE = -2
 
 
 class Catalog:
@@ -33,12 +31,19 @@ class Catalog:
         """
         await self._router.refresh()
         seen: set[bytes] = set()  # SCAN may say a key twice, and so may two servers between which it moves
-        for node in self._router.nodes:
-            async for found in self._of_node(node):
-                fresh = [name for name in dict.fromkeys(self._names.ours(found)) if name not in seen]
-                seen.update(fresh)
-                if fresh:
-                    yield fresh
+        for node in list(self._router.nodes.values()):
+            cursor = b""
+            while cursor != b"0":
+                scan = command(b"SCAN", cursor or b"0", b"MATCH", self._names.pattern(), b"COUNT", b"1000")
+                (reply,) = await node.ask(Lane.WORDS, plain([scan]))
+                match reply:
+                    case [bytes() as cursor, list() as found] if all(isinstance(name, bytes) for name in found):
+                        fresh = [name for name in dict.fromkeys(self._names.ours(found)) if name not in seen]
+                        seen.update(fresh)
+                        yield fresh
+                    case _:
+                        text = reply.text if isinstance(reply, Refusal) else f"no answer to SCAN: {str(reply)[:200]}"
+                        raise Unavailable(f"{node.address}: {text}")
 
     async def entries(self, names: Sequence[bytes]) -> list[tuple[bytes, Stored]]:
         """What is stored under each name that is still there; a size of 0 where it is no string."""
@@ -50,35 +55,19 @@ class Catalog:
             if ms != GONE
         ]
 
-    async def unlink(self, names: Sequence[bytes]) -> int:
-        """Forget them; how many were there."""
-        return sum(reply for reply in await self._each(b"UNLINK", names) if isinstance(reply, int))
+    async def unlink(self, names: Sequence[bytes]) -> None:
+        """Forget them."""
+        await self._each(b"UNLINK", names)
 
     async def _each(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
         """The replies. A refusal is none: a page of which nothing is known is neither waste nor forgotten."""
         if not names:
             return []
-        job = plain(self._names.commands(verb, names))
-        replies = await self._router.ask(Lane.WORDS, Request(names, job))
+        replies = await self._router.ask(Lane.WORDS, names, plain(self._names.commands(verb, names)))
         for reply in replies:
             if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
-                raise Unavailable(f"{self._router}: {reply.text}")
+                raise Unavailable(f"storage: {reply.text}")
         return replies
-
-    async def _of_node(self, node: Node) -> AsyncIterator[list[bytes]]:
-        cursor = b"0"
-        while True:
-            scan = command(b"SCAN", cursor, b"MATCH", self._names.pattern(), b"COUNT", SCAN_COUNT)
-            (reply,) = await node.ask(Lane.WORDS, plain([scan]))
-            if isinstance(reply, Refusal):
-                raise Unavailable(f"{node.address}: {reply.text}")
-            match reply:
-                case [bytes() as cursor, list() as found] if all(isinstance(name, bytes) for name in found):
-                    yield found
-                case _:
-                    raise ProtocolError(f"{node.address}: no answer to SCAN: {str(reply)[:200]}")
-            if cursor == b"0":
-                return
 
     def _written(self, left_ms: Any) -> float:
         """Known where a page lives for ``ttl`` from then on, as those do that a store with this ``ttl`` wrote."""
@@ -87,5 +76,3 @@ class Catalog:
         now = time()
         return min(now, now + left_ms / 1000 - self._ttl)
 
-
-GONE = -2

@@ -1,4 +1,8 @@
-"""Which server has which key: one server for all, or a cluster's map of hash slots.
+"""Which server has which key, one for all or a cluster's map of hash slots; and the connections to each server.
+
+To each there are a few connections for pages and one for small questions, which so never wait behind pages. A
+connection serves one request at a time; more requests wait in line. Where none can be made, or one falls silent, the
+server is left alone for a moment: a dead one costs an attempt now and then, and not one for every request in line.
 
 A cluster's map is as good as the last answer. A server that no longer has a slot says who has it (MOVED: from now on;
 ASK: this once), and the request goes there. The map is read anew before the next request after a MOVED, or when a
@@ -12,12 +16,13 @@ import re
 from binascii import crc_hqx
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
-from asynccache.storage import settled
-from asynccache_backends.redis.connection import Job, plain
-from asynccache_backends.redis.node import Lane, Node
+from asynccache_backends.pause import Health, Pause
+from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.settings import Address, Settings
 
@@ -29,59 +34,119 @@ OPEN_SECONDS = 30.0
 LOST = "LOST"
 """The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
 
-_REDIRECTION = re.compile(r"[A-Z]+ ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
+_REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
+_TAG = re.compile(rb"[^{]*\{([^}]+)\}")
 _NOBODY = Refusal("CLUSTERDOWN", "CLUSTERDOWN nobody has the slot")
-_NO_CLUSTER = ("ERR", "NOPERM")  # what a server that is none, or will not say, answers
-_PING = plain([command(b"PING")])
 _SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
-
-
-class Request(NamedTuple):
-    """A job, and the key that each of its commands is about."""
-
-    keys: Sequence[bytes]
-    job: Job
-
-
-class Group(NamedTuple):
-    """Commands of a request for one node; ``asking``: it has their slot only by half, and must be told so."""
-
-    node: Node
-    which: list[int]
-    asking: bool = False
 
 
 def slot_of(key: bytes) -> int:
     """Its hash slot: of what is between the first brace and the next closing one, if that is anything, or of all."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return crc_hqx(key, 0) % SLOTS
+    tag = _TAG.match(key)
+    return crc_hqx(tag[1] if tag else key, 0) % SLOTS
+
+
+Lane = IntEnum("Lane", ["PAGES", "WORDS"])
+"""Which connections a request uses."""
+
+
+class Node:
+    """One server. ``pause``: whether it is left alone; ``asked``: requests under way or in line; ``made``: its
+    connections, and some that are closed."""
+
+    def __init__(self, address: Address, settings: Settings, counts: Counter[str]) -> None:
+        self.address = address
+        self._settings = settings
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self.pause = Pause()
+        self._last: BackendError | None = None
+        self._closed = False
+        self.asked = 0
+        self.made: set[Connection] = set()
+        self._lanes: dict[Lane, asyncio.LifoQueue[Connection | None]] = {lane: asyncio.LifoQueue() for lane in Lane}
+        for lane in [Lane.PAGES] * settings.connections + [Lane.WORDS]:
+            self._lanes[lane].put_nowait(None)  # whoever takes it makes a connection
+
+    async def ask(self, lane: Lane, job: Job) -> list[Any]:
+        """The reply to each command.
+
+        Raises:
+            BackendError: ``Unavailable`` if the server cannot be reached or is left alone, ``Timeout`` if it hangs.
+
+        Cancelling it returns at once, and closes the connection if the request was under way.
+        """
+        self.asked += 1
+        try:
+            connection = await self._lanes[lane].get()
+            try:
+                if self._closed:
+                    raise Unavailable(f"{self.address}: the store is closed")
+                if not self.pause.allows(self._loop.time()):
+                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
+                connection, replies = await self._tried(connection, job)
+            finally:
+                self._lanes[lane].put_nowait(connection)
+        finally:
+            self.asked -= 1
+        return replies
+
+    def close(self, *, idle: bool = False) -> None:
+        """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
+        self._closed = self._closed or not idle
+        for connection in self.made:
+            if not idle or not connection.busy:
+                connection.close()
+
+    async def _tried(self, connection: Connection | None, job: Job) -> tuple[Connection, list[Any]]:
+        """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
+        try:
+            if connection is None or connection.closed:
+                connection = await self._connect()
+            replies = await connection.ask(job)
+        except (ConnectFailed, Timeout) as error:
+            self._last = error
+            self.pause.failed(self._loop.time())
+            raise
+        except BaseException:
+            self.pause.given_up()
+            raise
+        self.pause.ended()
+        return connection, replies
+
+    async def _connect(self) -> Connection:
+        connection = await connect(self.address, self._settings)
+        self.made = {made for made in self.made if not made.closed} | {connection}
+        if self._closed:
+            connection.close()
+        self._counts["connects"] += 1
+        return connection
+
+
+Groups = dict[tuple[Node | None, bool], list[int]]
+"""Which commands of a request are for which node, or for nobody; True: it has their slot only by half, and must be told
+so."""
 
 
 class Router:
-    """Sends each command where its key is. All that changes about routing is in here."""
+    """Sends each command where its key is. All that changes about routing is in here.
+
+    ``nodes``: those that have keys.
+    """
 
     def __init__(self, settings: Settings, counts: Counter[str]) -> None:
         self.clustered = False
         self._settings = settings
         self._counts = counts
-        self._nodes: dict[Address, Node] = {}
+        self.nodes: dict[Address, Node] = {}
         self._owners: list[Node | None] = []
         self._stale = False
-        self._refreshing = asyncio.Lock()
         self._refreshed = float("-inf")
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"Router({', '.join(map(str, self._nodes))})"
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Those that have keys."""
-        return list(self._nodes.values())
+    def owner(self, key: bytes) -> Node | None:
+        """The node that has ``key``; None if nobody does."""
+        return self._owners[slot_of(key) if self.clustered else 0]
 
     async def open(self) -> None:
         """Find out whether it is a cluster, and its map.
@@ -90,20 +155,20 @@ class Router:
             Unavailable: no server can be reached, or it refuses us, or answers nonsense. Timeout: it does not answer.
             ConfigError: the URL says otherwise.
         """
-        question = _PING if self._settings.cluster == "off" else _SLOTS
+        question = plain([command(b"PING")]) if self._settings.cluster == "off" else _SLOTS
         within = max(OPEN_SECONDS, 2 * self._settings.stall * len(self._settings.seeds))
         try:
             async with asyncio.timeout(within):  # a server that says a byte now and then is never silent
                 self._settle(*await self._of_any(self._settings.seeds, question))
-        except TimeoutError:
+        except BaseException as error:
             self.close()
-            raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
             raise
 
-    async def ask(self, lane: Lane, request: Request) -> list[Any]:
-        """The reply to each command, from who has its key; a ``Refusal`` where that one could not be reached.
+    async def ask(self, lane: Lane, keys: Sequence[bytes], job: Job) -> list[Any]:
+        """The reply to each command, from who has its key, one of ``keys`` for each; a ``Refusal`` where that one could
+        not be reached.
 
         Raises:
             BackendError: the only one cannot be reached, or hangs.
@@ -111,63 +176,60 @@ class Router:
         Cancelling it returns at once; connections that were in use are closed.
         """
         if not self.clustered:
-            (node,) = self._nodes.values()
-            return await node.ask(lane, request.job)
+            (node,) = self.nodes.values()
+            return await node.ask(lane, job)
         await self.refresh()
-        replies: list[Any] = [_NOBODY] * len(request.keys)
-        groups = self._by_owner(request.keys)
+        replies: list[Any] = [None] * len(keys)
+        groups: Groups = {}
+        for i, key in enumerate(keys):
+            groups.setdefault((self.owner(key), False), []).append(i)
         for _ in range(REDIRECTIONS):
-            if not groups:  # at first: nobody has any of their slots
-                break
-            await self._round(lane, request.job, groups, replies)
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    (which, tasks.create_task(self._answers(lane, job.part(which), node, asking)))
+                    for (node, asking), which in groups.items()
+                ]
+            for which, task in asked:
+                for i, reply in zip(which, task.result(), strict=True):
+                    replies[i] = reply
             groups = self._redirected(groups, replies)
         return replies
 
     async def refresh(self) -> None:
-        """Read the map anew if it is known to be old. If nobody can be asked, the old one stays.
+        """Read the map anew if it is known to be old, at most once a second. Others use the old one meanwhile; it stays
+        if nobody can be asked.
 
         Cancelling it leaves the old one.
         """
-        if not self._due():
+        now = asyncio.get_running_loop().time()
+        if not self._stale or now < self._refreshed + REFRESH_SECONDS:
             return
-        async with self._refreshing:
-            if not self._due():
-                return
-            self._refreshed = asyncio.get_running_loop().time()
-            try:
-                known = sorted(self._nodes.values(), key=lambda node: not node.well)
-                addresses = [*(node.address for node in known), *self._settings.seeds]
-                address, reply = await self._of_any(addresses, _SLOTS)
-                if isinstance(reply, list):
-                    self._learn(address, reply)
-            except BackendError:
-                return
+        self._refreshed = now
+        with suppress(BackendError):
+            known = sorted(self.nodes.values(), key=lambda node: node.pause.health is not Health.WELL)
+            address, reply = await self._of_any([*(node.address for node in known), *self._settings.seeds], _SLOTS)
+            if isinstance(reply, list):
+                self._learn(address, reply)
 
-    def renew(self) -> None:
-        """Use no connection again: its server has changed sides. A cluster's map is old then, too."""
-        self._stale = True
-        for node in self._nodes.values():
-            node.retire()
-
-    def close(self) -> None:
-        """End all connections; requests under way fail."""
-        self._closed = True
-        for node in self._nodes.values():
-            node.close()
+    def close(self, *, idle: bool = False) -> None:
+        """End all connections, and requests under way fail; or those that are not in use, because a server has changed
+        sides: a cluster's map is old then, too."""
+        self._closed, self._stale = self._closed or not idle, True
+        for node in self.nodes.values():
+            node.close(idle=idle)
 
     # the map
-
-    def _due(self) -> bool:
-        return self._stale and asyncio.get_running_loop().time() >= self._refreshed + REFRESH_SECONDS
 
     def _settle(self, address: Address, reply: Any) -> None:
         """What the first answer says it is."""
         if isinstance(reply, list):
             self.clustered = True
             self._learn(address, reply)
-        elif isinstance(reply, Refusal) and reply.code not in _NO_CLUSTER:
+            return
+        self._owners = [self._node(address)]
+        if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # those are no cluster, or do not say
             raise Unavailable(f"{self._settings}: {reply.text}")
-        elif self._settings.cluster == "on" or len(self._settings.seeds) > 1:
+        if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
             raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
 
     def _learn(self, asked: Address, reply: Sequence[Any]) -> None:
@@ -176,97 +238,65 @@ class Router:
         for first, last, address in ranges:
             owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
-        self._forget_others()
-
-    def _forget_others(self) -> None:
-        """End the connections to those that have no slots any more, but not under a request."""
-        owners = {id(node) for node in self._owners}
-        for address, node in list(self._nodes.items()):
-            if id(node) not in owners and not node.busy:
+        known = set(owners)
+        for address, node in list(self.nodes.items()):
+            if node not in known and not node.asked:  # it has no slots any more, and no request
                 node.close()
-                del self._nodes[address]
+                del self.nodes[address]
 
     def _node(self, address: Address) -> Node:
-        if address not in self._nodes:
-            self._nodes[address] = Node(address, self._settings, self._counts)
+        if address not in self.nodes:
+            self.nodes[address] = Node(address, self._settings, self._counts)
             if self._closed:
-                self._nodes[address].close()
-        return self._nodes[address]
+                self.nodes[address].close()
+        return self.nodes[address]
 
     async def _of_any(self, addresses: Sequence[Address], job: Job) -> tuple[Address, Any]:
         """The first who answers, and the answer."""
-        failure: BackendError | None = None
+        failure: BackendError = Unavailable("no server is named")
         for address in dict.fromkeys(addresses):
             try:
                 (reply,) = await self._node(address).ask(Lane.WORDS, job)
+                return address, reply
             except BackendError as error:
                 failure = error
-            else:
-                return address, reply
-        assert failure is not None
         raise failure
 
     # a request
 
-    def _by_owner(self, keys: Sequence[bytes]) -> list[Group]:
-        groups: dict[int, Group] = {}
-        for i, key in enumerate(keys):
-            node = self._owners[slot_of(key)]
-            if node is None:
-                self._stale = True
-            elif id(node) in groups:
-                groups[id(node)].which.append(i)
-            else:
-                groups[id(node)] = Group(node, [i])
-        return list(groups.values())
+    async def _answers(self, lane: Lane, part: Job, node: Node | None, asking: bool) -> list[Any]:
+        """What ``node`` says to ``part``."""
+        try:
+            if node is not None:
+                return (await node.ask(lane, part.asking()))[1::2] if asking else await node.ask(lane, part)
+            refusal = _NOBODY
+        except BackendError as error:
+            refusal = Refusal(LOST, f"{LOST} {error}")
+        self._stale = True
+        return [refusal] * len(part.sinks)
 
-    async def _round(self, lane: Lane, job: Job, groups: Sequence[Group], replies: list[Any]) -> None:
-        """Ask all nodes at once."""
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(_ask(lane, job, group)) for group in groups]
-        await _settled_or_cancelled(tasks)
-        for group, task in zip(groups, tasks, strict=True):
-            error = task.exception()
-            if error is None:
-                answers = task.result()
-            elif isinstance(error, BackendError):
-                self._stale = True
-                answers = [Refusal(LOST, f"{LOST} {error}")] * len(group.which)
-            else:
-                raise error
-            for i, reply in zip(group.which, answers, strict=True):
-                replies[i] = reply
-
-    def _redirected(self, groups: Sequence[Group], replies: Sequence[Any]) -> list[Group]:
-        """Where to ask again, and for what."""
-        again: dict[tuple[Address, bool], Group] = {}
-        for i in (i for group in groups for i in group.which):
-            reply = replies[i]
-            if not isinstance(reply, Refusal) or reply.code not in ("MOVED", "ASK", "CLUSTERDOWN"):
-                continue
-            self._stale = self._stale or reply.code != "ASK"
-            if reply.code != "CLUSTERDOWN" and (named := self._named(reply)) is not None:
-                slot, node = named
-                asking = reply.code == "ASK"
-                if not asking:
-                    self._owners[slot] = node
-                again.setdefault((node.address, asking), Group(node, [], asking)).which.append(i)
-        return list(again.values())
-
-    def _named(self, reply: Refusal) -> tuple[int, Node] | None:
-        """The slot and the node in ``MOVED 3999 127.0.0.1:6381``; None where it is no such sentence. The host may be an
+    def _redirected(self, groups: Groups, replies: Sequence[Any]) -> Groups:
+        """Where to ask again, and for what. A redirection that names no slot and no port is none; the host may be an
         IPv6 address without brackets, or missing: the server does not know its own."""
-        match = _REDIRECTION.match(reply.text)
-        if match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
-            return None
-        return int(match[1]), self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+        again: Groups = {}
+        for i in (i for which in groups.values() for i in which):
+            reply = replies[i]
+            code = reply.code if isinstance(reply, Refusal) else ""
+            self._stale = self._stale or code in ("MOVED", "CLUSTERDOWN")
+            match = _REDIRECTION.match(reply.text) if code else None
+            if match is not None and int(match[1]) < SLOTS and 0 < int(match[3]) < 65536:
+                node = self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+                if code == "MOVED":
+                    self._owners[int(match[1])] = node
+                again.setdefault((node, code == "ASK"), []).append(i)
+        return again
 
 
 def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
-    """First and last slot and the server that has them, of what CLUSTER SLOTS says.
+    """First and last slot and the server that has them, of what ``asked`` said to CLUSTER SLOTS.
 
     Raises:
-        ProtocolError: it says something else.
+        ProtocolError: it said something else.
     """
     match entry:
         case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
@@ -274,22 +304,3 @@ def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
             if 0 <= first <= last < SLOTS and 0 < port < 65536 and known.isascii():
                 return first, last, Address(known.decode() or asked.host, port)
     raise ProtocolError(f"{asked}: a map of the cluster that is none: {str(entry)[:200]}")
-
-
-async def _ask(lane: Lane, job: Job, group: Group) -> list[Any]:
-    part = job.part(group.which)
-    if not group.asking:
-        return await group.node.ask(lane, part)
-    replies = await group.node.ask(lane, part.asking())
-    return replies[1::2]
-
-
-async def _settled_or_cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Return when all are done. Cancelling it cancels them, and waits for that."""
-    try:
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await settled(tasks)
-        raise

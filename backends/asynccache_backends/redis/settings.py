@@ -18,9 +18,7 @@ from asynccache.errors import ConfigError
 from asynccache.storage import ParsedUrl, parse_place
 
 ENVIRONMENT = "ASYNCCACHE_REDIS_"
-DEFAULT_PORT = 6379
 OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
-CLUSTER = ("auto", "on", "off")
 
 _PREFIX = re.compile(r"[!-z|~]{1,128}")
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
@@ -64,11 +62,10 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     Raises:
         ConfigError: the message names the option, and never the user's part of the URL.
     """
-    _allow_only_ours(url)
+    url.allow_only(OPTIONS)
     user, at, place = url.path.rpartition("@")
     username, _, password = user.partition(":")
     hosts, _, database = place.partition("/")
-    said = _Said(url, environment)
     prefix = url.options.get("prefix", "asynccache:")
     if _PREFIX.fullmatch(prefix) is None:
         raise ConfigError(f"storage option prefix={prefix!r}: 1 to 128 printable ASCII characters, no space, no braces")
@@ -80,37 +77,21 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
         database=_number("database", database or "0", 0),
         username=unquote(username) if at else environment.get(f"{ENVIRONMENT}USERNAME", ""),
         password=unquote(password) or environment.get(f"{ENVIRONMENT}PASSWORD", ""),
-        tls=_tls(said) if url.scheme == "rediss" else None,
+        tls=_tls(url, environment) if url.scheme == "rediss" else None,
         tls_name=url.options.get("tls_name", ""),
         prefix=prefix.encode(),
         ttl=_span("ttl", url.options.get("ttl", "0")),
-        cluster=url.choice("cluster", CLUSTER),
+        cluster=url.choice("cluster", ("auto", "on", "off")),
         connections=_number("connections", url.options.get("connections", "4"), 1),
         stall=_span("stall", url.options.get("stall", "5")) or _span("stall", "nothing"),
     )
-
-
-def _allow_only_ours(url: ParsedUrl) -> None:
-    """Names the option and not its value: who writes ``?password=`` should not read it in a log."""
-    for name in url.options:
-        if name not in OPTIONS:
-            raise ConfigError(f"storage: {url.scheme} has no option {name!r}; one of {', '.join(OPTIONS)}")
-
-
-class _Said(NamedTuple):
-    url: ParsedUrl
-    environment: Mapping[str, str]
-
-    def path(self, name: str) -> str | None:
-        """An option that is a file, or the environment's."""
-        return self.url.options.get(name) or self.environment.get(ENVIRONMENT + name.upper()) or None
 
 
 def _address(text: str) -> Address:
     place = parse_place(text)
     if place is None:
         raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return Address(place.host, place.port or DEFAULT_PORT)
+    return Address(place.host, place.port or 6379)
 
 
 def _number(name: str, text: str, least: int) -> int:
@@ -127,12 +108,14 @@ def _span(name: str, text: str) -> float:
     return float(match[1]) * _SPANS[match[2]]
 
 
-def _tls(said: _Said) -> ssl.SSLContext:
+def _tls(url: ParsedUrl, environment: Mapping[str, str]) -> ssl.SSLContext:
     """Certificates of servers are always verified: against ``ca``, or what the system trusts."""
+    names = ("ca", "cert", "key")
+    ca, cert, key = (url.options.get(name) or environment.get(ENVIRONMENT + name.upper()) or None for name in names)
     try:
-        context = ssl.create_default_context(cafile=said.path("ca"))
-        if cert := said.path("cert"):
-            context.load_cert_chain(cert, said.path("key"))
+        context = ssl.create_default_context(cafile=ca)
+        if cert:
+            context.load_cert_chain(cert, key)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"storage options ca, cert, key: {error}") from None
     return context
