@@ -199,9 +199,9 @@ class Transfers:
         if not crowded:
             return True
         self._world.pin(end, HOST, 0)
-        room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)
+        made = self.room.make_gently(needs) if gently else self.room.make(HOST, needs, _UNBOUNDED) is Room.FREE
         self._world.unpin(end, HOST, 0)
-        return room is Room.FREE
+        return made
 
     # load_back
 
