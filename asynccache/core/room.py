@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from asynccache.core.claims import Claims
-from asynccache.core.eviction import last_touch, take
+from asynccache.core.eviction import last_touch, take, withdraw
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
@@ -80,35 +80,57 @@ class RoomMaker:
         return Room.FREE
 
     def make_gently(self, needs: Sequence[int]) -> bool:
-        """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If that
-        would take one that may not go gently, or one that only becomes a candidate when another has gone, evict nothing
-        and return False."""
+        """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If one
+        would have to go that may not go gently, evict nothing and return False."""
         world, count = self._world, self._world.count
-        left = [shelf.slots.left for shelf in world.shelves[count:]]
         taken: list[tuple[Node, int]] = []
-        going: set[Node] = set()
-        enough = True
-        for c, need in enumerate(needs):
-            place = count + c
-            while enough and left[c] < need:
-                node = self.coldest(place, EARLY) or self.coldest(place, LATE)
-                if node is None:
-                    enough = False
-                    break
-                taken.append((node, place))
-                if node not in going:
-                    going.add(node)
-                    enough = self._may_go_gently(node)
-                    for also in range(self._first(node, place), count):
-                        if node.state[count + also] == PRESENT:
-                            left[also] += world.pages(node, also)
+        above: list[tuple[Node, int]] = []
+        enough = self._choose_gently(needs, taken, above)
+        for parent, stamp in reversed(above):
+            withdraw(parent, count)
+            parent.kids_host += 1
+            parent.stamp[0] = stamp
         for node, place in taken:
             if not enough:
                 world.offer(node, place)
-            elif node in going:
-                going.remove(node)
+            elif node.state[place] == PRESENT:  # else it went with another cell of its node
                 self.evict(node, place)
         return enough
+
+    def _choose_gently(
+        self, needs: Sequence[int], taken: list[tuple[Node, int]], above: list[tuple[Node, int]]
+    ) -> bool:
+        """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
+        ``taken``. Return False if it is not, or one may not go gently. A node whose last child is taken waits among the
+        others for the time being: each parent is added to ``above``, with the stamp that it had."""
+        world, count = self._world, self._world.count
+        left = [shelf.slots.left for shelf in world.shelves[count:]]
+        going: set[Node] = set()
+        for c, need in enumerate(needs):
+            place = count + c
+            while left[c] < need:
+                node = self.coldest(place, EARLY) or self.coldest(place, LATE)
+                if node is None:
+                    return False
+                taken.append((node, place))
+                if node in going:
+                    continue
+                if not self._may_go_gently(node):
+                    return False
+                going.add(node)
+                first = self._first(node, place)
+                for also in range(first, count):
+                    if node.state[count + also] == PRESENT:
+                        left[also] += world.pages(node, also)
+                if not first:
+                    parent = node.parent
+                    assert parent is not None
+                    above.append((parent, parent.stamp[0]))
+                    parent.kids_host -= 1
+                    if not parent.kids_host:
+                        world.recency.uncover(parent, node, 0)
+                        world.offer(parent, count)
+        return True
 
     def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an

@@ -88,6 +88,21 @@ def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
     assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [False, False, True]
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_can_wait_may_have_a_whole_path_evicted_or_nothing_of_it(stored: bool) -> None:
+    run = runtime(device=32, host=8)
+    run.insert("abcd")
+    run.complete(*run.in_flight(BackupHost))
+    run.complete(*run.in_flight(BackupStorage), status=Status.DONE if stored else Status.FAILED)
+    run.insert("abcdefgh")
+    run.complete(*run.in_flight(BackupHost))
+    run.complete(*run.in_flight(BackupStorage))
+    run.insert("ijklmn")
+    run.complete(*run.in_flight(BackupHost))
+    assert [holds_host(run, text) for text in ("abcd", "abcdefgh", "ijklmn")] == [not stored, not stored, stored]
+    run.audit()
+
+
 def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
     run = runtime(device=12, host=64)
     run.insert("abcd")
