@@ -375,8 +375,9 @@ class P2c(EvictionPolicy):
 
     def use(self, end: Node, forked: int, now: int) -> None:
         below, drawn = end.end, []
-        heat = since = forks = -1
+        heat = since = -1
         kind = gain = 0
+        forks = False
         node, parent = end, end.parent
         if parent is None:
             return
@@ -390,7 +391,7 @@ class P2c(EvictionPolicy):
                     known |= self.duel.draw() << HEAT
             if known & _HEAT != heat or last != since or (node.end <= forked) != forks:
                 if heat >= 0:
-                    self._count(heat, since, bool(forks), now, below - node.end)
+                    self._count(heat, since, forks, now, below - node.end)
                 below, heat, since, forks = node.end, known & _HEAT, last, node.end <= forked
                 after = (_USED_AND_FORKED if forks else _USED)[heat]
                 kind, gain = _CLASS[after], after - heat
@@ -399,7 +400,7 @@ class P2c(EvictionPolicy):
             if known > _HEAT:
                 drawn.append((node, kind))
             node, parent = parent, parent.parent
-        self._count(heat, since, bool(forks), now, below)
+        self._count(heat, since, forks, now, below)
         self._uses += 1
         if not self._uses % _LEARN_EVERY:
             self.curves.learn(now)
