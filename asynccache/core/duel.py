@@ -142,12 +142,22 @@ class Duel:
         found = asked = better = 0
         used = []
         above: _Seen | None = None
+        seen = self._seen
         for node, kind in path:
-            one = self._find(node)
-            asked += one.pages
-            found += one.pages * one.worthy
-            better += one.pages * (one.worthy - one.lately)
-            self._keep(one, above, kind, now)
+            known = seen.get(node.heat >> HEAT)
+            pages = node.end - node.parent.end  # type: ignore[union-attr]
+            one = known if known is not None and known.end == node.end and known.pages == pages else self._find(node)
+            asked += pages
+            if one.worthy:
+                found += pages
+                if not one.lately:
+                    better += pages
+            elif one.lately:
+                better -= pages
+            if one.worthy and one.kids and one.parent is above:
+                one.kind, one.used = kind, now
+            else:
+                self._keep(one, above, kind, now)
             used.append(one)
             above = one
         for one in reversed(used):

@@ -49,10 +49,10 @@ class Operation:
     ``slots``: device slots, by component, that belong to this operation alone until it closes. ``status``: None until
     the outcome is known; an outcome that is known may still have to wait for an operation above this one in the tree.
     ``doomed``: an operation on one of these nodes or above them has failed, so this one fails whatever its outcome.
-    ``leases``: the leases that must hear of a failure. ``pages``: how many pages of FULL it moves.
+    ``leases``: the leases that must hear of a failure.
     """
 
-    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "pages", "slots", "status")
+    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "slots", "status")
 
     def __init__(self, op: int, kind: Kind) -> None:
         self.id = op
@@ -62,7 +62,6 @@ class Operation:
         self.status: Status | None = None
         self.doomed = False
         self.leases: list[CoreLease] = []
-        self.pages = 0
 
     def __repr__(self) -> str:
         return f"<{self.kind.name} {self.id} {[node.end for node, _, _ in self.fragments]}{' doomed' * self.doomed}>"

@@ -136,17 +136,19 @@ class Matching:
 
     def use(self, end: Node, forked: int) -> None:
         """Tell the eviction policy, if it learns, that a request is over. The request used the path from the root to
-        ``end``, and still holds it. Cells of that path that wait to be evicted are put in order anew. ``forked``: the
-        page at which its text left the texts of earlier requests; 0: at none."""
+        ``end``, and still holds it. Cells of that path that wait in a queue of the policy are put in order anew: where
+        they wait depends on their uses. ``forked``: the page at which its text left the texts of earlier requests; 0:
+        at none."""
         world = self._world
         if not world.policy.learns:
             return
         world.policy.use(end, forked, world.recency.tick())
+        base, components = world.last_base, range(1 if world.policy.full_only else self._count)
         node, parent = end, end.parent
         while parent is not None:
-            for place, entry in enumerate(node.entry):
-                if entry is not None:
-                    world.reorder(node, place)
+            for c in components:
+                if node.entry[base + c] is not None and node.stamp[c] >= 0:
+                    world.reorder(node, base + c)
             node, parent = parent, parent.parent
 
     def leave(self, node: Node, begin: int) -> None:

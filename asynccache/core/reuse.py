@@ -378,31 +378,33 @@ class P2c(EvictionPolicy):
     # learning
 
     def use(self, end: Node, forked: int, now: int) -> None:
-        run, drawn = 0, []
-        heat = since = forks = -1
+        below, drawn = end.end, []
+        heat = since = -1
+        kind = gain = 0
+        forks = False
         node, parent = end, end.parent
+        if parent is None:
+            return
         while parent is not None:
-            pages, known = node.end - parent.end, node.heat
-            if not node.used:
+            known, last = node.heat, node.used
+            if not last:
                 if self._held:
                     self._return(node, parent, now)
-                known = node.heat if node.heat > _HEAT else node.heat | self.duel.draw() << HEAT
-            if known & _HEAT != heat or node.used != since or (node.end <= forked) != forks:
-                if run:
-                    self._count(heat, since, bool(forks), now, run)
-                heat, since, forks, run = known & _HEAT, node.used, node.end <= forked, 0
-            run += pages
-            after = (_USED_AND_FORKED if forks else _USED)[heat]
-            if known > _HEAT:
-                node.heat = known - heat + after
-                drawn.append((node, _CLASS[after]))
-            else:
-                node.heat = after
+                    known, last = node.heat, node.used
+                if known <= _HEAT:
+                    known |= self.duel.draw() << HEAT
+            if known & _HEAT != heat or last != since or (node.end <= forked) != forks:
+                if heat >= 0:
+                    self._count(heat, since, forks, now, below - node.end)
+                below, heat, since, forks = node.end, known & _HEAT, last, node.end <= forked
+                after = (_USED_AND_FORKED if forks else _USED)[heat]
+                kind, gain = _CLASS[after], after - heat
+            node.heat = known + gain
             node.used = now
+            if known > _HEAT:
+                drawn.append((node, kind))
             node, parent = parent, parent.parent
-        if not run:
-            return
-        self._count(heat, since, bool(forks), now, run)
+        self._count(heat, since, forks, now, below)
         self._uses += 1
         if not self._uses % _LEARN_EVERY:
             self.curves.learn(now)

@@ -7,7 +7,8 @@ host has no room for the backup, the device drops it where storage has it. Else 
 would keep is the last resort, and is counted.
 
 On the host, copies of what stays on the device go first, so that both tiers together hold as much as they can; then
-what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
+what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched. Nor
+is anything for a copy that can wait, if not all that would have to go for it may (``make_gently``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from asynccache.core.claims import Claims
-from asynccache.core.eviction import last_touch, take
+from asynccache.core.eviction import last_touch, take, withdraw
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
@@ -51,10 +52,9 @@ class RoomMaker:
         self._save = save
         self._claims = claims
 
-    def make(self, tier: int, needs: Sequence[int], steps: int, *, gently: bool = False) -> Room:
+    def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
         """Evict until ``needs[c]`` slots of every component are free on ``tier``, in at most ``steps`` steps, and
-        return what came of it. ``gently``: no host copy is evicted but one that storage has, and none that was made so
-        that its device cell can go."""
+        return what came of it."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True
@@ -72,14 +72,65 @@ class RoomMaker:
                 if steps <= 0:
                     return Room.SLICE
                 steps -= 1
-                if gently and not self._next_may_go_gently(place):
-                    return Room.SHORT
                 if self._evict_next(place, EARLY):
                     continue
                 verdict = self._late(place, need)
                 if verdict is not Room.FREE:
                     return verdict
         return Room.FREE
+
+    def make_gently(self, needs: Sequence[int]) -> bool:
+        """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If one
+        would have to go that may not go gently, evict nothing and return False."""
+        world, count = self._world, self._world.count
+        taken: list[tuple[Node, int]] = []
+        above: list[tuple[Node, int]] = []
+        enough = self._choose_gently(needs, taken, above)
+        for parent, stamp in reversed(above):
+            withdraw(parent, count)
+            parent.kids_host += 1
+            parent.stamp[0] = stamp
+        for node, place in taken:
+            if not enough:
+                world.offer(node, place)
+            elif node.state[place] == PRESENT:  # else it went with another cell of its node
+                self.evict(node, place)
+        return enough
+
+    def _choose_gently(
+        self, needs: Sequence[int], taken: list[tuple[Node, int]], above: list[tuple[Node, int]]
+    ) -> bool:
+        """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
+        ``taken``. Return False if it is not, or one may not go gently. A node whose last child is taken waits among the
+        others for the time being: each parent is added to ``above``, with the stamp that it had."""
+        world, count = self._world, self._world.count
+        left = [shelf.slots.left for shelf in world.shelves[count:]]
+        going: set[Node] = set()
+        for c, need in enumerate(needs):
+            place = count + c
+            while left[c] < need:
+                node = self.coldest(place, EARLY) or self.coldest(place, LATE)
+                if node is None:
+                    return False
+                taken.append((node, place))
+                if node in going:
+                    continue
+                if not self._may_go_gently(node):
+                    return False
+                going.add(node)
+                first = self._first(node, place)
+                for also in range(first, count):
+                    if node.state[count + also] == PRESENT:
+                        left[also] += world.pages(node, also)
+                if not first:
+                    parent = node.parent
+                    assert parent is not None
+                    above.append((parent, parent.stamp[0]))
+                    parent.kids_host -= 1
+                    if not parent.kids_host:
+                        world.recency.uncover(parent, node, 0)
+                        world.offer(parent, count)
+        return True
 
     def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
@@ -140,13 +191,9 @@ class RoomMaker:
         self._world.condemn(node, place)
         self.evict(node, place)
 
-    def _next_may_go_gently(self, place: int) -> bool:
-        """Return True if the next host copy to go is in storage, and was not made so that its device cell can go:
+    def _may_go_gently(self, node: Node) -> bool:
+        """Return True if the host copy of ``node`` is in storage, and was not made so that its device cell can go:
         whoever waits for that would have it saved anew, and find it gone again."""
-        node = self.coldest(place, EARLY) or self.coldest(place, LATE)
-        if node is None:
-            return False
-        self._world.offer(node, place)
         count, stored = self._world.count, self._world.stored(node)
         return not node.condemned and all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
@@ -245,9 +292,9 @@ class RoomMaker:
         which depend on it."""
         world = self._world
         count = world.count
-        tier, component = divmod(place, count)
+        tier = place // count
         base = tier * count
-        first = 0 if world.is_candidate(node, base) else component
+        first = self._first(node, place)
         for c in range(count - 1, first - 1, -1):
             if node.state[base + c] == PRESENT:
                 self._count(node, tier, first, c)
@@ -258,6 +305,11 @@ class RoomMaker:
                 world.vacate(node, base + c)
         if first == 0:
             world.remove_if_empty(node, tier)
+
+    def _first(self, node: Node, place: int) -> int:
+        """Return the first of the components that ``node`` gives up if its cell at ``place`` is evicted now."""
+        component = place % self._world.count
+        return 0 if self._world.is_candidate(node, place - component) else component
 
     def _count(self, node: Node, tier: int, first: int, component: int) -> None:
         """Count that ``component`` goes, with ``first`` and those between. What was given up on purpose is not lost,

@@ -199,9 +199,9 @@ class Transfers:
         if not crowded:
             return True
         self._world.pin(end, HOST, 0)
-        room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)
+        made = self.room.make_gently(needs) if gently else self.room.make(HOST, needs, _UNBOUNDED) is Room.FREE
         self._world.unpin(end, HOST, 0)
-        return room is Room.FREE
+        return made
 
     # load_back
 
@@ -236,7 +236,6 @@ class Transfers:
         op = world.ledger.open(BACKUP_STORAGE)
         for node, mask in todo:
             world.cover(op, node, mask)
-            op.pages += world.pages(node, 0)
         pages = []
         for c in range(count - 1, -1, -1):
             nodes_of = [node for node, mask in todo if mask >> c & 1]
@@ -448,7 +447,6 @@ class Transfers:
                 world.fill(node, place, taken, ARRIVING)
                 src[c] += held
                 dst[c] += taken
-        op.pages = len(src[0]) // SLOT_BYTES
         return tuple([Move(self._kinds[c], src[c], dst[c]) for c in range(count) if src[c]])
 
 

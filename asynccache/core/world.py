@@ -81,7 +81,8 @@ class World:
     """The tree, the shelves, the ledger, and the plan under construction.
 
     ``swa``: the number of the component that keeps a window; ``mamba``: the number of the one that does not divide; 0,
-    which is FULL's, if there is none. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``:
+    which is FULL's, if there is none. ``last_base``: the place of FULL on the last tier, where the policy of the cache
+    chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``:
     how many pages of FULL both tiers have. ``condemned_pages``: how many pages of FULL the device may drop at once.
     ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
     """
@@ -99,10 +100,10 @@ class World:
         capacities = [c.device for c in config.components] + [c.host for c in config.components]
         self.recency = Recency()
         self.policy = make_policy(config)
-        above = self.count if self.has_host else 0
+        self.last_base = self.count if self.has_host else 0
         self.shelves: list[Shelf] = []
         for place, capacity in enumerate(capacities):
-            chooses = place >= above and not (place % self.count and self.policy.full_only)
+            chooses = place >= self.last_base and not (place % self.count and self.policy.full_only)
             self.shelves.append(Shelf(place, capacity, self.policy if chooses else Lru()))
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.ledger = Ledger()

@@ -47,7 +47,8 @@ from asynccache.worker.stats import StageMeter
 PATIENCE = 0.5
 MOST_SAVES = 4
 """How often a prefetch waits for the pages before its own to be copied to the host. They may be gone again by the time
-it looks: backups that were deferred make room, too, and each would go on at the other's cost for ever."""
+it looks: two prefetches whose pages the host cannot hold together may each take the other's room, and nothing else
+bounds how often."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
 

@@ -69,6 +69,40 @@ def test_nothing_is_evicted_in_vain() -> None:
     assert run.reach("wxyz")[0] == 4
 
 
+def test_a_copy_that_can_wait_has_nothing_evicted_in_vain() -> None:
+    """The first copy that would have to go may go, the second may not: storage lacks it. The first one went all the
+    same, each time that the deferred backup was tried again, and a prefetch that hung its pages below it had it copied
+    again, for ever."""
+    run = runtime(device=32, host=8)
+    run.insert("abcd")
+    run.settle()
+    run.insert("efgh")
+    run.complete(*run.in_flight(BackupHost))
+    run.fail(*run.in_flight(BackupStorage))
+    run.insert("ijklmn")
+    run.settle()
+    assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [True, True, False]
+    assert run.core.statistics().evicted_host == 0
+    run.flush()
+    run.settle()
+    assert [holds_host(run, text) for text in ("abcd", "efgh", "ijklmn")] == [False, False, True]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_can_wait_may_have_a_whole_path_evicted_or_nothing_of_it(stored: bool) -> None:
+    run = runtime(device=32, host=8)
+    run.insert("abcd")
+    run.complete(*run.in_flight(BackupHost))
+    run.complete(*run.in_flight(BackupStorage), status=Status.DONE if stored else Status.FAILED)
+    run.insert("abcdefgh")
+    run.complete(*run.in_flight(BackupHost))
+    run.complete(*run.in_flight(BackupStorage))
+    run.insert("ijklmn")
+    run.complete(*run.in_flight(BackupHost))
+    assert [holds_host(run, text) for text in ("abcd", "abcdefgh", "ijklmn")] == [not stored, not stored, stored]
+    run.audit()
+
+
 def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
     run = runtime(device=12, host=64)
     run.insert("abcd")
@@ -189,6 +223,21 @@ def revisits(host: int, policy: str, storage: bool) -> int:
         run.insert(text)
         run.settle()
     return hits
+
+
+def test_a_copy_that_was_made_for_somebody_who_waits_is_not_given_up_for_one_that_can_wait() -> None:
+    run = runtime(device=12, host=4)
+    run.insert("abcd")
+    run.settle()
+    run.insert("efgh")
+    run.complete(*run.in_flight(BackupHost))
+    run.fail(*run.in_flight(BackupStorage))
+    run.insert("ijkl")
+    assert run.core.statistics().deferred_backups == 1
+    assert run.lease(spell("mnop")) is None, "it waits until the host has abcd"
+    run.complete(*run.in_flight(BackupHost))
+    assert run.reach("abcd")[1] == 4
+    assert run.lease(spell("mnop")) is not None
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 39, 46, 65, 67])

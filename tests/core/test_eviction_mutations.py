@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -31,8 +31,9 @@ def checks() -> list[Callable[[], None]]:
         *(lambda p=p: laws.test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wanted(p)
           for p in POLICIES),
         *(lambda p=p: laws.test_no_host_is_so_small_that_it_costs_hits(p, False) for p in POLICIES),
-        *(lambda s=s: laws.test_who_waits_alone_for_backups_gets_the_room_that_they_make(s)
-          for s in (3, 5, 39, 46, 65, 67)),
+        laws.test_a_copy_that_was_made_for_somebody_who_waits_is_not_given_up_for_one_that_can_wait,
+        laws.test_a_copy_that_can_wait_has_nothing_evicted_in_vain,
+        *(lambda s=s: laws.test_who_waits_alone_for_backups_gets_the_room_that_they_make(s) for s in (3, 5, 39)),
     ]  # fmt: skip
 
 
@@ -88,20 +89,32 @@ def what_is_saved_for_somebody_who_waits_is_not_marked(patch: Patch) -> None:
 
 
 def a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits(patch: Patch) -> None:
-    can_wait = RoomMaker._next_may_go_gently
+    can_wait = RoomMaker._may_go_gently
 
-    def stored(room: RoomMaker, place: int) -> bool:
-        node = room.coldest(place, EARLY) or room.coldest(place, LATE)
-        if node is None:
-            return False
+    def stored(room: RoomMaker, node: Node) -> bool:
         condemned, node.condemned = node.condemned, 0
-        room._world.offer(node, place)
         try:
-            return can_wait(room, place)
+            return can_wait(room, node)
         finally:
             node.condemned = condemned
 
-    patch.setattr(RoomMaker, "_next_may_go_gently", stored)
+    patch.setattr(RoomMaker, "_may_go_gently", stored)
+
+
+def what_can_wait_goes_as_far_as_it_may_whether_that_is_enough_or_not(patch: Patch) -> None:
+    def step_by_step(room: RoomMaker, needs: Sequence[int]) -> bool:
+        for place, need in enumerate(needs, room._world.count):
+            while room._world.shelves[place].slots.left < need:
+                node = room.coldest(place, EARLY) or room.coldest(place, LATE)
+                if node is None:
+                    return False
+                room._world.offer(node, place)
+                if not room._may_go_gently(node):
+                    return False
+                room.evict(node, place)
+        return True
+
+    patch.setattr(RoomMaker, "make_gently", step_by_step)
 
 
 def what_is_wanted_again_leaves_all_the_same(patch: Patch) -> None:
@@ -126,6 +139,7 @@ RULES: tuple[Rule, ...] = (
     a_copy_of_what_is_about_to_leave_counts_as_a_duplicate,
     what_is_saved_for_somebody_who_waits_is_not_marked,
     a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits,
+    what_can_wait_goes_as_far_as_it_may_whether_that_is_enough_or_not,
     what_is_wanted_again_leaves_all_the_same,
     nothing_is_saved_ahead,
     a_full_host_takes_copies_of_what_is_committed,

@@ -35,7 +35,6 @@ UNREACHED = {
     r"CacheCore\.active_|Order\.entries|SlotPool\.free": "read by the audit and by tools",
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
-    r"_next_may_go_gently: return False": "the room that was made sure of before is taken from what is there",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
 }  # fmt: skip
 """Statements that no world reaches, by what they look like in a line of ``Point``, and why."""
