@@ -75,8 +75,7 @@ def _examined(name: str) -> Report:
 async def measured(device: Any) -> Report:
     """Return what ``device`` is and how fast it is, and close it. If this is cancelled, copies are left in flight,
     which end by themselves."""
-    from asynccache.cli.cuda_copies import by_path, measure
-    from asynccache.cli.cuda_waking import wake_up
+    from asynccache.cli.cuda_copies import by_path, measure, wake_up
 
     identity = device.driver.identity()
     try:
