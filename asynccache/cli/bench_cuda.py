@@ -17,6 +17,7 @@ import torch
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli import cuda_copies
+from asynccache.cli.charts import Chart, Row
 from asynccache.cli.devices import gpu
 from asynccache.cli.meter import spread
 from asynccache.cli.parsing import POSITIVE, integer
@@ -187,24 +188,22 @@ def goals(figures: Figures) -> Iterator[Goal]:
     """Yield every goal, in the order in which the table has them."""
     wake, leases = figures["wake_up"], figures["leases"]
     for row in figures["copies"]["pieces"]:
-        name = f"{row['direction']}, pieces of {row['width'] >> 10} KiB: share of one large copy"
+        name = f"{row['direction']}, {row['width'] >> 10} KiB pieces: of one copy"
         yield Goal(name, row["share"], SHARE.get(row["width"], 0.0), least=True)
     yield Goal("call to coroutine, p50: µs", wake["p50_us"], WAKE_P50_US)
     yield Goal("call to coroutine, p99: µs", wake["p99_us"], WAKE_P99_US)
-    name = f"load of {leases['layers']} layers beside computing: share of the longer of the two"
+    name = f"load of {leases['layers']} layers beside computing: of the longer"
     yield Goal(name, leases["ratio"], LAYER_WISE)
 
 
-def table(figures: Figures) -> str:
-    """Return the figures as lines for people."""
-    return "\n".join(_told(figures))
-
-
-def _told(figures: Figures) -> Iterator[str]:
-    yield figures["device"]["name"]
-    yield from cuda_copies.told(figures["copies"])
-    yield "wait_layer in the caller's thread, µs: p50 {wait_layer_p50_us}, max {wait_layer_max_us}".format(
-        **figures["leases"])  # fmt: skip
-    for goal in figures["goals"]:
-        yield f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})"
-    yield f"{figures['met']} goals met, {figures['missed']} missed"
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield every figure beside its goal."""
+    rows = [Row(goal.figure, [goal.value, goal.limit if goal.least else None, None if goal.least else goal.limit],
+                missed=not goal.met) for goal in goals(figures)]
+    columns = (("value", "l1"), ("at least", "limit"), ("at most", "limit"))
+    yield Chart("goals", figures["device"]["name"], columns, rows, "value, in its unit", [
+        *cuda_copies.told(figures["copies"]),
+        "wait_layer in the caller's thread, µs: p50 {wait_layer_p50_us}, max {wait_layer_max_us}".format(
+            **figures["leases"]),
+        f"{figures['met']} goals met, {figures['missed']} missed",
+    ])  # fmt: skip

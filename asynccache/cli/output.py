@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from asynccache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asynccache.cli.charts import Chart
 
 
 def debugging() -> bool:
@@ -56,15 +59,15 @@ def dump(report: Mapping[str, Any], path: str) -> None:
         _write(path, text, "w")
 
 
-def write_page(report: Mapping[str, Any], path: str) -> None:
-    """Write the page with plots to ``path``. Blocking.
+def write_page(report: Mapping[str, Any], path: str, charts: Iterable[Chart] = ()) -> None:
+    """Write the page with plots to ``path``; ``charts``: of the report of a benchmark. Blocking.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     from asynccache.cli.reports import page
 
-    _write(path, page(report), "w", "--report")
+    _write(path, page(report, charts), "w", "--report")
 
 
 def _write(path: str, text: str, mode: str, option: str = "--json") -> None:

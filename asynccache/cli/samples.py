@@ -1,4 +1,4 @@
-"""Samples of a run's counters over time, a few hundred at most, and the ages of the pages that were evicted.
+"""Samples of a run's counters over time, a few hundred at most.
 
 A sample holds the counters' values and not their increases, so every other sample can be dropped without losing
 anything but detail. That is done, and the time between samples is doubled, whenever there are too many. Taking a sample
@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.meter import LAGS_MS, Meter, Samples
+from asynccache.cli.meter import Meter, Samples
 from asynccache.cli.tally import Tally
 
 if TYPE_CHECKING:
-    from asynccache.core.eviction import Recency
     from asynccache.runtime.cache import AsyncCache
 
 EVERY = 0.25
 LIMIT = 480
-AGES_S = tuple(2.0**i for i in range(-1, 16))
-TIERS = ("device", "host")
 
 
 class Sample(NamedTuple):
@@ -47,47 +42,6 @@ class Sample(NamedTuple):
     lag_s: float
 
 
-class Ages:
-    """A histogram of how long evicted pages had not been used, in seconds of the run.
-
-    The core stamps pages with a clock of its own, which under ``replay`` is the trace's. So ``mark`` notes the core's
-    latest stamp beside the time; between two marks, time is taken to have passed evenly.
-    """
-
-    def __init__(self, recency: Recency, clock: Callable[[], float] = time.monotonic) -> None:
-        self._recency = recency
-        self._clock = clock
-        self._touches = array("q")
-        self._times = array("d")
-        self.pages = [[0] * (len(AGES_S) + 1) for _ in TIERS]
-        self.mark()
-
-    def mark(self) -> None:
-        """Note the core's latest stamp and the time."""
-        self._touches.append(self._recency.now)
-        self._times.append(self._clock())
-
-    def evicted(self, tier: int, touched: int, pages: int) -> None:
-        """Count a node of ``pages`` pages that the core evicts from ``tier``; ``touched``: the stamp of its last
-        use."""
-        age = self._clock() - self._time_of(touched)
-        self.pages[tier][bisect_left(AGES_S, age)] += pages
-
-    def _time_of(self, touched: int) -> float:
-        after = bisect_right(self._touches, touched)
-        if after == len(self._touches):
-            return self._times[-1]
-        if after == 0:
-            return self._times[0]
-        low, high = self._touches[after - 1], self._touches[after]
-        share = (touched - low) / (high - low)
-        return self._times[after - 1] + share * (self._times[after] - self._times[after - 1])
-
-    def report(self) -> dict[str, Any]:
-        """The histogram as plain values. The last count of each tier is of pages older than all bounds."""
-        return {"bounds_s": list(AGES_S), **{name: list(self.pages[tier]) for tier, name in enumerate(TIERS)}}
-
-
 class Sampler:
     """Samples one run. To be used in the loop's thread only."""
 
@@ -98,9 +52,6 @@ class Sampler:
         self._every = EVERY
         self._samples: list[Sample] = []
         self._stages: tuple[str, ...] = tuple(cache.statistics().stages)
-        world = cache.core.world
-        self._ages = Ages(world.recency)
-        world.on_evict = self._ages.evicted
 
     async def run(self) -> None:
         """Take samples until cancelled."""
@@ -110,20 +61,14 @@ class Sampler:
 
     def take(self) -> None:
         """Take one sample now."""
-        self._ages.mark()
         self._samples.append(self._look())
         if len(self._samples) > LIMIT:
             self._samples = thinned(self._samples)
             self._every *= 2
 
     def report(self) -> dict[str, Any]:
-        """The parts of the report that are over time: ``series`` by column, ``eviction_age``,
-        ``loop_lag_histogram``."""
-        return {
-            "series": columns(self._samples, self._stages),
-            "eviction_age": self._ages.report(),
-            "loop_lag_histogram": {"bounds_ms": list(LAGS_MS), "counts": self._meter.lag_histogram()},
-        }
+        """The samples as plain values, see ``columns``."""
+        return columns(self._samples, self._stages)
 
     def _look(self) -> Sample:
         statistics, tally = self._cache.statistics(), self._tally

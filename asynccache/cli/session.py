@@ -212,7 +212,7 @@ class Session:
             if ending is not None:
                 ending.cancel()
             sampler.take()
-            self._over_time = sampler.report()
+            self._over_time = {"series": sampler.report()}
             for task in (showing, sampling):
                 task.cancel()
                 with suppress(asyncio.CancelledError):

@@ -151,8 +151,8 @@ def test_the_benchmark_measures_everything_that_was_asked_for_with_its_goal(
 
 
 ISSUE = [
-    "device to host, pieces of 4 KiB: share of one large copy", "call to coroutine, p50: µs",
-    "call to coroutine, p99: µs", "load of 4 layers beside computing: share of the longer of the two",
+    "device to host, 4 KiB pieces: of one copy", "call to coroutine, p50: µs",
+    "call to coroutine, p99: µs", "load of 4 layers beside computing: of the longer",
 ]
 
 
@@ -173,7 +173,9 @@ def test_the_command_tells_every_goal_as_met_or_missed(
     assert figures["met"] + figures["missed"] == len(names)
     said = capsys.readouterr().err
     for goal in figures["goals"]:
-        assert f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})" in said
+        (line,) = (line for line in said.splitlines() if line.startswith(goal["figure"][:40]))
+        assert line.endswith("  missed") is not goal["met"]
+        assert line.removesuffix("  missed").split()[-1] == goal["goal"].split()[-1]
     assert "wait_layer in the caller's thread" in said
 
 
