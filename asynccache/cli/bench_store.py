@@ -31,8 +31,8 @@ from asynccache.cli.charts import Chart, Row
 from asynccache.cli.loops import loop_factory
 from asynccache.cli.meter import spread
 from asynccache.cli.options import LOOPS
+from asynccache.cli.output import Progress
 from asynccache.cli.parsing import integer
-from asynccache.cli.progress import Progress
 from asynccache.cli.text import size as shown
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import (

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
-_NARROW = 72
 
 
 class Snapshot(NamedTuple):
@@ -147,7 +146,7 @@ def panel(now: Snapshot, width: int = _WIDTH) -> RenderableType:
     from rich.text import Text
 
     width = min(width, _WIDTH)
-    shown = rows(now) if width >= _NARROW else narrow_rows(now)
+    shown = rows(now)
     head = Table.grid(padding=(0, 1, 0, 0), expand=True)
     head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     head.add_column(justify="right", no_wrap=True)
@@ -167,34 +166,17 @@ def panel(now: Snapshot, width: int = _WIDTH) -> RenderableType:
 
 
 def rows(now: Snapshot) -> list[tuple[str, str]]:
-    """Name and text of each line of a panel of 72 columns or more."""
-    tiers = "   ".join(f"{name} {bar(share, 8):<8} {100 * share:3.0f} %" for name, share in now.tiers)
-    moves = " · ".join(f"{name} {rate / (1 << 20):.1f}" for name, rate in now.stages) + " MiB/s"
-    wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
-    return [
-        ("requests", f"{number(now.served)} served · {now.running} running · {number(now.cancelled)} cancelled · "
-                     f"{number(now.failed)} failed · {now.rate:.0f}/s"),
-        ("hits", f"{percent(sum(now.hits), now.tokens)} of prompt tokens: " + " · ".join(
-            f"{name} {percent(tokens, now.tokens)}"
-            for name, tokens in zip(("device", "host", "storage"), now.hits, strict=True))),
-        ("in use", tiers),
-        ("moving", moves),
-        ("verified", f"{number(now.verified)} pages, {wrong}"),
-        ("loop lag", f"p99 {milliseconds(now.lag[0])} · max {milliseconds(now.lag[1])} · memory {size(now.memory)}"),
-    ]
-
-
-def narrow_rows(now: Snapshot) -> list[tuple[str, str]]:
-    """Name and text of each line of a narrow panel: shorter words, and a line for each tier and stage."""
+    """Name and text of each line of the panel: one for each tier and stage, so that none needs more than 40 columns."""
     wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
     ended = ((now.cancelled, "cancelled"), (now.failed, "failed"))
     gone = [f"{number(count)} {name}" for count, name in ended if count]
     return [
-        ("requests", f"{number(now.served)} · {now.running} running"),
+        ("requests", f"{number(now.served)} served · {now.running} running"),
         ("", f"{now.rate:.0f}/s" + "".join(f" · {text}" for text in gone)),
         ("hits", f"{percent(sum(now.hits), now.tokens)} of tokens"),
         *((name, f"{bar(share, 10):<10} {100 * share:3.0f} %") for name, share in now.tiers),
         *((name, f"{rate / (1 << 20):.1f} MiB/s") for name, rate in now.stages),
         ("verified", f"{number(now.verified)}, {wrong}"),
         ("lag", f"p99 {milliseconds(now.lag[0])} · max {milliseconds(now.lag[1])}"),
+        ("memory", size(now.memory)),
     ]
