@@ -18,9 +18,8 @@ import torch
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli import cuda_copies
 from asynccache.cli.charts import Chart, Row
-from asynccache.cli.devices import gpu
 from asynccache.cli.meter import spread
-from asynccache.cli.parsing import POSITIVE, integer
+from asynccache.cli.parsing import POSITIVE, gpu, integer
 from asynccache.cli.text import first_line
 from asynccache.errors import ConfigError
 

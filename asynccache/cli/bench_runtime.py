@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from asynccache.cli.charts import Chart, Row
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import LOOPS
 from asynccache.cli.parsing import NOT_NEGATIVE, integer
 from asynccache.config import CacheConfig, Full

@@ -28,7 +28,7 @@ import numpy as np
 
 from asynccache.cli.bench_raw import OpenRaw, copy, page_memory, raw_client
 from asynccache.cli.charts import Chart, Row
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.machine import loop_factory
 from asynccache.cli.meter import spread
 from asynccache.cli.options import LOOPS
 from asynccache.cli.output import Progress

@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from asynccache import compiled
-from asynccache.cli.devices import gpu
+from asynccache.cli.parsing import gpu
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from asynccache import checks
-from asynccache.cli.devices import check_device
-from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, choice, integer, like, port
-from asynccache.cli.replicas import check_replicas
+from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, check_device, choice, integer, like, port
+from asynccache.cli.pool_options import PRESET, check_replicas, check_sidecars
 from asynccache.cli.runfile import Told, cache_of, options_of, told
-from asynccache.cli.sidecars import PRESET, check_sidecars
 from asynccache.config import CacheConfig, split_urls
 from asynccache.configuration import File, read_file
 from asynccache.configuration.settings import CACHE, COMPONENTS, Setting

@@ -13,14 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from asynccache import AsyncCache
-from asynccache.cli import leaks, output, report
+from asynccache.cli import output, report
 from asynccache.cli.capacity import capacity
-from asynccache.cli.devices import make_device
-from asynccache.cli.display import Display, choose
+from asynccache.cli.display import Display, Watch, choose
 from asynccache.cli.engine import Engine, StandInEngine
 from asynccache.cli.entry import INTERRUPTED
-from asynccache.cli.faulty import device_faults, faulty_stores
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Next, Presses
@@ -32,7 +30,6 @@ from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
 from asynccache.cli.tally import Paths, Tally
 from asynccache.cli.trace import TraceClock, TraceRequest, TraceSource, read_trace, survey
-from asynccache.cli.watch import Watch, facts
 from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
@@ -135,7 +132,7 @@ class Session:
         before = asyncio.all_tasks()
         source, config = await self._prepare()
         found = await self._carried_out(config, source)
-        left: leaks.Leaks = found.pop("left", leaks.Leaks())
+        left: report.Leaks = found.pop("left", report.Leaks())
         left = left._replace(tasks=left.tasks + len(asyncio.all_tasks() - before))
         if any(left):
             self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
@@ -250,8 +247,8 @@ class Session:
             audit.check(core, idle=idle)
         except InvariantViolation as error:
             self._tally.problem(f"a law of the core is broken: {error}")
-        left = leaks.look(core) if idle else leaks.Leaks()  # operations still in flight hold pages rightly
-        return {"left": left, **facts(cache, self._settings.page_size)}
+        left = report.look(core) if idle else report.Leaks()  # operations still in flight hold pages rightly
+        return {"left": left, **report.facts(cache, self._settings.page_size)}
 
     async def _flush(self, cache: AsyncCache) -> None:
         try:

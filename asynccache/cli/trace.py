@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import aiofiles
 
-from asynccache.cli.request import BLOCK_TOKENS, RunRequest, Tokens
-from asynccache.cli.tokens import block_tokens, stream_tokens
+from asynccache.cli.request import BLOCK_TOKENS, RunRequest, Tokens, block_tokens, stream_tokens
 from asynccache.errors import AsyncCacheError
 
 _FIELDS: Mapping[str, tuple[bool, int, int]] = {

@@ -8,9 +8,9 @@ import torch
 
 from asynccache.cli.engine import Piece, StandInEngine, Verdict
 from asynccache.cli.options import resolve_options
+from asynccache.cli.pool_options import check_replicas, replicate
 from asynccache.cli.ranked.engine import complaint, packed, understood, unpacked
 from asynccache.cli.ranked.shard import shard_config, store_url
-from asynccache.cli.replicas import check_replicas, replicate
 from asynccache.cli.sizing import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind

@@ -25,7 +25,7 @@ _LOOK = 0.02
 
 class Duty(NamedTuple):
     """What the command tells a rank at its start. ``faults``: the share of copies and of stores' calls that have
-    faults; see ``asynccache.cli.faulty``. ``delay``: for how many seconds at most the rank waits before each batch."""
+    faults; see ``asynccache.cli.machine``. ``delay``: for how many seconds at most the rank waits before each batch."""
 
     rank: int
     address: str

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from asynccache.cli.devices import make_device
 from asynccache.cli.engine import StandInEngine, Verdict
-from asynccache.cli.faulty import device_faults, faulty_stores
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter, peak_rss
 from asynccache.cli.ranked.crew import Duty
 from asynccache.cli.ranked.engine import complaint, unpacked

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asynccache import AsyncCache
-from asynccache.cli import leaks, report
+from asynccache.cli import report
 from asynccache.cli.ranked.crew import Crew, Duty, Member
 from asynccache.cli.ranked.engine import RankedEngine
 from asynccache.cli.ranked.shard import shard_config, store_url
@@ -71,7 +71,7 @@ class RankedSession(Session):
         if len(accounts) == len(self._crew.members):
             self._tally.verified = sum(account["verify"]["pages"] for account in accounts)
             self._tally.mismatches = sum(account["verify"]["mismatches"] for account in accounts)
-        left: leaks.Leaks = found.pop("left", leaks.Leaks())
+        left: report.Leaks = found.pop("left", report.Leaks())
         return found | {"left": left._replace(tasks=sum(account["leaks"]["tasks"] for account in accounts))}
 
     async def _over_ranks(
