@@ -35,7 +35,6 @@ from asynccache.worker.gathering import Workers, listen
 from asynccache.worker.given import Given
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.joining import joined
-from asynccache.worker.link import StreamLink
 from asynccache.worker.performing import Performer
 from asynccache.worker.serving import connect
 from asynccache.worker.sockets import SECRET
@@ -47,7 +46,6 @@ RANKS = (2, 4)
 PLAN = 64
 PAGES = 32
 WARM = 50
-IDLE = 2.0
 TIMEOUT = 30.0
 GOAL_RATIO = 1.5
 GOAL_CPU_US = 30.0
@@ -77,8 +75,8 @@ def charts(figures: Figures) -> Iterator[Chart]:
             for count, found in figures["workers"].items() for name in ("one", "plan") for one in [found[name]]]
     yield Chart("ranks", "Operations on their way to workers and back: µs",
                 (("p50", "l1"), ("p99", "l2"), ("echo p50", "limit"), ("ratio", "")), rows, "µs", [
-        f"{count} workers: the head's CPU an operation and worker {found['cpu_us']:.1f} µs; idle: "
-        f"{found['idle_bytes']} bytes in {IDLE:g} s" for count, found in figures["workers"].items()
+        f"{count} workers: the head's CPU an operation and worker: {found['cpu_us']:.1f} µs"
+        for count, found in figures["workers"].items()
     ])  # fmt: skip
 
 
@@ -116,7 +114,6 @@ async def _with_group(workers: Workers, processes: Sequence[subprocess.Popen[byt
             found[name] = await _turns(head, echo, size, rounds if size == 1 else max(10, rounds // 5))
             echo.close()
         found["cpu_us"] = await _cpu(head, len(ports), max(10, rounds // 5))
-        found["idle_bytes"] = await _idle(group)
         return found
     finally:
         await group.aclose(1.0)
@@ -243,32 +240,6 @@ async def _cpu(head: Head, workers: int, rounds: int) -> float:
     for plan in plans:
         await head.way(plan)
     return round((time.process_time() - began) / (rounds * PLAN * workers) * 1e6, 2)
-
-
-async def _idle(group: WorkerGroup) -> int:
-    """Return how many bytes the head sends in ``IDLE`` seconds while nothing is in flight."""
-    sent: list[int] = []
-    links = [cast("StreamLink", link) for link in group._wire.links]
-    for link in links:
-        link._transport = cast("Any", _Noting(link._transport, sent))
-    await asyncio.sleep(IDLE)
-    return sum(sent)
-
-
-class _Noting:
-    """A wrapper of a transport that notes in ``sent`` how many bytes each write has."""
-
-    def __init__(self, transport: Any, sent: list[int]) -> None:
-        self._transport = transport
-        self._sent = sent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Note how many bytes ``data`` has, and write it."""
-        self._sent.append(len(data))
-        self._transport.write(data)
 
 
 # a worker

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,34 +24,20 @@ EVERY = 0.25
 LIMIT = 480
 
 
-class Sample(NamedTuple):
-    """Counters since the start of the run, at second ``t_s``. Three fields differ: ``l1`` and ``l2`` are the shares of
-    FULL's pages in use at that moment, and ``lag_s`` is the worst lateness of the loop since the sample before."""
-
-    t_s: float
-    tokens: int
-    device: int
-    host: int
-    storage: int
-    l1: float
-    l2: float
-    l3_bytes: int
-    evicted_device: int
-    evicted_host: int
-    moved: tuple[int, ...]
-    lag_s: float
-
-
 class Sampler:
-    """Samples one run. To be used in the loop's thread only."""
+    """Samples one run. To be used in the loop's thread only.
+
+    The figures of a sample are counts since the start of the run, at second ``t_s``. Three differ: ``l1`` and ``l2``
+    are the shares of FULL's pages in use at that moment, and ``lag_max_ms`` is the worst lateness of the loop since the
+    sample before.
+    """
 
     def __init__(self, cache: AsyncCache, tally: Tally, meter: Meter) -> None:
         self._cache = cache
         self._tally = tally
         self._meter = meter
         self._every = EVERY
-        self._samples: list[Sample] = []
-        self._stages: tuple[str, ...] = tuple(cache.statistics().stages)
+        self._taken: list[dict[str, Any]] = []
 
     async def run(self) -> None:
         """Take samples until cancelled."""
@@ -61,42 +47,35 @@ class Sampler:
 
     def take(self) -> None:
         """Take one sample now."""
-        self._samples.append(self._look())
-        if len(self._samples) > LIMIT:
-            self._samples = thinned(self._samples)
+        self._taken.append(self._look())
+        if len(self._taken) > LIMIT:
+            self._taken = thinned(self._taken)
             self._every *= 2
 
     def report(self) -> dict[str, Any]:
-        """The samples as plain values, see ``columns``."""
-        return columns(self._samples, self._stages)
+        """The samples as a list for each column; those of ``moved_bytes`` are by stage."""
+        columns = {name: [one[name] for one in self._taken] for name in self._taken[0]}
+        moved = columns["moved_bytes"]
+        return columns | {"moved_bytes": {stage: [one[stage] for one in moved] for stage in moved[0]}}
 
-    def _look(self) -> Sample:
+    def _look(self) -> dict[str, Any]:
         statistics, tally = self._cache.statistics(), self._tally
-        shares = [1 - shelf.free / shelf.capacity if shelf.capacity else 0.0
-                  for shelf in (statistics.device["full"], statistics.host["full"])]
-        return Sample(
-            round(self._meter.elapsed(), 3), tally.tokens, tally.device, tally.host, tally.storage,
-            round(shares[0], 4), round(shares[1], 4), int(statistics.storage.get("bytes", 0)),
-            statistics.core.evicted_device, statistics.core.evicted_host,
-            tuple(stage.bytes for stage in statistics.stages.values()), self._meter.worst_lag(),
-        )
+        l1, l2 = (round(1 - shelf.free / shelf.capacity, 4) if shelf.capacity else 0.0
+                  for shelf in (statistics.device["full"], statistics.host["full"]))
+        return {
+            "t_s": round(self._meter.elapsed(), 3), "tokens": tally.tokens, "device": tally.device, "host": tally.host,
+            "storage": tally.storage, "l1": l1, "l2": l2, "l3_bytes": int(statistics.storage.get("bytes", 0)),
+            "evicted_device": statistics.core.evicted_device, "evicted_host": statistics.core.evicted_host,
+            "moved_bytes": {name: stage.bytes for name, stage in statistics.stages.items()},
+            "lag_max_ms": round(self._meter.worst_lag() * 1e3, 3),
+        }
 
 
-def thinned(samples: Sequence[Sample]) -> list[Sample]:
+def thinned(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every other sample, beginning with the first. Each one that is kept takes over the lateness of the dropped sample
     before it if that is worse."""
-    left_out = [0.0, *(sample.lag_s for sample in samples[1::2])]
-    return [sample._replace(lag_s=max(sample.lag_s, lag)) for sample, lag in zip(samples[::2], left_out, strict=False)]
-
-
-def columns(samples: Sequence[Sample], stages: Sequence[str]) -> dict[str, Any]:
-    """One list for each column; ``lag_max_ms`` is the worst lateness since the sample before, in milliseconds."""
-    plain = [name for name in Sample._fields if name not in ("moved", "lag_s")]
-    return {
-        **{name: [getattr(sample, name) for sample in samples] for name in plain},
-        "moved_bytes": {name: [sample.moved[i] for sample in samples] for i, name in enumerate(stages)},
-        "lag_max_ms": [round(sample.lag_s * 1e3, 3) for sample in samples],
-    }
+    left_out = [0.0, *(one["lag_max_ms"] for one in samples[1::2])]
+    return [one | {"lag_max_ms": max(one["lag_max_ms"], lag)} for one, lag in zip(samples[::2], left_out, strict=False)]
 
 
 def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]:

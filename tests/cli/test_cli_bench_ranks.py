@@ -30,7 +30,6 @@ def test_what_an_operation_takes_beside_an_echo(tmp_path: Path, capsys: pytest.C
         assert one["ratio"] == pytest.approx(one["p50_us"] / one["echo_p50_us"], rel=0.01)
     assert figures["one"]["bytes"] * PLAN / 2 < figures["plan"]["bytes"] < figures["one"]["bytes"] * PLAN
     assert 0 < figures["cpu_us"] < 10 * GOAL_CPU_US
-    assert figures["idle_bytes"] == 0                  # the sign of life is not due within the time that is looked at
     said = capsys.readouterr().err
     assert "head's CPU an operation and worker" in said
     assert "2 workers, plan" in said

@@ -17,8 +17,8 @@ _BINS = 40
 
 def figures(report: Report) -> list[Figure]:
     """The figures that the report has data for."""
-    makers = (hits, capacity, first_token, filling, bandwidth, lag)
-    return [*(found for make in makers if (found := make(report)) is not None), *learned(report)]
+    makers = (hits, capacity, first_token, filling, bandwidth, lag, learned)
+    return [found for make in makers if (found := make(report)) is not None]
 
 
 def _seconds(value: float) -> str:
