@@ -104,7 +104,7 @@ class EngineStream:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.work: object = None
+        self.work: Any = None
 
     def begin(self, pieces: Sequence[Piece], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
         """Begin to fill these pages, or to verify them; returns the job's ``verdict``. If filling fails and nobody

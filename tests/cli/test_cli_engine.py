@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asynccache.cli.engine import EngineStream, Piece, StandInEngine, Verdict
+from asynccache.cli.engine import NOTHING, EngineStream, Piece, StandInEngine, Verdict
 from asynccache.cli.meter import run_delay
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.settings import ComponentKind
@@ -79,18 +79,23 @@ def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(
     waited = [0.0]
     monkeypatch.setattr("asynccache.cli.engine.run_delay", lambda: waited[0])
 
-    def waits(seconds: float) -> None:
+    def waits(seconds: float) -> Verdict:
         burn(0.05)
         waited[0] += seconds
+        return NOTHING
+
+    def sleeps() -> Verdict:
+        time.sleep(0.3)
+        return NOTHING
 
     assert engine.slowdown == 1.0
-    engine.submit(lambda: None)[0].result()
+    engine.submit(lambda: NOTHING)[0].result()
     assert engine.slowdown == 1.0, "so little tells nothing"
     engine.submit(lambda: waits(0.0))[0].result()
     assert engine.slowdown == 1.0
     engine.submit(lambda: waits(0.15))[0].result()
     assert engine.slowdown == pytest.approx(2.5, rel=0.2)
-    engine.submit(lambda: time.sleep(0.3))[0].result()
+    engine.submit(sleeps)[0].result()
     assert engine.slowdown == pytest.approx(2.5, rel=0.2), "who waits for something else is not slow"
 
 
