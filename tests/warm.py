@@ -35,7 +35,7 @@ SUBREAPER = 36
 IMPORTS = ("torch", "numpy", "msgspec", "uvloop")
 COMMANDS = (
     *IMPORTS, "asynccache.cli.main", "asynccache.cli.runner", "asynccache.cli.engine", "asynccache.cli.ranked.session",
-    "asynccache.cli.ranked.work", "asynccache.worker.local", "asynccache.worker.serving", "asynccache_backends.file",
+    "asynccache.worker.local", "asynccache.worker.serving", "asynccache_backends.file",
 )  # fmt: skip
 """For who runs many of our own commands."""
 MODELS = (*IMPORTS, "transformers.models.llama.modeling_llama")

@@ -1,7 +1,7 @@
-"""``asynccache bench cuda``: every figure of the CUDA device, with its goal, in one run.
+"""``asynccache bench cuda``: the figures of the CUDA device, each with its goal, in one run.
 
-Copies as a share of one large pinned copy of the same run, by either path; what they cost a computation beside them;
-how soon a coroutine goes on; what submitting costs; how well a load hides behind computing. Needs a GPU, and says so
+Copies as a share of one large pinned copy of the same run, by either path; how soon a coroutine goes on; and how well a
+load hides behind computing, as an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so
 without one.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from asynccache.cli.devices import gpu
-from asynccache.cli.parsing import POSITIVE, integer
+from asynccache import AsyncCache, CacheConfig, Full
+from asynccache.cli import cuda_copies
+from asynccache.cli.charts import Chart, Row
+from asynccache.cli.meter import spread
+from asynccache.cli.parsing import POSITIVE, gpu, integer
 from asynccache.cli.text import first_line
 from asynccache.errors import ConfigError
 
@@ -23,13 +27,10 @@ Figures = dict[str, Any]
 
 SHARE = {4 << 10: 0.6, 16 << 10: 0.85, 64 << 10: 0.95, 256 << 10: 0.95, 2 << 20: 0.95}
 """The share of the rate of one large copy that copies in pieces must reach, by the width of a piece in bytes."""
-BOTH_WIDTHS = (64 << 10, 2 << 20)
-BOTH, ONE = 80.0, 50.0
-"""The goal for both directions at once is ``BOTH`` GB/s, where one direction alone reaches ``ONE``."""
-SLOWER = {"dma": 0.03, "kernel": 0.08}
-WAKE_P50_US, WAKE_P99_US, LOOP_US_EACH = 80.0, 300.0, 5.0
-OFF_LOOP_US, ON_LOOP_US = 1000.0, 50.0
+WAKE_P50_US, WAKE_P99_US = 80.0, 300.0
 LAYER_WISE = 1.1
+LAYERS, SIDE = 32, 2048
+PAGES, PAGE_TOKENS, PAGE_BYTES = 512, 16, 2 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,6 @@ def run(args: argparse.Namespace) -> Figures:
 
 async def measure(device: Any, args: argparse.Namespace) -> Figures:
     """Return the figures of ``device``, which is closed at the end. Cancelling closes it as well."""
-    from asynccache.cli import cuda_compute, cuda_copies, cuda_leases, cuda_waking
     from asynccache.memory.cuda.cupy_driver import find
 
     index, size = int(device.name.partition(":")[2]), int(args.buffer * (1 << 30))
@@ -75,10 +75,8 @@ async def measure(device: Any, args: argparse.Namespace) -> Figures:
     try:
         async with cuda_copies.by_path(device) as ways:
             found["copies"] = cuda_copies.measure(device, ways, size, args.rounds)
-            found["both_directions"] = [cuda_copies.both(device, size, width, args.rounds) for width in BOTH_WIDTHS]
-            found["slow_down"] = cuda_compute.slow_down(ways, index, args.rounds)
-        found["waking"] = await cuda_waking.measure(device, args.samples)
-        found["leases"] = await cuda_leases.layer_wise(device, index, args.rounds)
+        found["wake_up"] = await cuda_copies.wake_up(device, args.samples)
+        found["leases"] = await layer_wise(device, index, args.rounds)
     finally:
         await device.aclose()
     reached = list(goals(found))
@@ -86,18 +84,99 @@ async def measure(device: Any, args: argparse.Namespace) -> Figures:
                     "missed": sum(not goal.met for goal in reached)}  # fmt: skip
 
 
+class Products:
+    """Products of two bf16 matrices with ``side`` rows and columns, on a stream of their own."""
+
+    def __init__(self, index: int, side: int) -> None:
+        self.stream = torch.cuda.Stream(device=index)  # type: ignore[no-untyped-call]
+        self._a, self._b = (torch.randn(side, side, dtype=torch.bfloat16, device=f"cuda:{index}") for _ in range(2))
+        self._out = torch.empty_like(self._a)
+        torch.cuda.synchronize(index)
+
+    def put(self, count: int) -> None:
+        """Enqueue ``count`` products. Returns at once."""
+        with torch.cuda.stream(self.stream):  # nothing may be awaited in here
+            for _ in range(count):
+                torch.mm(self._a, self._b, out=self._out)
+
+    def seconds(self, count: int) -> float:
+        """Return the seconds that the device takes for ``count`` products. Blocks until they are done."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record(self.stream)
+        self.put(count)
+        end.record(self.stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+async def layer_wise(device: Any, index: int, rounds: int) -> Figures:
+    """Measure a load of all layers, a computation that takes as long, and both together, where the computation of each
+    layer waits for the layer's load. Two prompts take turns on a device that holds one of them, so each lease finds all
+    of its prompt on the host. The time begins before the lease and ends with the last layer's computation. Returns the
+    figures, in seconds unless a name says otherwise. Cancelling it closes the cache; what is in flight ends by
+    itself."""
+    products = Products(index, SIDE)
+    full = Full(bytes_per_token=PAGE_BYTES // PAGE_TOKENS, layers=LAYERS, device_tokens=(PAGES + 8) * PAGE_TOKENS,
+                host_tokens=(2 * PAGES + 8) * PAGE_TOKENS)  # fmt: skip
+    config = CacheConfig(model="bench", components=(full,), page_size=PAGE_TOKENS, device=device.name)
+    async with AsyncCache(config, device=device) as cache:
+        prompts = _Prompts(cache, device, products)
+        for _ in range(4):  # both are computed, backed up and pushed out, then loaded: all is warm
+            await prompts.serve(0)
+        load = min([await prompts.serve(0) for _ in range(rounds)])
+        one = min(products.seconds(64) for _ in range(rounds)) / 64
+        each = max(1, round(load / LAYERS / one))
+        compute = min(products.seconds(each * LAYERS) for _ in range(rounds))
+        prompts.waits.clear()
+        together = min([await prompts.serve(each) for _ in range(rounds)])
+    waits = spread(prompts.waits, 1e6)
+    return {"layers": LAYERS, "load_s": round(load, 6), "compute_s": round(compute, 6),
+            "together_s": round(together, 6), "ratio": round(together / max(load, compute), 3),
+            "tokens": min(prompts.loaded), "wait_layer_p50_us": round(waits.p50, 2),
+            "wait_layer_max_us": round(waits.max, 2)}  # fmt: skip
+
+
+class _Prompts:
+    """Two prompts that are served by turns. ``waits``: how many seconds each ``wait_layer`` kept the caller.
+    ``loaded``: how many tokens each of the last two leases had from the host."""
+
+    def __init__(self, cache: AsyncCache, device: Any, products: Products) -> None:
+        self._cache = cache
+        self._products = products
+        self._engine: Any = device.engine_stream(products.stream)
+        self._tokens = [[side * 1_000_000 + i for i in range(PAGES * PAGE_TOKENS + 1)] for side in range(2)]
+        self.waits: list[float] = []
+        self.loaded: list[int] = []
+
+    async def serve(self, each: int) -> float:
+        """Serve the next prompt with ``each`` products in each layer, which wait for the layer's load; 0: the load
+        alone. Returns how many seconds it took, from before the lease to the end of the last layer's products."""
+        self._tokens.reverse()
+        tokens, began = self._tokens[0], time.perf_counter()
+        async with self._cache.lease(tokens) as lease:
+            for layer in range(LAYERS):
+                called = time.perf_counter()
+                lease.wait_layer(self._products.stream, layer)
+                self.waits.append(time.perf_counter() - called)
+                self._products.put(each)
+            await self._engine.record().wait()
+            taken = time.perf_counter() - began
+            self.loaded = [*self.loaded, lease.hits.host][-2:]
+            await lease.commit(tokens)
+        return taken
+
+
 class Goal(NamedTuple):
-    """A figure beside its goal. ``value`` None: the figure could not be taken, which counts as missed. ``least``: the
-    limit is the least that the value may be, and not the most."""
+    """A figure beside its goal. ``least``: the limit is the least that the value may be, and not the most."""
 
     figure: str
-    value: float | None
+    value: float
     limit: float
     least: bool = False
 
     @property
     def met(self) -> bool:
-        return self.value is not None and (self.value >= self.limit if self.least else self.value <= self.limit)
+        return self.value >= self.limit if self.least else self.value <= self.limit
 
     def report(self) -> dict[str, Any]:
         goal = f"at {'least' if self.least else 'most'} {self.limit:g}"
@@ -106,41 +185,24 @@ class Goal(NamedTuple):
 
 def goals(figures: Figures) -> Iterator[Goal]:
     """Yield every goal, in the order in which the table has them."""
-    copies, waking, leases = figures["copies"], figures["waking"], figures["leases"]
-    for row in copies["pieces"]:
-        name = f"{row['direction']}, pieces of {row['width'] >> 10} KiB: share of one large copy"
+    wake, leases = figures["wake_up"], figures["leases"]
+    for row in figures["copies"]["pieces"]:
+        name = f"{row['direction']}, {row['width'] >> 10} KiB pieces: of one copy"
         yield Goal(name, row["share"], SHARE.get(row["width"], 0.0), least=True)
-    limit = round(BOTH * min(1.0, min(copies["large_gb_s"].values()) / ONE), 2)
-    for row in figures["both_directions"]:
-        name = f"both directions, pieces of {row['width'] >> 10} KiB: GB/s"
-        yield Goal(name, row["gb_s"], limit, least=True)
-    for row in figures["slow_down"]["beside"]:
-        name = f"bf16 products beside copies {row['direction']} by {row['path']}: slower by"
-        yield Goal(name, row["slower_by"], SLOWER[row["path"]])
-    yield Goal("call to coroutine, p50: µs", waking["wake_up"]["p50_us"], WAKE_P50_US)
-    yield Goal("call to coroutine, p99: µs", waking["wake_up"]["p99_us"], WAKE_P99_US)
-    flight = waking["in_flight"]
-    yield Goal(f"{flight['transfers']} in flight, loop time each: µs", flight["loop_us_each"], LOOP_US_EACH)
-    for row in waking["submitting"]:
-        name = f"submitting {row['pages']} pages, {row['way']}"
-        yield Goal(f"{name}: µs on the loop", row["on_loop_us"], ON_LOOP_US)
-        yield Goal(f"{name}: µs off the loop", row["off_loop_us"], OFF_LOOP_US)
-    name = f"load of {leases['layers']} layers beside computing: share of the longer of the two"
+    yield Goal("call to coroutine, p50: µs", wake["p50_us"], WAKE_P50_US)
+    yield Goal("call to coroutine, p99: µs", wake["p99_us"], WAKE_P99_US)
+    name = f"load of {leases['layers']} layers beside computing: of the longer"
     yield Goal(name, leases["ratio"], LAYER_WISE)
 
 
-def table(figures: Figures) -> str:
-    """Return the figures as lines for people."""
-    return "\n".join(_told(figures))
-
-
-def _told(figures: Figures) -> Iterator[str]:
-    from asynccache.cli.cuda_copies import told as copies
-
-    yield figures["device"]["name"]
-    yield from copies(figures["copies"])
-    yield "wait_layer in the caller's thread, µs: p50 {wait_layer_p50_us}, max {wait_layer_max_us}".format(
-        **figures["leases"])  # fmt: skip
-    for goal in figures["goals"]:
-        yield f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})"
-    yield f"{figures['met']} goals met, {figures['missed']} missed"
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield every figure beside its goal."""
+    rows = [Row(goal.figure, [goal.value, goal.limit if goal.least else None, None if goal.least else goal.limit],
+                missed=not goal.met) for goal in goals(figures)]
+    columns = (("value", "l1"), ("at least", "limit"), ("at most", "limit"))
+    yield Chart("goals", figures["device"]["name"], columns, rows, "value, in its unit", [
+        *cuda_copies.told(figures["copies"]),
+        "wait_layer in the caller's thread, µs: p50 {wait_layer_p50_us}, max {wait_layer_max_us}".format(
+            **figures["leases"]),
+        f"{figures['met']} goals met, {figures['missed']} missed",
+    ])  # fmt: skip

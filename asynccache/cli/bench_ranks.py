@@ -18,12 +18,15 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import uvloop
 
+from asynccache.cli.charts import Chart, Row
+from asynccache.cli.meter import spread
+from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
 from asynccache.worker import messages
@@ -32,7 +35,6 @@ from asynccache.worker.contract import Reports, Work
 from asynccache.worker.embedder import EmbedderParts
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.joining import joined
-from asynccache.worker.link import StreamLink
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.serving import connect
 from asynccache.worker.sockets import SECRET
@@ -44,7 +46,6 @@ RANKS = (2, 4)
 PLAN = 64
 PAGES = 32
 WARM = 50
-IDLE = 2.0
 TIMEOUT = 30.0
 GOAL_RATIO = 1.5
 GOAL_CPU_US = 30.0
@@ -55,42 +56,28 @@ _CONFIG = CacheConfig(model="bench", components=(Full(bytes_per_token=16, device
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
-    parser.add_argument("--workers", nargs="+", type=_count, default=list(RANKS), metavar="N",
+    parser.add_argument("--workers", nargs="+", type=integer(1, 4096), default=list(RANKS), metavar="N",
                         help=f"how many processes (default: {' '.join(map(str, RANKS))})")
-    parser.add_argument("--rounds", type=_count, default=1000, metavar="N",
+    parser.add_argument("--rounds", type=integer(1, 4096), default=1000, metavar="N",
                         help="operations, and plans, per figure (default: %(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="print no table")
-
-
-def _count(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if not 1 <= count <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return count
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure with every number of workers, print the figures, and return them."""
-    found = {}
-    for count in args.workers:
-        found[str(count)] = figures = uvloop.run(_measure(count, args.rounds))
-        if not args.quiet:
-            _show(count, figures)
+    """Measure with every number of workers, and return the figures."""
+    found = {str(count): uvloop.run(_measure(count, args.rounds)) for count in args.workers}
     return {"bench": "ranks", "workers": found, "goals": {"ratio": GOAL_RATIO, "cpu_us": GOAL_CPU_US}}
 
 
-def _show(count: int, figures: Figures) -> None:
-    for name in ("one", "plan"):
-        one = figures[name]
-        print(f"{count} workers  {name:<5} p50 {one['p50_us']:.0f} µs, p99 {one['p99_us']:.0f}; echo of "
-              f"{one['bytes']:,} bytes {one['echo_p50_us']:.0f}; {one['ratio']:.2f} x", file=sys.stderr)
-    print(f"{'':<11}head's CPU an operation and worker: {figures['cpu_us']:.1f} µs; idle: "
-          f"{figures['idle_bytes']} bytes in {IDLE:g} s", file=sys.stderr)
-
-
-def _percentile(seconds: Sequence[float], percent: int) -> float:
-    ordered = sorted(seconds)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] * 1e6
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield the times of operations beside the echo's, and the head's CPU time."""
+    rows = [Row(f"{count} workers, {name}", [*(one[key] for key in ("p50_us", "p99_us", "echo_p50_us", "ratio"))],
+                missed=one["ratio"] > GOAL_RATIO)
+            for count, found in figures["workers"].items() for name in ("one", "plan") for one in [found[name]]]
+    yield Chart("ranks", "Operations on their way to workers and back: µs",
+                (("p50", "l1"), ("p99", "l2"), ("echo p50", "limit"), ("ratio", "")), rows, "µs", [
+        f"{count} workers: the head's CPU an operation and worker: {found['cpu_us']:.1f} µs"
+        for count, found in figures["workers"].items()
+    ])  # fmt: skip
 
 
 # the head
@@ -127,7 +114,6 @@ async def _with_group(workers: Workers, processes: Sequence[subprocess.Popen[byt
             found[name] = await _turns(head, echo, size, rounds if size == 1 else max(10, rounds // 5))
             echo.close()
         found["cpu_us"] = await _cpu(head, len(ports), max(10, rounds // 5))
-        found["idle_bytes"] = await _idle(group)
         return found
     finally:
         await group.aclose(1.0)
@@ -239,11 +225,11 @@ async def _turns(head: Head, echo: Echo, size: int, rounds: int) -> Figures:
             await one.way(plan)
             if at >= WARM:
                 taken[one].append(time.perf_counter() - began)
-    p50, bare = _percentile(taken[head], 50), _percentile(taken[echo], 50)
+    ours, bare = spread(taken[head], 1e6), spread(taken[echo], 1e6)
     return {
-        "p50_us": round(p50, 1), "p99_us": round(_percentile(taken[head], 99), 1), "echo_p50_us": round(bare, 1),
-        "echo_p99_us": round(_percentile(taken[echo], 99), 1), "ratio": round(p50 / bare, 3),
-        "bytes": len(_frame(size)), "rounds": rounds,
+        "p50_us": round(ours.p50, 1), "p99_us": round(ours.p99, 1), "echo_p50_us": round(bare.p50, 1),
+        "echo_p99_us": round(bare.p99, 1), "ratio": round(ours.p50 / bare.p50, 3), "bytes": len(_frame(size)),
+        "rounds": rounds,
     }  # fmt: skip
 
 
@@ -254,32 +240,6 @@ async def _cpu(head: Head, workers: int, rounds: int) -> float:
     for plan in plans:
         await head.way(plan)
     return round((time.process_time() - began) / (rounds * PLAN * workers) * 1e6, 2)
-
-
-async def _idle(group: WorkerGroup) -> int:
-    """Return how many bytes the head sends in ``IDLE`` seconds while nothing is in flight."""
-    sent: list[int] = []
-    links = [cast("StreamLink", link) for link in group._wire.links]
-    for link in links:
-        link._transport = cast("Any", _Noting(link._transport, sent))
-    await asyncio.sleep(IDLE)
-    return sum(sent)
-
-
-class _Noting:
-    """A wrapper of a transport that notes in ``sent`` how many bytes each write has."""
-
-    def __init__(self, transport: Any, sent: list[int]) -> None:
-        self._transport = transport
-        self._sent = sent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Note how many bytes ``data`` has, and write it."""
-        self._sent.append(len(data))
-        self._transport.write(data)
 
 
 # a worker

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.charts import Chart, Row
+from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import LOOPS
 from asynccache.cli.parsing import NOT_NEGATIVE, integer
 from asynccache.config import CacheConfig, Full
@@ -59,13 +60,20 @@ def run(args: argparse.Namespace) -> Figures:
     return {"bench": "runtime", "overhead": overhead, "stress": lag, "goal_lag_ms": GOAL_LAG_MS}
 
 
-def table(figures: Figures) -> str:
-    """Return the figures as lines for people."""
-    lines = [f"{loop:<8} {call:<16} core {row['core_us']:6.2f}  await {row['await_us']:6.2f}  "
-             f"adds {row['adds_us']:5.2f} µs (goal {row['goal_us']})"
-             for loop, rows in figures["overhead"].items() for call, row in rows.items()]
-    return "\n".join(lines + [f"{loop:<8} lag ms {row['loop_lag_ms']} run queue ms {row['run_queue_ms']}"
-                              for loop, row in figures["stress"].items()])
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield what an await adds, beside its goal; and how late the loop is."""
+    yield Chart("overhead", "What an await adds to a call of the core: CPU µs",
+                (("core", ""), ("await", ""), ("adds", "l1"), ("goal", "limit")), [
+        Row(f"{call}, {loop}", [row[f"{name}_us"] for name in ("core", "await", "adds", "goal")],
+            missed=row["adds_us"] > row["goal_us"])
+        for loop, calls in figures["overhead"].items() for call, row in calls.items()
+    ], "CPU time added, µs")  # fmt: skip
+    lags = [Row(f"{name}, {loop}", [row["loop_lag_ms"][name], row["run_queue_ms"][name]])
+            for loop, row in figures["stress"].items() if row["loop_lag_ms"] for name in ("p50", "p99", "p999", "max")]
+    if lags:
+        yield Chart("lag", "How late the loop is under stress: ms", (("late", "l1"), ("waited for a core", "l2")),
+                    lags, "late by, ms",
+                    ["If the thread waited for a core for as long as it was late, the machine was busy."])
 
 
 # overhead

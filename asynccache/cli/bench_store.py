@@ -17,20 +17,22 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from asynccache.cli.bench_meter import PassMeter, summary
 from asynccache.cli.bench_raw import OpenRaw, copy, page_memory, raw_client
-from asynccache.cli.bench_store_text import table
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.charts import Chart, Row
+from asynccache.cli.machine import loop_factory
+from asynccache.cli.meter import spread
 from asynccache.cli.options import LOOPS
+from asynccache.cli.output import Progress
 from asynccache.cli.parsing import integer
-from asynccache.cli.progress import Progress
 from asynccache.cli.text import size as shown
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import (
@@ -48,8 +50,6 @@ from asynccache.storage import (
 )
 from asynccache.storage.records import header_of
 
-__all__ = ["add_arguments", "run", "table"]
-
 POOL = "bench"
 BATCH_BYTES = 8 << 20
 BATCH_PAGES = 128
@@ -60,6 +60,54 @@ TIMEOUT = 600.0
 Tell = Callable[[str], None]
 Figures = dict[str, Any]
 _T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class PassMeter:
+    """What one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass, CPU time
+    of all threads of this process; ``flush``: seconds after that until the pages were durable."""
+
+    pages: int
+    page_bytes: int
+    latencies: list[float] = field(default_factory=list)
+    wall: float = 0.0
+    cpu: float = 0.0
+    flush: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure the pass, which is what runs inside."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        yield
+        self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Measure one call, which is what runs inside."""
+        began = time.perf_counter()
+        yield
+        self.latencies.append(time.perf_counter() - began)
+
+
+def summary(passes: Sequence[PassMeter], *, moves: bool = True) -> dict[str, Any]:
+    """Medians over the passes, and percentiles over the calls of all passes. ``moves``: the calls moved pages, so that
+    there is a bandwidth."""
+    calls = [latency for one in passes for latency in one.latencies]
+
+    def middle(figure: Callable[[PassMeter], float], digits: int) -> float:
+        return round(median(map(figure, passes)), digits)
+
+    found: dict[str, Any] = {
+        "pages_per_s": middle(lambda one: one.pages / one.wall, 0),
+        "calls_per_s": middle(lambda one: len(one.latencies) / one.wall, 1),
+        "cpu_us_per_page": middle(lambda one: one.cpu / one.pages * 1e6, 2),
+        "calls": len(calls),
+        **{f"{name}_ms": round(value, 3) for name, value in spread(calls, 1e3)._asdict().items() if name != "max"},
+    }
+    if any(one.flush for one in passes):
+        found["flush_ms"] = middle(lambda one: one.flush * 1e3, 1)
+    rate = {"gb_per_s": middle(lambda one: one.pages * one.page_bytes / one.wall / 1e9, 3)}
+    return {**rate, **found} if moves else found
 
 
 class Load(NamedTuple):
@@ -387,3 +435,29 @@ def _compare(figures: Figures, checksum: float) -> None:
             if RAW in figures and variant in figures:
                 beside = figures[RAW][op]["cpu_us_per_page"] + (checksum if variant == ON else 0.0)
                 figures[variant][op]["own_us_per_page"] = round(figures[variant][op]["cpu_us_per_page"] - beside, 2)
+
+
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield a chart for each page size and mode. Rows are of the raw client, and of the store with checksums off and
+    on. ``of raw``: the rate divided by the raw client's; ``CPU`` and ``own``: µs a page; p50 to p99.9: ms a call."""
+    settings = figures["settings"]
+    columns = (("GB/s", "l1"), ("of raw", ""), ("pages/s", ""), ("CPU", ""), ("own", ""), ("p50", ""), ("p99", ""),
+               ("p99.9", ""))
+    keys = ("pages_per_s", "cpu_us_per_page", "own_us_per_page", "p50_ms", "p99_ms", "p999_ms")
+    for i, found in enumerate(figures["sizes"]):
+        for mode, one in found.items():
+            if mode not in ("store", "buffered", "direct"):
+                continue
+            rows = [Row(f"{op.replace('_', ', ')}, {variant}",
+                        [row.get("gb_per_s"), one["ratio"].get(variant, {}).get(op), *map(row.get, keys)])
+                    for op in ("put", "get", "get_shuffled", "exists") for variant in (RAW, OFF, ON)
+                    if (row := one.get(variant, {}).get(op))]
+            notes = [f"{settings['url']}: {settings['concurrency']} calls at a time, medians of {settings['rounds']} "
+                     "rounds; raw client, checksums off and on; CPU, own: µs a page; p50 ...: ms a call",
+                     f"a checksum takes {found['raw']['checksum']['cpu_us_per_page']:.1f} µs a page, memcpy moves "
+                     f"{found['raw']['memcpy']['gb_per_s']:.2f} GB/s"]
+            notes += [f"no raw client: {one['without_raw']}"] if one["without_raw"] else []
+            notes += [f"NOT OK: {one['mismatches']} pages came back wrong"] if one["mismatches"] else []
+            yield Chart(f"store-{i}-{mode}", f"How fast the store is with pages of {shown(found['page_bytes'])}"
+                        f"{'' if mode == 'store' else f', {mode}'}: {found['pages']}, {found['pages_per_call']} a call",
+                        columns, rows, "GB/s", notes)

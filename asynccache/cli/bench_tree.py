@@ -27,6 +27,7 @@ from statistics import median_high
 from typing import Any, TypeVar
 
 from asynccache import compiled
+from asynccache.cli.charts import Chart, Row
 from asynccache.cli.parsing import choice, integer, listed
 from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -548,19 +549,22 @@ def _measured_pure(args: argparse.Namespace) -> Figures:
     return figures
 
 
-def table(figures: Figures) -> str:
-    """Return the table for people: CPU times beside the goals, which are for p50 with the compiled core and for the
-    mean with the pure one. Where both cores were measured, the pure one's p50 stands beside them."""
-    return "\n".join(_lines(figures["shapes"], figures.get("pure", {}).get("shapes")))
-
-
-def _lines(shapes: Figures, pure: Figures | None) -> Iterator[str]:
-    judged = "p50" if compiled.CORE == "compiled" else "mean"
-    for name, rows in shapes.items():
-        yield f"{name + ', ' + compiled.CORE:<29} CPU µs: mean    p50    p99   goal{'   pure p50' if pure else ''}"
-        for operation, row in rows.items():
-            cpu, goal = row["cpu"], row["goal_us"]
-            figures = f"{cpu['mean']:8.1f} {cpu['p50']:6.1f} {cpu['p99']:6.1f} {'' if goal is None else goal:>6}"
-            beside = f" {pure[name][operation]['cpu']['p50']:10.1f}" if pure else ""
-            missed = "" if goal is None or cpu[judged] <= goal else "  missed"
-            yield f"  {row['what'][:44]:<44} {figures}{beside}{missed}"
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield a chart for each shape: CPU times beside the goals, which are for the p50 of the compiled core and for the
+    mean of the pure one. Where both cores were measured, the pure one's p50 stands beside them. And one for each kind
+    of tree: how the mean grows with the tree."""
+    judged, pure = "p50" if compiled.CORE == "compiled" else "mean", figures.get("pure", {}).get("shapes")
+    columns = [("mean", "l1"), ("p50", ""), ("p99", "l2"), ("goal", "limit")]
+    columns += [("pure p50", "plain")] if pure else []
+    for i, (name, rows) in enumerate(figures["shapes"].items()):
+        yield Chart(f"tree-{i}", f"What a call of the core costs, {name}: CPU µs", columns, [
+            Row(row["what"], [*(cpu[one] for one in ("mean", "p50", "p99")), row["goal_us"],
+                              *([pure[name][operation]["cpu"]["p50"]] if pure else [])],
+                missed=row["goal_us"] is not None and cpu[judged] > row["goal_us"])
+            for operation, row in rows.items() for cpu in [row["cpu"]]
+        ], "CPU time, µs")  # fmt: skip
+    kinds = {"match": "l1", "pin": "l3", "insert": "l2", "evict": "plain"}
+    for kind, sizes in figures["growth"].items():
+        yield Chart(f"growth-{kind}", f"How the cost grows with the tree, {kind}: mean CPU µs", list(kinds.items()), [
+            Row(f"{row['nodes']:,} nodes", [row[name]["cpu"]["mean"] for name in kinds]) for row in sizes
+        ], "CPU time, µs")  # fmt: skip

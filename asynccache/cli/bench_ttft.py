@@ -20,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ import torch
 import uvloop
 from asynccache_hf import INSTALL
 
+from asynccache.cli.charts import Chart, Row
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
@@ -267,19 +268,23 @@ class _Progress:
         self.say(f"[{self._done:>2}/{self._total}] {way:<32} {seconds * 1e3:8.1f} ms")
 
 
-def table(figures: Figures) -> str:
-    """Return both tables as Markdown of at most 80 columns."""
-    medians, together = figures["ttft_ms"], figures["together"]
+def charts(figures: Figures) -> Iterator[Chart]:
+    """Yield both tables."""
+    medians, together, every = figures["ttft_ms"], figures["together"], figures["all_ms"]
+    yield Chart("ttft", "Time to first token by the tier that has the prefix: ms",
+                (("median", "l1"), ("best", "l3"), ("worst", "l2"), ("times as fast", "")), [
+        Row(way, [median, min(every[way]), max(every[way]), round(medians["no cache"] / median, 1)])
+        for way, median in medians.items()
+    ], "time to first token, ms", [
+        f"{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, "
+        f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['torch_threads']} threads",
+    ])  # fmt: skip
     first, speed = together["first_tokens_ms"], together["tokens_per_cpu_second"]
     base = next(iter(speed.values()))
-    return "\n".join((
-        f"\n{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, "
-        f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['torch_threads']} threads\n",
-        "| prefix    | time to first token |      |\n|---|---:|---:|",
-        *(f"| {way:<9} | {value:>16.1f} ms | {medians['no cache'] / value:>3.1f}× |" for way, value in medians.items()),
-        f"\n{together['requests']} requests at once, of {together['prompt_tokens']} tokens and "
-        f"{together['new_tokens']} new ones: until all have a token,\nand new tokens per second of CPU time\n",
-        f"| {'continuous batching':<32} | first tokens | a CPU second |       |\n|---|---:|---:|---:|",
-        *(f"| {way:<32} | {value:>9.1f} ms | {speed[way]:>12.1f} | {speed[way] / base:>4.2f}× |"
-          for way, value in first.items()),
-    ))
+    yield Chart("together", "Many requests at once, continuous batching",
+                (("first tokens, ms", ""), ("tokens a CPU second", "l1"), ("ratio", "")),
+                [Row(way, [value, speed[way], round(speed[way] / base, 2)]) for way, value in first.items()],
+                "new tokens per CPU second", [
+        f"{together['requests']} requests of {together['prompt_tokens']} tokens and {together['new_tokens']} new ones: "
+        "until all have a token, and new tokens per second of CPU time",
+    ])  # fmt: skip

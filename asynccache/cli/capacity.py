@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asynccache.cli import policies
+import numpy as np
+
 from asynccache.cli.curve import Curve, PagePath, blocks, curve, points
 from asynccache.cli.optimum import next_uses, optimum
 from asynccache.cli.options import RunSettings
@@ -18,11 +19,15 @@ from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
 from asynccache.cli.trace import TraceRequest, arrivals
-from asynccache.errors import ConfigError
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Wait
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from asynccache.errors import ConfigError, InvariantViolation
 from asynccache.storage import parse_size, parse_url
 
 TIERS = (("L1", "device"), ("L2", "host"), ("L3", "storage"))
 _COMPARED = 7
+_SPACE = bytes(32)
+_UNSLICED = 1 << 30
 
 
 class _Ratios(NamedTuple):
@@ -90,7 +95,7 @@ def compared(
     for size in sizes:
         lru = found.found(size)
         evicts = size < found.pages and eviction != "lru"
-        policy = policies.found(requests, size, eviction, times) if evicts else lru
+        policy = policy_hits(requests, size, eviction, times) if evicts else lru
         yield {"lru": lru, "policy": policy, "optimum": optimum(requests, uses, size)}
 
 
@@ -144,3 +149,42 @@ def _said(url: str) -> float:
         return float(parse_size("capacity", dict(parse_url(url).options)["capacity"]))
     except (KeyError, ConfigError):
         return 0.0
+
+
+def policy_hits(requests: Sequence[PagePath], capacity: int, eviction: str, times: Sequence[float]) -> int:
+    """How many lookups a device of ``capacity`` blocks answers under the policy named ``eviction``. ``times``: the
+    seconds at which the requests come, ascending.
+
+    The requests go through a core one at a time, at these times, with one page for each block, no host tier, no store
+    and no hints. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way.
+    Unlike ``optimum`` and ``curve``, this cache keeps every block that a request holds while the request runs. A
+    request whose path is longer than the cache only looks up what is there and leaves nothing.
+    """
+    if capacity < 1:
+        return 0
+    core = CacheCore(CoreConfig(
+        page_size=BLOCK_TOKENS, components=(ComponentSlots(ComponentKind.FULL, capacity),), eviction=eviction,
+        slice_steps=_UNSLICED,
+    ))  # fmt: skip
+    hits = 0
+    for request, at in zip(requests, times, strict=True):
+        core.at(at)
+        hits += _serve(core, request, capacity)
+    return hits
+
+
+def _serve(core: CacheCore, request: PagePath, capacity: int) -> int:
+    """Serve one request; returns how many of its lookups were answered."""
+    path, looked_up = request
+    key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
+    if len(path) > capacity:
+        return min(core.match(_SPACE, key).device // BLOCK_TOKENS, looked_up)
+    answer = core.lease(LeaseRequest(_SPACE, key, looked_up * BLOCK_TOKENS, length, length))
+    if not isinstance(answer, Grant):
+        raise InvariantViolation(f"a device of {capacity} blocks that nobody else uses has no room for {len(path)}")
+    lease = answer.lease
+    cached = lease.cached // BLOCK_TOKENS
+    if isinstance(core.commit(lease, key, b""), Wait):
+        raise InvariantViolation("pages are on their way, and there is nowhere that they could come from")
+    core.release(lease)
+    return cached

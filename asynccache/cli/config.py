@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from asynccache.cli.options import Option, RunSettings, options_for, resolve_options, said_of
-from asynccache.cli.runfile import SECTIONS
+from asynccache.cli.options import SECTIONS, Option, RunSettings, options_for, resolve_options, said_of
 from asynccache.config import CacheConfig
 from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
 from asynccache.configuration.building import Effective

@@ -1,6 +1,6 @@
-"""Bandwidth of page copies: every width of pieces, both ways, by each path, as a share of one large pinned copy.
+"""How fast a CUDA device copies pages, and how soon a coroutine knows of it; for ``bench cuda`` and ``doctor``.
 
-Laws:
+Copies are measured for every width of pieces, both ways, by each path, as a share of one large pinned copy. Laws:
 
 * The large copy is measured in the same run, before and after the others.
 * A figure is the best of some rounds, since a disturbance can only make a copy slower.
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from asynccache.cli.meter import spread
 from asynccache.cli.text import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
@@ -67,9 +68,9 @@ class Pages:
         self.device, self.host = DevicePool.allocate(self.spec, device), HostPool.allocate(self.spec, device)
         self._random = np.random.default_rng(1)
 
-    def scattered(self, count: int | None = None) -> list[PageCopy]:
-        """Return a copy of ``count`` pages, or of all if that is None, in random order on either side."""
-        drawn = (self._random.permutation(self.spec.device_pages)[:count].astype(np.int32) for _ in range(2))
+    def scattered(self) -> list[PageCopy]:
+        """Return a copy of all pages, in random order on either side."""
+        drawn = (self._random.permutation(self.spec.device_pages).astype(np.int32) for _ in range(2))
         return [PageCopy(self.device, self.host, *map(_kept, drawn))]
 
     def neighbours(self) -> list[PageCopy]:
@@ -153,20 +154,17 @@ def crossover(rows: Sequence[Figures]) -> int:
     return min((width for width in WIDTHS if width > max(slow, default=0)), default=2 * WIDTHS[-1])
 
 
-def both(device: CudaDevice, size: int, width: int, rounds: int) -> Figures:
-    """Copy both ways at the same time, each on a stream and in a pool of its own, ``size`` bytes together. Returns the
-    width of the pieces in bytes, and the sum of both rates in GB/s."""
-    both = (CopyDirection.OUT, CopyDirection.IN)
-    ways = [(way, Pages(device, size // 2, width), device.stream(way.value)) for way in both]
-    taken = []
-    for _ in range(rounds + 1):
+async def wake_up(device: CudaDevice, samples: int) -> Figures:
+    """Return percentiles of the microseconds from the call for an event on an idle stream until the coroutine that
+    awaits it goes on. Nothing is copied, and the loop does nothing else. Cancelling leaves nothing in flight."""
+    stream, taken = device.stream("wake-up"), list[float]()
+    for _ in range(samples):
         began = time.perf_counter()
-        for event in [pages.submit(device, stream, way, pages.scattered()) for way, pages, stream in ways]:
-            ended(event)
+        await stream.record().wait()
         taken.append(time.perf_counter() - began)
-    for _, _, stream in ways:
-        device.release(stream)
-    return {"width": width, "gb_s": _gb(size / min(taken[1:]))}
+    device.release(stream)
+    late = spread(taken, 1e6)
+    return {"p50_us": round(late.p50, 2), "p99_us": round(late.p99, 2), "samples": samples}
 
 
 def told(copies: Figures) -> Iterator[str]:

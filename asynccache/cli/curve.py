@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.trace import TraceRequest
+from asynccache.cli.trace import TraceRequest, paths_of
 
 _CHUNK = 4096
 
@@ -110,14 +109,8 @@ def curve(requests: Iterable[PagePath]) -> Curve:
 
 
 def blocks(trace: Sequence[TraceRequest]) -> Iterator[PagePath]:
-    """The full blocks of each prompt of a trace, all of them looked up. Equal blocks after equal blocks get one key."""
-    known: dict[tuple[int, int], int] = {}
-    for request in trace:
-        path, parent = [], -1
-        for block in request.blocks[: request.input_length // BLOCK_TOKENS]:
-            parent = known.setdefault((parent, block), len(known))
-            path.append(parent)
-        yield PagePath(path, len(path))
+    """The full blocks of each prompt of a trace, all of them looked up."""
+    return (PagePath(path, len(path)) for path in paths_of(trace))
 
 
 def points(found: Curve, count: int = 60) -> list[int]:

@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from asynccache import compiled
-from asynccache.cli.devices import gpu
+from asynccache.cli.parsing import gpu
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError
@@ -75,8 +75,7 @@ def _examined(name: str) -> Report:
 async def measured(device: Any) -> Report:
     """Return what ``device`` is and how fast it is, and close it. If this is cancelled, copies are left in flight,
     which end by themselves."""
-    from asynccache.cli.cuda_copies import by_path, measure
-    from asynccache.cli.cuda_waking import wake_up
+    from asynccache.cli.cuda_copies import by_path, measure, wake_up
 
     identity = device.driver.identity()
     try:

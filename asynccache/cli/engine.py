@@ -4,16 +4,18 @@ It writes the bytes that ``pattern`` defines, and reading compares the pages wit
 threads, in calls that release the GIL; on the loop's thread such a call would have to wait until it gets the GIL back.
 So a request's work is in flight while its task waits, and it goes on when that task is cancelled. The request then
 names the work's event when it releases its lease, as a real engine names the event of a kernel on a stream.
+
+``EngineStream`` is what a request holds, and ``Engine`` what it needs: the ``StandInEngine`` of this process, or in
+``ranked`` one whose work is sent to the processes of several ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 CALL_BYTES = 1 << 20
-THREADS = 2
 ENOUGH_CPU = 0.01
 """Seconds of CPU time that the jobs must have taken before ``slowdown`` is computed from them."""
 
@@ -70,23 +71,79 @@ class Verdict(NamedTuple):
     what: tuple[str, ...] = ()
 
 
+NOTHING = Verdict(0, 0)
+
+
+class Job(NamedTuple):
+    """Work that an engine has begun. ``work``: the event or the number of the batch that ends with it, to be named to
+    the cache. ``verdict``: returns what came out, when the work has ended; cancelling that leaves the work running."""
+
+    work: object
+    verdict: Callable[[], Coroutine[Any, Any, Verdict]]
+
+
+class Engine(Protocol):
+    """What fills and verifies pages, in the order in which it is asked to. ``slowdown``: how many times as long its
+    work takes because the machine is busy; 1.0 on an idle machine."""
+
+    @property
+    def slowdown(self) -> float: ...
+
+    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> Job:
+        """Begin to compare these pages with what they must hold or, if ``verifies`` is False, to fill them."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the jobs in flight, and take no more. Blocking."""
+        ...
+
+
+class EngineStream:
+    """The work of one request. ``work``: that of the latest job, which the request names when it gives its pages back;
+    None: there was no job yet."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.work: Any = None
+
+    def begin(self, pieces: Sequence[Piece], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
+        """Begin to fill these pages, or to verify them; returns the job's ``verdict``. If filling fails and nobody
+        asks for the verdict, the pages hold wrong bytes."""
+        if not any(len(piece.ids) for piece in pieces):
+            return _nothing
+        job = self._engine.begin(pieces, verifies=verifies)
+        self.work = job.work
+        return job.verdict
+
+    async def write(self, pieces: Sequence[Piece]) -> None:
+        """Fill these pages and return when they are filled. Cancelling leaves the job running; ``work`` ends with
+        it."""
+        await self.begin(pieces)()
+
+    async def verify(self, pieces: Sequence[Piece]) -> Verdict:
+        """Compare these pages with what they must hold. Cancelling is as for ``write``."""
+        return await self.begin(pieces, verifies=True)()
+
+
+async def _nothing() -> Verdict:
+    return NOTHING
+
+
 class StandInEngine:
-    """Owns the threads that fill and compare pages. One per cache, to be closed with it.
+    """Owns the thread that fills and compares pages, job by job, as kernels run on one stream. One per cache, to be
+    closed with it.
 
     ``specs``: the cache's pools; ``pools``: their layers by the pool's name; ``gate`` makes an event that can be fired
-    by hand. With ``threads=1`` the jobs run in order, like kernels on one stream.
+    by hand.
     """
 
-    def __init__(
-        self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate], threads: int = THREADS
-    ) -> None:
+    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate]) -> None:
         self._gate = gate
-        self._threads = ThreadPoolExecutor(threads, "engine")
+        self._thread = ThreadPoolExecutor(1, "engine")
         self._pools: dict[ComponentKind, list[_Pool]] = {kind: [] for kind in ComponentKind}
         for spec in specs:
             if spec.bytes_per_page:
                 self._pools[spec.component].append(_Pool(spec, pools[spec.name]))
-        self._count = threading.Lock()
         self._queued = self._cpu = 0.0
 
     @property
@@ -101,31 +158,37 @@ class StandInEngine:
             return 1.0
         return 1.0 + self._queued / self._cpu
 
-    def stream(self) -> StandInStream:
-        """A stream for the work of one request."""
-        return StandInStream(self)
-
     def close(self) -> None:
-        """Wait for the jobs in flight, and end the threads. Blocking."""
-        self._threads.shutdown()
+        """See ``Engine``."""
+        self._thread.shutdown()
 
-    def submit(self, job: Callable[[], None]) -> tuple[Future[None], Event]:
+    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> Job:
+        """See ``Engine``."""
+        future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
+        return Job(event, lambda: _result(future))
+
+    def submit(self, job: Callable[[], Verdict]) -> tuple[Future[Verdict], Event]:
         """Queue ``job``. Returns its future and an event that fires when the job has ended, failed, or been dropped
         before it began: from then on no thread touches its pages."""
         gate = self._gate()
-        future = self._threads.submit(self._timed, job)
+        future = self._thread.submit(self._timed, job)
         future.add_done_callback(lambda _: gate.open())
         return future, gate
 
-    def _timed(self, job: Callable[[], None]) -> None:
+    def _timed(self, job: Callable[[], Verdict]) -> Verdict:
         cpu, queued = time.thread_time(), run_delay()
         try:
-            job()
+            return job()
         finally:
-            cpu, queued = time.thread_time() - cpu, run_delay() - queued
-            with self._count:
-                self._cpu += cpu
-                self._queued += queued
+            self._cpu += time.thread_time() - cpu
+            self._queued += run_delay() - queued
+
+    def perform(self, pieces: Sequence[Piece], *, verifies: bool) -> Verdict:
+        """Verify or fill these pages. Blocking."""
+        if verifies:
+            return self.verify(pieces)
+        self.write(pieces)
+        return NOTHING
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Fill the pages of ``pieces`` in every pool of their components. Blocking."""
@@ -145,35 +208,8 @@ class StandInEngine:
         return Verdict(pages, wrong, tuple(what))
 
 
-class StandInStream:
-    """The work of one request, one job at a time. ``work``: the event of the latest job, which the request names when
-    it gives its pages back; None: there was no job yet."""
-
-    def __init__(self, engine: StandInEngine) -> None:
-        self._engine = engine
-        self.work: Event | None = None
-
-    def begin(self, pieces: Sequence[Piece]) -> None:
-        """Queue a job that fills these pages, and return at once. If the job fails, its pages hold wrong bytes."""
-        if any(len(piece.ids) for piece in pieces):
-            _, self.work = self._engine.submit(lambda: self._engine.write(pieces))
-
-    async def write(self, pieces: Sequence[Piece]) -> None:
-        """Fill these pages and return when they are filled. Cancelling leaves the job running; ``work`` fires when it
-        has ended."""
-        await self._run(pieces, lambda: self._engine.write(pieces))
-
-    async def verify(self, pieces: Sequence[Piece]) -> Verdict:
-        """Compare these pages with what they must hold. Cancelling leaves the job running, as for ``write``."""
-        verdicts = [Verdict(0, 0)]
-        await self._run(pieces, lambda: verdicts.append(self._engine.verify(pieces)))
-        return verdicts[-1]
-
-    async def _run(self, pieces: Sequence[Piece], job: Callable[[], None]) -> None:
-        if not any(len(piece.ids) for piece in pieces):
-            return
-        future, self.work = self._engine.submit(job)
-        await asyncio.wrap_future(future)
+async def _result(future: Future[Verdict]) -> Verdict:
+    return await asyncio.wrap_future(future)
 
 
 def _part(spec: PoolSpec) -> str:

@@ -178,6 +178,7 @@ def _bench(arguments: list[str]) -> int:
     own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
     module.add_arguments(own)
     options = own.parse_args(arguments[1:])
+    from asynccache.cli.charts import text
     from asynccache.cli.output import check_writable, dump, write_page
 
     if options.json is not None:
@@ -186,13 +187,13 @@ def _bench(arguments: list[str]) -> int:
         check_writable(options.report, "--report")
     figures = {"core": compiled.CORE, **module.run(options)}
     beside = own.get_default("json") is not None       # then the table stands beside the JSON, and not in its place
-    if hasattr(module, "table") and not options.quiet and (beside or options.json != "-"):
+    if not options.quiet and (beside or options.json != "-"):
         out = sys.stderr if beside else sys.stdout
-        print(module.table(figures), f"the {compiled.CORE} core ran", sep="\n", file=out)
+        print(*map(text, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n", file=out)
     if options.json is not None:
         dump(figures, options.json)
     if options.report is not None:
-        write_page(figures, options.report)
+        write_page(figures, options.report, module.charts(figures))
     return 0
 
 

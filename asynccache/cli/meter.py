@@ -14,13 +14,11 @@ import asyncio
 import resource
 import time
 from array import array
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 TICK = 0.005
-LAGS_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _RECENT = 200
 
 
@@ -98,7 +96,6 @@ class Meter:
         self._lag = Samples()
         self._queued = Samples()
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._counts = [0] * (len(LAGS_MS) + 1)
         self._worst = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -123,11 +120,6 @@ class Meter:
     def lag_ms(self) -> Spread:
         """How late the timer was, in milliseconds."""
         return self._lag.spread(1e3)
-
-    def lag_histogram(self) -> list[int]:
-        """How many ticks were late by at most each bound of ``LAGS_MS`` and by more than the bound before it. The last
-        number is of ticks that were later than all bounds."""
-        return list(self._counts)
 
     def worst_lag(self) -> float:
         """The largest lateness since the last call, in seconds; 0 if there was no tick since."""
@@ -159,7 +151,6 @@ class Meter:
         self._lag.append(late)
         self._recent.append(late)
         self._worst = max(self._worst, late)
-        self._counts[bisect_left(LAGS_MS, late * 1e3)] += 1
         waited = run_delay()
         self._queued.append(waited - self._waited)
         self._waited = waited

@@ -4,30 +4,36 @@ Each option is declared once, as a field of ``RunSettings``: how it is written, 
 default is. The command line's parser, the reader of ``--config`` and the checks all come from that. The command line
 wins over the environment, the environment over the file, the file over the defaults. An option that cannot be used is
 refused here, by its name and value, before anything starts.
+
+A file may have the sections ``[stress]`` and ``[replay]``. Beside them it either describes a cache, as
+``asynccache.load_config`` reads it, and the run uses that cache. Or it has options at its top, which hold for both
+commands.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from asynccache import checks
-from asynccache.cli.devices import check_device
-from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, choice, integer, like, port
-from asynccache.cli.replicas import check_replicas
-from asynccache.cli.runfile import Told, cache_of, options_of, told
-from asynccache.cli.sidecars import PRESET, check_sidecars
-from asynccache.config import CacheConfig, split_urls
-from asynccache.configuration import SettingsFile, read_file
-from asynccache.configuration.settings import CACHE, COMPONENTS, Setting
+from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, check_device, choice, integer, like, port
+from asynccache.cli.pool_options import PRESET, check_replicas, check_sidecars
+from asynccache.config import CacheConfig, Full, SlidingWindow, split_urls
+from asynccache.configuration import SettingsFile, describes_cache, nearest, read_config, read_file
+from asynccache.configuration.settings import CACHE, COMPONENTS, TABLES, Setting
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
 COMMANDS = ("replay", "stress")
+SECTIONS = ("stress", "replay")
+SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
+"""The options that a described cache has as settings of the same names."""
+DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
+             "host_tokens", "swa_ratio")
 WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
 LOOPS = ("uvloop", "asyncio")
 MOST_RANKS = 64
@@ -70,7 +76,8 @@ def _storage(text: str) -> str | tuple[str, ...] | None:
 
 
 def _option(
-    parse: Parse | None, metavar: str, text: str, *, several: bool = False, otherwise: Any = None, **defaults: Any
+    parse: Parse | None, metavar: str, text: str | Callable[[], str], *, several: bool = False, otherwise: Any = None,
+    **defaults: Any,
 ) -> Any:
     """Declare a field of ``RunSettings`` as an option; see ``Option``. ``defaults``: by command, or ``both``.
     ``otherwise``: the field's value under a command that does not have the option."""
@@ -91,7 +98,7 @@ def _policy(name: str, **defaults: Any) -> Any:
     def parse(text: str) -> str:
         return choice(*row.choices())(text)
 
-    return _option(parse, "NAME", ", ".join(row.choices()), **(defaults or {"both": row.default}))
+    return _option(parse, "NAME", lambda: ", ".join(row.choices()), **(defaults or {"both": row.default}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +213,7 @@ class Option(NamedTuple):
     parse: turns the text into the value, or raises a ConfigError without the option's name; None: the option is a
         switch, on or off.
     defaults: the default by command; a command that is not a key does not have the option.
+    text: the help, or what returns it as of now: policies may be added.
     several: the option may be given more than once.
     """
 
@@ -213,12 +221,16 @@ class Option(NamedTuple):
     parse: Parse | None
     defaults: Mapping[str, Any]
     metavar: str
-    help: str
+    text: str | Callable[[], str]
     several: bool = False
 
     @property
     def field(self) -> str:
         return self.name.replace("-", "_")
+
+    @property
+    def help(self) -> str:
+        return self.text if isinstance(self.text, str) else self.text()
 
 
 OPTIONS = tuple(Option(one.name.replace("_", "-"), *one.metadata["option"]) for one in fields(RunSettings)
@@ -280,11 +292,97 @@ def resolve_options(
     return _checked(RunSettings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
 
 
+class Said(NamedTuple):
+    """One option in a file or in the environment: its parsed value, the value as it was written, and where."""
+
+    value: Any
+    written: Any
+    origin: str
+
+
+class Told(NamedTuple):
+    """What a file and the environment say: the options by field, and a sentence for each wrong one."""
+
+    values: dict[str, Said]
+    problems: list[str]
+
+
 def said_of(command: str, file: SettingsFile | None, env: Mapping[str, str]) -> Told:
-    """Return what ``file``, if there is one, and the environment say of the options of ``command``."""
-    options = options_for(command)
-    names = {option.name: field for field, option in options.items() if field != "config"}
-    return told(command, file, env, names, lambda field, value, where: _parsed(options[field], value, where))
+    """Return what ``file``, if there is one, and the environment, which wins, say of the options of ``command``. In the
+    environment ``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``."""
+    options, found = options_for(command), Told({}, [])
+    for key, written, origin in _sources(command, file, env):
+        option = options.get(key.replace("-", "_"))
+        try:
+            if option is None or option.name == "config":
+                raise ConfigError(f"{origin}: {_unknown(command, key, written)}")
+            found.values[option.field] = Said(_parsed(option, written, f"{origin}: {key}"), written, origin)
+        except ConfigError as error:
+            found.problems.append(str(error))
+    return found
+
+
+def _sources(command: str, file: SettingsFile | None, env: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the key, the value and the place of each option; of those with the same key the last one wins."""
+    if file is not None:
+        own = file.table.get(command, {})
+        if not isinstance(own, dict):
+            raise ConfigError(f"{file.origin((command,))}: {command} must be a table")
+        if not describes_cache(file.table):
+            yield from ((key, value, file.origin((key,))) for key, value in file.table.items() if key not in SECTIONS)
+        yield from ((key, value, file.origin((command, key))) for key, value in own.items())
+    prefix = f"ASYNCCACHE_{command.upper()}__"
+    for name, text in env.items():
+        if name.startswith(prefix):
+            switch = {"true": True, "false": False}.get(text.lower(), text)
+            yield name.removeprefix(prefix).lower(), switch, f"environment variable {name}"
+
+
+def _unknown(command: str, key: str, value: object) -> str:
+    """The sentence about a name that ``command`` does not know. Tables are compared with tables and options with
+    options; a setting of a cache is named as such."""
+    if isinstance(value, Mapping):
+        tables = (*SECTIONS, *TABLES)
+        return (f"there is no table [{key}]; "
+                f"{nearest(key, tables) or 'there are ' + ', '.join(f'[{name}]' for name in tables)}")
+    if key in CACHE:
+        return f"{key!r} is a setting of a cache, but this file describes no cache: it does not name a model"
+    names = [option.name for option in options_for(command).values() if option.name != "config"]
+    return f"{command} has no setting {key!r}{like(key.replace('_', '-'), names)}"
+
+
+def cache_of(file: SettingsFile, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:
+    """The cache that ``file`` describes; None if it describes none. ``told``: the run's options, which win over the
+    file where a cache has the same setting.
+
+    Raises:
+        ConfigError: the cache cannot be used, or ``told`` has an option that only the file may decide.
+    """
+    if not describes_cache(file.table):
+        return None
+    for name in DESCRIBED:
+        if name in told:
+            raise ConfigError(f"--{name.replace('_', '-')}={told[name]}: {file.name} describes the components; "
+                              "change them there or by environment variables")
+    loaded = read_config(file, env=env, **{name: told[name] for name in SHARED if name in told})
+    if loaded.config is None:
+        raise ConfigError("\n".join(map(str, loaded.problems)))
+    return loaded.config
+
+
+def options_of(config: CacheConfig) -> dict[str, Any]:
+    """The values that the run's options would have for the cache ``config``, as far as options can describe it."""
+    found: dict[str, Any] = {name: getattr(config, name) for name in SHARED}
+    found["components"] = tuple(component.pool for component in config.components)
+    for component in config.components:
+        if isinstance(component, Full):
+            found |= {name: getattr(component, name)
+                      for name in ("bytes_per_token", "layers", "device_tokens", "host_tokens")}
+        elif isinstance(component, SlidingWindow):
+            found["window"] = component.window
+        else:
+            found["mamba_bytes"] = component.state_bytes
+    return found
 
 
 def _safe(option: Option, value: object) -> str:

@@ -1,15 +1,22 @@
-"""Writes reports: JSON to a file or standard output, the page with plots to a file. Imports nothing that a run
-needs."""
+"""Writes reports (JSON to a file or standard output, the page with plots to a file) and shows progress. Imports
+nothing that a run needs."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
 from asynccache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asynccache.cli.charts import Chart
+
+QUIET_FOR = 2.0
+EVERY = 0.5
 
 
 def debugging() -> bool:
@@ -56,15 +63,15 @@ def dump(report: Mapping[str, Any], path: str) -> None:
         _write(path, text, "w")
 
 
-def write_page(report: Mapping[str, Any], path: str) -> None:
-    """Write the page with plots to ``path``. Blocking.
+def write_page(report: Mapping[str, Any], path: str, charts: Iterable[Chart] = ()) -> None:
+    """Write the page with plots to ``path``; ``charts``: of the report of a benchmark. Blocking.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     from asynccache.cli.reports import page
 
-    _write(path, page(report), "w", "--report")
+    _write(path, page(report, charts), "w", "--report")
 
 
 def _write(path: str, text: str, mode: str, option: str = "--json") -> None:
@@ -73,3 +80,33 @@ def _write(path: str, text: str, mode: str, option: str = "--json") -> None:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{option}={path}: cannot be written: {error.strerror or error}") from None
+
+
+class Progress:
+    """Shows how far a command has come, on ``stream``: nothing for the first two seconds, then one line that is written
+    over again on a terminal, and elsewhere a new line every few seconds. Call ``tell`` as often as there is news, and
+    ``end`` once."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._again = stream.isatty()
+        self._next = clock() + QUIET_FOR
+        self._shown = False
+
+    def tell(self, line: str) -> None:
+        """Show ``line`` if the last one has been shown for long enough."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next = now + (EVERY if self._again else 10 * EVERY)
+        self._shown = True
+        self._stream.write(f"\r{line}\x1b[K" if self._again else f"{line}\n")
+        self._stream.flush()
+
+    def end(self) -> None:
+        """On a terminal, erase the line that is shown."""
+        if self._shown and self._again:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+        self._shown = False

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from asynccache.checks import Bounds
 from asynccache.configuration import nearest
 from asynccache.errors import ConfigError
+from asynccache.memory.device_names import parse_device
 
 _T = TypeVar("_T")
 
@@ -78,3 +79,24 @@ def like(name: str, names: Iterable[str]) -> str:
     similar."""
     hint = nearest(name, names)
     return f"; {hint}" if hint else ""
+
+
+def check_device(text: str) -> str:
+    """``text``, if it can be the name of a device; whether there is such a device is not looked at.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    parse_device(text)
+    return text
+
+
+def gpu(text: str) -> str:
+    """``text``, if it can be the name of a GPU; whether there is such a GPU is not looked at.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    if parse_device(text).kind != "cuda":
+        raise ConfigError(f"{text} is no GPU")
+    return text

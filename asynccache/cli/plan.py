@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 from asynccache.cli.capacity import compared
 from asynccache.cli.curve import Curve, PagePath, blocks, curve
-from asynccache.cli.output import answer, check_writable
+from asynccache.cli.output import Progress, answer, check_writable
 from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, integer, listed
 from asynccache.cli.parsing import number as number_of
-from asynccache.cli.progress import Progress
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
 from asynccache.cli.trace import TraceRequest, arrivals, read_trace

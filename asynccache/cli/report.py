@@ -1,19 +1,44 @@
-"""The report of a run as plain values: ``--json`` writes it, and the summary and the page are made from it."""
+"""The report of a run as plain values: ``--json`` writes it, and the summary and the page are made from it.
+
+``look`` finds what a run has left behind in the core: slots that are neither free nor in the tree, and pins that were
+not removed. ``facts`` are the cache's own counters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import compiled
-from asynccache.cli.leaks import Leaks
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
 from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
+from asynccache.core.cache import CacheCore
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.tree import Node
+from asynccache.runtime.learning import curves
+
+if TYPE_CHECKING:
+    from asynccache.runtime.cache import AsyncCache
+    from asynccache.worker.stats import StageStats
 
 Report = dict[str, Any]
+
+
+class Leaks(NamedTuple):
+    """What a run has left that should be gone.
+
+    device_pages, host_pages: slots of all components that are neither free nor in the tree.
+    pins: leases that are still open, and pins that the tree still counts.
+    tasks: tasks of asyncio that run after the cache was closed.
+    """
+
+    device_pages: int = 0
+    host_pages: int = 0
+    pins: int = 0
+    tasks: int = 0
 
 
 def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
@@ -66,3 +91,56 @@ def _spread(values: Spread) -> dict[str, float]:
 
 def _mean(samples: Samples) -> float:
     return round(samples.mean() * 1e3, 4)
+
+
+def look(core: CacheCore) -> Leaks:
+    """Count the pages and pins that leaked. To be called when all requests have ended and no operation is in flight; it
+    walks the whole tree."""
+    statistics = core.statistics()
+    shelves = (*statistics.device, *statistics.host)
+    missing = [shelf.capacity - shelf.free for shelf in shelves]
+    pins = statistics.leases
+    for node in nodes(core):
+        for place, slots in enumerate(node.slots):
+            missing[place] -= len(slots) // SLOT_BYTES
+        pins += sum(node.pins)
+    device = len(statistics.device)
+    return Leaks(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
+
+
+def nodes(core: CacheCore) -> Iterator[Node]:
+    """All nodes of the tree, in an order that is the same for trees that grew in the same way."""
+    stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend((node.children or {}).values())
+
+
+def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
+    """What the cache counted, as plain values for the report."""
+    statistics = cache.statistics()
+    core, learned = statistics.core, cache.learned()
+    return {
+        "stages": {name: _stage(stage, page_size) for name, stage in statistics.stages.items()},
+        "evicted": {"device": core.evicted_device, "host": core.evicted_host},
+        "lost_pages": core.lost_pages,
+        "failed_loads": core.failed_loads,
+        "splits": core.splits,
+        "nodes": core.nodes,
+        "prefetches": dict(statistics.prefetches),
+        "storage": dict(statistics.storage),
+        "stores": {name: dict(figures) for name, figures in statistics.stores.items()},
+        "tiers": {
+            "device": {name: shelf._asdict() for name, shelf in statistics.device.items()},
+            "host": {name: shelf._asdict() for name, shelf in statistics.host.items()},
+        },
+        **({} if learned is None else {"learned": curves(cache.config.eviction, learned)}),
+    }
+
+
+def _stage(stage: StageStats, page_size: int) -> dict[str, Any]:
+    values: dict[str, Any] = stage._asdict()
+    values["tokens"] = stage.full_pages * page_size
+    values["latency_ms"] = {name: round(value, 4) for name, value in stage.latency_ms._asdict().items()}
+    return values

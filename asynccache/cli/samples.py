@@ -1,4 +1,4 @@
-"""Samples of a run's counters over time, a few hundred at most, and the ages of the pages that were evicted.
+"""Samples of a run's counters over time, a few hundred at most.
 
 A sample holds the counters' values and not their increases, so every other sample can be dropped without losing
 anything but detail. That is done, and the time between samples is doubled, whenever there are too many. Taking a sample
@@ -9,98 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asynccache.cli.meter import LAGS_MS, Meter, Samples
+from asynccache.cli.meter import Meter, Samples
 from asynccache.cli.tally import Tally
 
 if TYPE_CHECKING:
-    from asynccache.core.eviction import Recency
     from asynccache.runtime.cache import AsyncCache
 
 EVERY = 0.25
 LIMIT = 480
-AGES_S = tuple(2.0**i for i in range(-1, 16))
-TIERS = ("device", "host")
-
-
-class Sample(NamedTuple):
-    """Counters since the start of the run, at second ``t_s``. Three fields differ: ``l1`` and ``l2`` are the shares of
-    FULL's pages in use at that moment, and ``lag_s`` is the worst lateness of the loop since the sample before."""
-
-    t_s: float
-    tokens: int
-    device: int
-    host: int
-    storage: int
-    l1: float
-    l2: float
-    l3_bytes: int
-    evicted_device: int
-    evicted_host: int
-    moved: tuple[int, ...]
-    lag_s: float
-
-
-class Ages:
-    """A histogram of how long evicted pages had not been used, in seconds of the run.
-
-    The core stamps pages with a clock of its own, which under ``replay`` is the trace's. So ``mark`` notes the core's
-    latest stamp beside the time; between two marks, time is taken to have passed evenly.
-    """
-
-    def __init__(self, recency: Recency, clock: Callable[[], float] = time.monotonic) -> None:
-        self._recency = recency
-        self._clock = clock
-        self._touches = array("q")
-        self._times = array("d")
-        self.pages = [[0] * (len(AGES_S) + 1) for _ in TIERS]
-        self.mark()
-
-    def mark(self) -> None:
-        """Note the core's latest stamp and the time."""
-        self._touches.append(self._recency.now)
-        self._times.append(self._clock())
-
-    def evicted(self, tier: int, touched: int, pages: int) -> None:
-        """Count a node of ``pages`` pages that the core evicts from ``tier``; ``touched``: the stamp of its last
-        use."""
-        age = self._clock() - self._time_of(touched)
-        self.pages[tier][bisect_left(AGES_S, age)] += pages
-
-    def _time_of(self, touched: int) -> float:
-        after = bisect_right(self._touches, touched)
-        if after == len(self._touches):
-            return self._times[-1]
-        if after == 0:
-            return self._times[0]
-        low, high = self._touches[after - 1], self._touches[after]
-        share = (touched - low) / (high - low)
-        return self._times[after - 1] + share * (self._times[after] - self._times[after - 1])
-
-    def report(self) -> dict[str, Any]:
-        """The histogram as plain values. The last count of each tier is of pages older than all bounds."""
-        return {"bounds_s": list(AGES_S), **{name: list(self.pages[tier]) for tier, name in enumerate(TIERS)}}
 
 
 class Sampler:
-    """Samples one run. To be used in the loop's thread only."""
+    """Samples one run. To be used in the loop's thread only.
+
+    The figures of a sample are counts since the start of the run, at second ``t_s``. Three differ: ``l1`` and ``l2``
+    are the shares of FULL's pages in use at that moment, and ``lag_max_ms`` is the worst lateness of the loop since the
+    sample before.
+    """
 
     def __init__(self, cache: AsyncCache, tally: Tally, meter: Meter) -> None:
         self._cache = cache
         self._tally = tally
         self._meter = meter
         self._every = EVERY
-        self._samples: list[Sample] = []
-        self._stages: tuple[str, ...] = tuple(cache.statistics().stages)
-        world = cache.core.world
-        self._ages = Ages(world.recency)
-        world.on_evict = self._ages.evicted
+        self._taken: list[dict[str, Any]] = []
 
     async def run(self) -> None:
         """Take samples until cancelled."""
@@ -110,48 +47,35 @@ class Sampler:
 
     def take(self) -> None:
         """Take one sample now."""
-        self._ages.mark()
-        self._samples.append(self._look())
-        if len(self._samples) > LIMIT:
-            self._samples = thinned(self._samples)
+        self._taken.append(self._look())
+        if len(self._taken) > LIMIT:
+            self._taken = thinned(self._taken)
             self._every *= 2
 
     def report(self) -> dict[str, Any]:
-        """The parts of the report that are over time: ``series`` by column, ``eviction_age``,
-        ``loop_lag_histogram``."""
+        """The samples as a list for each column; those of ``moved_bytes`` are by stage."""
+        columns = {name: [one[name] for one in self._taken] for name in self._taken[0]}
+        moved = columns["moved_bytes"]
+        return columns | {"moved_bytes": {stage: [one[stage] for one in moved] for stage in moved[0]}}
+
+    def _look(self) -> dict[str, Any]:
+        statistics, tally = self._cache.statistics(), self._tally
+        l1, l2 = (round(1 - shelf.free / shelf.capacity, 4) if shelf.capacity else 0.0
+                  for shelf in (statistics.device["full"], statistics.host["full"]))
         return {
-            "series": columns(self._samples, self._stages),
-            "eviction_age": self._ages.report(),
-            "loop_lag_histogram": {"bounds_ms": list(LAGS_MS), "counts": self._meter.lag_histogram()},
+            "t_s": round(self._meter.elapsed(), 3), "tokens": tally.tokens, "device": tally.device, "host": tally.host,
+            "storage": tally.storage, "l1": l1, "l2": l2, "l3_bytes": int(statistics.storage.get("bytes", 0)),
+            "evicted_device": statistics.core.evicted_device, "evicted_host": statistics.core.evicted_host,
+            "moved_bytes": {name: stage.bytes for name, stage in statistics.stages.items()},
+            "lag_max_ms": round(self._meter.worst_lag() * 1e3, 3),
         }
 
-    def _look(self) -> Sample:
-        statistics, tally = self._cache.statistics(), self._tally
-        shares = [1 - shelf.free / shelf.capacity if shelf.capacity else 0.0
-                  for shelf in (statistics.device["full"], statistics.host["full"])]
-        return Sample(
-            round(self._meter.elapsed(), 3), tally.tokens, tally.device, tally.host, tally.storage,
-            round(shares[0], 4), round(shares[1], 4), int(statistics.storage.get("bytes", 0)),
-            statistics.core.evicted_device, statistics.core.evicted_host,
-            tuple(stage.bytes for stage in statistics.stages.values()), self._meter.worst_lag(),
-        )
 
-
-def thinned(samples: Sequence[Sample]) -> list[Sample]:
+def thinned(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every other sample, beginning with the first. Each one that is kept takes over the lateness of the dropped sample
     before it if that is worse."""
-    left_out = [0.0, *(sample.lag_s for sample in samples[1::2])]
-    return [sample._replace(lag_s=max(sample.lag_s, lag)) for sample, lag in zip(samples[::2], left_out, strict=False)]
-
-
-def columns(samples: Sequence[Sample], stages: Sequence[str]) -> dict[str, Any]:
-    """One list for each column; ``lag_max_ms`` is the worst lateness since the sample before, in milliseconds."""
-    plain = [name for name in Sample._fields if name not in ("moved", "lag_s")]
-    return {
-        **{name: [getattr(sample, name) for sample in samples] for name in plain},
-        "moved_bytes": {name: [sample.moved[i] for sample in samples] for i, name in enumerate(stages)},
-        "lag_max_ms": [round(sample.lag_s * 1e3, 3) for sample in samples],
-    }
+    left_out = [0.0, *(one["lag_max_ms"] for one in samples[1::2])]
+    return [one | {"lag_max_ms": max(one["lag_max_ms"], lag)} for one, lag in zip(samples[::2], left_out, strict=False)]
 
 
 def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]:

@@ -11,11 +11,11 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.engine import Ids, Piece, Verdict
+from asynccache.cli.engine import Engine, EngineStream, Ids, Piece
 from asynccache.cli.options import RunSettings
 from asynccache.cli.pattern import Values, page_values
 from asynccache.cli.request import RunRequest, Tokens
@@ -44,28 +44,6 @@ class Text(NamedTuple):
     tokens: Tokens
     values: Values
     prompt: int
-
-
-class EngineStream(Protocol):
-    """One request's work on the engine, one job at a time. ``work``: an event or batch number that ends with the latest
-    job, to be named in ``release(after=...)``; None: there was no job yet."""
-
-    @property
-    def work(self) -> object: ...
-
-    async def write(self, pieces: Sequence[Piece]) -> None: ...
-
-    async def verify(self, pieces: Sequence[Piece]) -> Verdict: ...
-
-
-class Engine(Protocol):
-    """What fills and verifies pages: the stand-in engine of this process, or those of several ranks. ``slowdown``: how
-    many times as long its work takes because the machine is busy; 1.0 on an idle machine."""
-
-    @property
-    def slowdown(self) -> float: ...
-
-    def stream(self) -> EngineStream: ...
 
 
 class Server:
@@ -139,7 +117,7 @@ class Server:
                 handle = None
 
     async def _leased(self, request: RunRequest, text: Text, handle: PrefetchHandle | None) -> None:
-        stream = self._engine.stream()
+        stream = EngineStream(self._engine)
         decode = len(text.tokens) - text.prompt
         reserved = decode // 2 if request.number % 3 == 0 else decode
         began = time.monotonic()
@@ -168,13 +146,15 @@ class Server:
         )
         return lease
 
-
     async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[Piece]) -> object:
-        """Fill these pages. Returns what ``commit`` takes as ``ready``: an event or batch number if the pages are still
-        being filled, None if they are filled."""
-        await stream.write(pieces)
-        return None
-
+        """Fill these pages. Every other request acts like an engine with a stream, and goes on while its work is
+        queued. Returns what ``commit`` takes as ``ready``: an event or batch number if the pages are still being
+        filled, None if they are filled."""
+        if request.number % 2:
+            await stream.write(pieces)
+            return None
+        stream.begin(pieces)
+        return stream.work
 
     def _note_path(self, text: Text, end: int) -> None:
         prompt = text.prompt // self._page
@@ -277,8 +257,7 @@ class Server:
                   if p.component is not ComponentKind.MAMBA]
         if self._window:
             pieces[1:] = [_present(p.component, p.ids, p.values, p.first) for p in pieces[1:]]
-        verdict: Verdict = await stream.verify(pieces)
-        self._tally.verdict(request, verdict)
+        self._tally.verdict(request, await stream.verify(pieces))
 
 
 def _present(component: ComponentKind, ids: Ids, values: Values, first: int) -> Piece:

@@ -13,14 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from asynccache import AsyncCache
-from asynccache.cli import leaks, output, report
+from asynccache.cli import output, report
 from asynccache.cli.capacity import capacity
-from asynccache.cli.devices import GatedDevice, make_device
-from asynccache.cli.display import Display, choose
-from asynccache.cli.engine import StandInEngine
+from asynccache.cli.display import Display, Watch, choose
+from asynccache.cli.engine import Engine, StandInEngine
 from asynccache.cli.entry import INTERRUPTED
-from asynccache.cli.faulty import device_faults, faulty_stores
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Next, Presses
@@ -31,8 +29,7 @@ from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
 from asynccache.cli.tally import Paths, Tally
-from asynccache.cli.trace import Survey, TraceClock, TraceRequest, TraceSource, read_trace, survey
-from asynccache.cli.watch import Watch, facts
+from asynccache.cli.trace import TraceClock, TraceRequest, TraceSource, read_trace, survey
 from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
@@ -134,64 +131,59 @@ class Session:
         """Run and return the report. Cancelling cancels the requests that run, and closes the cache."""
         before = asyncio.all_tasks()
         source, config = await self._prepare()
-        device = make_device(self._settings.device, device_faults(self._settings.faults, self._settings.seed))
-        try:
-            found = await self._serve(config, device, source)
-        finally:
-            await device.aclose()
-        left: leaks.Leaks = found.pop("left")
-        tasks = len(asyncio.all_tasks() - before)
-        return self._report(found, left._replace(tasks=tasks))
+        found = await self._carried_out(config, source)
+        left: report.Leaks = found.pop("left", report.Leaks())
+        left = left._replace(tasks=left.tasks + len(asyncio.all_tasks() - before))
+        if any(left):
+            self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
+        result = report.build(self._settings, self._tally, self._meter, found, left)
+        return result | self._over_time | {"interrupted": self._presses.count > 0}
 
-    async def _serve(self, config: CacheConfig, device: GatedDevice, source: Source) -> dict[str, Any]:
-        """Serve all requests; returns what is found in the cache when they have ended. If the cache closes itself, that
-        becomes a problem of the report and is not raised."""
+    async def _carried_out(self, config: CacheConfig, source: Source) -> dict[str, Any]:
+        """Open the device and the cache, serve all requests, and close everything. Returns what is found in the cache
+        when they have ended. If the cache closes itself, that becomes a problem of the report and is not raised."""
         import torch  # here, because the head of several ranks needs no torch
 
-        torch.set_num_threads(1)  # the engine has threads of its own
-        cache, found = AsyncCache(config, device=device), dict[str, Any]()
+        torch.set_num_threads(1)  # the engine has a thread of its own
+        settings, found = self._settings, dict[str, Any]()
+        device = make_device(settings.device, device_faults(settings.faults, settings.seed))
         try:
+            cache = AsyncCache(config, device=device)
             async with AsyncExitStack() as stack:
-                with faulty_stores(self._settings.faults, self._settings.seed):
+                with faulty_stores(settings.faults, settings.seed):
                     await stack.enter_async_context(cache)
-                engine = StandInEngine(cache.config.pools(), cache.pools, device.gate)
-                try:
-                    await self._drive(cache, Server(cache, engine, self._settings, self._tally), source)
-                finally:
-                    self._meter.stop()
-                    engine.close()
-                found = await self._finish(cache)
+                found = await self._served(cache, StandInEngine(cache.config.pools(), cache.pools, device.gate), source)
         except CacheClosed as error:
             self._tally.problem(f"the cache closed itself: {error.__cause__ or error!r}")
+        finally:
+            await device.aclose()
         return found
+
+    async def _served(self, cache: AsyncCache, engine: Engine, source: Source) -> dict[str, Any]:
+        """Serve all requests, and close the engine; returns what is found in the cache when they have ended."""
+        try:
+            await self._drive(cache, Server(cache, engine, self._settings, self._tally), source)
+        finally:
+            self._meter.stop()
+            engine.close()
+        return await self._finish(cache)
 
     async def _prepare(self) -> tuple[Source, CacheConfig]:
         settings = self._settings
         if settings.trace is None:
-            return self._workload(), configure(settings)
-        trace = await read_trace(settings.trace, settings.limit)
-        self._requests = trace
-        found: Survey = await asyncio.get_running_loop().run_in_executor(None, survey, trace)
-        return self._replay(trace, found), self._fitting(trace, found)
-
-    def _workload(self) -> Source:
-        settings = self._settings
-        return StressSource(
-            settings.workload or "mixed", seed=settings.seed, requests=settings.requests, hints=settings.end_hints,
-            open_conversations=settings.concurrency * _CONVERSATIONS_PER_PLACE, rate=settings.rate,
-        )
-
-    def _replay(self, trace: list[TraceRequest], found: Survey) -> Source:
-        settings = self._settings
+            source = StressSource(
+                settings.workload or "mixed", seed=settings.seed, requests=settings.requests, hints=settings.end_hints,
+                open_conversations=settings.concurrency * _CONVERSATIONS_PER_PLACE, rate=settings.rate,
+            )
+            return source, configure(settings)
+        self._requests = trace = await read_trace(settings.trace, settings.limit)
+        found = await asyncio.get_running_loop().run_in_executor(None, survey, trace)
+        config = configure(settings, trace, found)
+        check_fits(settings, config, trace)
         return TraceSource(
             trace, found, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed,
             shared_hints=settings.shared_hints,
-        )  # fmt: skip
-
-    def _fitting(self, trace: list[TraceRequest], found: Survey) -> CacheConfig:
-        config = configure(self._settings, trace, found)
-        check_fits(self._settings, config, trace)
-        return config
+        ), config  # fmt: skip
 
     async def _drive(self, cache: AsyncCache, server: Server, source: Source) -> None:
         settings = self._settings
@@ -212,7 +204,7 @@ class Session:
             if ending is not None:
                 ending.cancel()
             sampler.take()
-            self._over_time = sampler.report()
+            self._over_time = {"series": sampler.report()}
             for task in (showing, sampling):
                 task.cancel()
                 with suppress(asyncio.CancelledError):
@@ -255,8 +247,8 @@ class Session:
             audit.check(core, idle=idle)
         except InvariantViolation as error:
             self._tally.problem(f"a law of the core is broken: {error}")
-        left = leaks.look(core) if idle else leaks.Leaks()  # operations still in flight hold pages rightly
-        return {"left": left, **facts(cache, self._settings.page_size)}
+        left = report.look(core) if idle else report.Leaks()  # operations still in flight hold pages rightly
+        return {"left": left, **report.facts(cache, self._settings.page_size)}
 
     async def _flush(self, cache: AsyncCache) -> None:
         try:
@@ -273,11 +265,3 @@ class Session:
             async with asyncio.timeout(_FLUSH_SECONDS):
                 while any(core.statistics().operations.values()):  # noqa: ASYNC110  there is no event to wait for
                     await asyncio.sleep(0.01)
-
-    def _report(self, found: dict[str, Any], left: leaks.Leaks) -> report.Report:
-        if any(left):
-            self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
-        result = report.build(self._settings, self._tally, self._meter, found, left)
-        result |= self._over_time
-        result["interrupted"] = self._presses.count > 0
-        return result

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.cli.options import RunSettings, Size
-from asynccache.cli.replicas import replicate
-from asynccache.cli.sidecars import is_logical, read_sidecars
+from asynccache.cli.pool_options import is_logical, read_sidecars, replicate
 from asynccache.cli.trace import Survey, TraceRequest
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError

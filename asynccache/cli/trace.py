@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import aiofiles
 
-from asynccache.cli.request import BLOCK_TOKENS, RunRequest, Tokens
-from asynccache.cli.tokens import block_tokens, stream_tokens
+from asynccache.cli.request import BLOCK_TOKENS, RunRequest, Tokens, block_tokens, stream_tokens
 from asynccache.errors import AsyncCacheError
 
 _FIELDS: Mapping[str, tuple[bool, int, int]] = {
@@ -126,24 +125,34 @@ def _shown(value: object) -> str:
 
 
 def survey(trace: Sequence[TraceRequest]) -> Survey:
-    """Walk all prompts through a tree of blocks, and say of each what it shares with earlier and later ones."""
-    nodes: dict[tuple[int, int], int] = {}
+    """Say of each prompt what it shares with earlier and later ones."""
+    seen: set[int] = set()
     partial: dict[tuple[int, int], int] = {}
-    shared, fresh, paths = [], [], []
-    for request in trace:
-        full, rest = divmod(request.input_length, BLOCK_TOKENS)
-        path, known = _walk(nodes, request.blocks[:full])
-        new = (full - known) * BLOCK_TOKENS
+    shared, fresh, paths = [], [], list(paths_of(trace))
+    for request, path in zip(trace, paths, strict=True):
+        known, rest = sum(key in seen for key in path), request.input_length % BLOCK_TOKENS
+        seen.update(path)
+        new = (len(path) - known) * BLOCK_TOKENS
         if rest:
-            key = (path[-1] if path else 0, request.blocks[full])
+            key = (path[-1] if path else -1, request.blocks[len(path)])
             new += max(0, rest - partial.get(key, 0))
             partial[key] = max(rest, partial.get(key, 0))
         shared.append(known)
         fresh.append(new)
-        paths.append(path)
     later = _later(paths)
     last = tuple([not path or blocks < len(path) for path, blocks in zip(paths, later, strict=True)])
     return Survey(tuple(shared), tuple(fresh), last, later)
+
+
+def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
+    """The full blocks of each prompt, as keys from 0 on. Equal blocks after equal blocks get one key."""
+    known: dict[tuple[int, int], int] = {}
+    for request in trace:
+        path, parent = [], -1
+        for block in request.blocks[: request.input_length // BLOCK_TOKENS]:
+            parent = known.setdefault((parent, block), len(known))
+            path.append(parent)
+        yield path
 
 
 def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -155,20 +164,6 @@ def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
         counts.append(sum(block in seen for block in path))
         seen.update(path)
     return tuple(reversed(counts))
-
-
-def _walk(nodes: dict[tuple[int, int], int], blocks: Sequence[int]) -> tuple[list[int], int]:
-    """The nodes of the path ``blocks``, made where they are missing; and how many of them were there before."""
-    path, parent, known = [], 0, 0
-    for block in blocks:
-        node = nodes.get((parent, block))
-        if node is None:
-            node = nodes[parent, block] = len(nodes) + 1
-        else:
-            known += 1
-        path.append(node)
-        parent = node
-    return path, known
 
 
 def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asynccache.cli.request import RunRequest, Tokens
-from asynccache.cli.tokens import stream_tokens
+from asynccache.cli.request import RunRequest, Tokens, stream_tokens
 
 _SYSTEM, _USER = 1 << 40, 1 << 44
 _TENANTS = (None, None, None, "tenant-a", "tenant-b")

@@ -14,8 +14,8 @@ import pytest
 
 from asynccache import AsyncCache
 from asynccache.cli import session
+from asynccache.cli.display import Watch
 from asynccache.cli.main import main
-from asynccache.cli.watch import Watch
 from tests.cli.test_cli_runs import SMALL
 
 EVERY = 8

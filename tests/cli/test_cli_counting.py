@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.cli import meter
 from asynccache.cli.engine import StandInEngine
-from asynccache.cli.faulty import device_faults
+from asynccache.cli.machine import device_faults
 from asynccache.cli.main import main
 from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server

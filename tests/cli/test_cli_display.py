@@ -34,19 +34,21 @@ def drawn(now: Snapshot, width: int) -> list[str]:
 def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
     lines = drawn(NOW, 80)
     assert max(map(len, lines)) <= 80
-    assert len(lines) == 9, lines
-    assert "1,234,567 served" in lines[2]
-    assert lines[3].rstrip().endswith("storage 8.3 %")
-    assert "L2→L1 1144.4 ·" in lines[5]
-    assert "L3→L2 83.9 MiB/s" in lines[5]
-    assert "all right" in lines[6]
+    assert len(lines) == 15, lines
+    assert "1,234,567 served · 512 running" in lines[2]
+    assert "1234/s · 123,456 cancelled" in lines[3]
+    assert "58.3 % of tokens" in lines[4]
+    assert "1144.4 MiB/s" in lines[8]
+    assert "83.9 MiB/s" in lines[10]
+    assert "all right" in lines[11]
+    assert lines[13].split() == ["memory", "12.0", "GiB"]
 
 
 def test_the_panel_survives_a_narrow_terminal_and_no_progress() -> None:
     lines = drawn(NOW._replace(progress=None, note="", mismatches=3), 40)
     assert max(map(len, lines)) <= 40
     assert "…" not in "".join(lines[1:])
-    for part in ("1,234,567 · 512 running", "L1        █", "L2→L1     1144.4 MiB/s", "3 WRONG", "max 123 ms"):
+    for part in ("1,234,567 served · 512 running", "L1        █", "L2→L1     1144.4 MiB/s", "3 WRONG", "max 123 ms"):
         assert part in "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asynccache.cli.engine import Piece, StandInEngine, Verdict
+from asynccache.cli.engine import NOTHING, EngineStream, Piece, StandInEngine, Verdict
 from asynccache.cli.meter import run_delay
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.settings import ComponentKind
@@ -47,7 +47,7 @@ def engine(pools: dict[str, DevicePool]) -> Any:
 
 @pytest.mark.asyncio
 async def test_what_was_written_is_found(engine: StandInEngine) -> None:
-    stream = engine.stream()
+    stream = EngineStream(engine)
     piece = full(3, 9, 1)
     await stream.write([piece, piece._replace(component=ComponentKind.SWA)])
     assert await stream.verify([piece, piece._replace(component=ComponentKind.SWA)]) == Verdict(6, 0)
@@ -57,7 +57,7 @@ async def test_what_was_written_is_found(engine: StandInEngine) -> None:
 async def test_a_page_without_a_slot_and_one_torn_layer_are_named(
     engine: StandInEngine, pools: dict[str, DevicePool]
 ) -> None:
-    stream = engine.stream()
+    stream = EngineStream(engine)
     await stream.write([full(3, 9, 1)])
     pools["full"].layer(1)[9, 5] ^= 1
     verdict = await stream.verify([full(3, 9, 1, first=20)])
@@ -79,18 +79,23 @@ def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(
     waited = [0.0]
     monkeypatch.setattr("asynccache.cli.engine.run_delay", lambda: waited[0])
 
-    def waits(seconds: float) -> None:
+    def waits(seconds: float) -> Verdict:
         burn(0.05)
         waited[0] += seconds
+        return NOTHING
+
+    def sleeps() -> Verdict:
+        time.sleep(0.3)
+        return NOTHING
 
     assert engine.slowdown == 1.0
-    engine.submit(lambda: None)[0].result()
+    engine.submit(lambda: NOTHING)[0].result()
     assert engine.slowdown == 1.0, "so little tells nothing"
     engine.submit(lambda: waits(0.0))[0].result()
     assert engine.slowdown == 1.0
     engine.submit(lambda: waits(0.15))[0].result()
     assert engine.slowdown == pytest.approx(2.5, rel=0.2)
-    engine.submit(lambda: time.sleep(0.3))[0].result()
+    engine.submit(sleeps)[0].result()
     assert engine.slowdown == pytest.approx(2.5, rel=0.2), "who waits for something else is not slow"
 
 
@@ -122,7 +127,7 @@ def test_the_kernel_says_how_long_a_thread_waited_for_a_core() -> None:
 
 @pytest.mark.asyncio
 async def test_nothing_to_do_is_done_at_once(engine: StandInEngine) -> None:
-    stream = engine.stream()
+    stream = EngineStream(engine)
     assert await stream.verify([full()]) == Verdict(0, 0)
     assert stream.work is None
 
@@ -138,7 +143,7 @@ async def test_cancelled_work_goes_on_and_its_event_tells_when_it_is_over(
         go_on.wait(30)
 
     monkeypatch.setattr(engine, "write", slow)
-    stream = engine.stream()
+    stream = EngineStream(engine)
     task = asyncio.create_task(stream.write([full(1)]))
     await asyncio.to_thread(begun.wait, 30)
     task.cancel()

@@ -12,6 +12,7 @@ import pytest
 
 import asynccache
 from asynccache import compiled
+from asynccache.cli.charts import Chart, Row
 from asynccache.cli.main import main
 from asynccache.cli.options import resolve_options
 from asynccache.cli.sizing import configure, tokens_needed
@@ -52,9 +53,13 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
 
     module.add_arguments = add_arguments  # type: ignore[attr-defined]
     module.run = lambda args: {"nodes": args.nodes}  # type: ignore[attr-defined]
+    module.charts = lambda figures: ()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
     assert main(["bench", "tree", "--nodes", "7"]) == 0
     assert json.loads(capsys.readouterr().out) == {"core": compiled.CORE, "nodes": 7}
+
+
+TABLE = "7 nodes\n       mean\nmatch  1.25\n\nthe CORE core ran\n"
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, json_default: str | None) -> None:
@@ -62,11 +67,12 @@ def bench(monkeypatch: pytest.MonkeyPatch, json_default: str | None) -> None:
     module: Any = ModuleType("asynccache.cli.bench_tree")
     module.add_arguments = lambda parser: parser.add_argument("--json", default=json_default)
     module.run = lambda args: {"nodes": 7}
-    module.table = lambda figures: f"{figures['nodes']} nodes"
+    rows = [Row("match", [1.25])]
+    module.charts = lambda figures: [Chart("", f"{figures['nodes']} nodes", (("mean", ""),), rows, "")]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
 
 
-@pytest.mark.parametrize(("arguments", "err"), [([], "7 nodes\nthe CORE core ran\n"), (["--quiet"], "")])
+@pytest.mark.parametrize(("arguments", "err"), [([], TABLE), (["--quiet"], "")])
 def test_a_table_stands_beside_the_json_of_a_benchmark_unless_it_is_to_be_quiet(
     arguments: list[str], err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +88,7 @@ def test_a_benchmark_that_prints_its_table_prints_json_in_its_place_if_asked(
 ) -> None:
     bench(monkeypatch, None)
     assert main(["bench", "tree"]) == 0
-    assert capsys.readouterr() == (f"7 nodes\nthe {compiled.CORE} core ran\n", "")
+    assert capsys.readouterr() == (TABLE.replace("CORE", compiled.CORE), "")
     assert main(["bench", "tree", "--json", "-"]) == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["nodes"], said.err) == (7, "")

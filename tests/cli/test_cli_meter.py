@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import asynccache.cli.meter as meter_module
-from asynccache.cli.meter import LAGS_MS, TICK, Meter, Samples, Spread, peak_rss, spread
+from asynccache.cli.meter import TICK, Meter, Samples, Spread, peak_rss, spread
 from asynccache.cli.request import RunRequest
 from asynccache.cli.tally import Paths, Tally
 
@@ -48,7 +48,7 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
             tally.paths.add(values[:4], 3, 64)
             tally.problem("nothing is right")
         meter.stop()
-        return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent, meter._counts)))
+        return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent)))
 
     assert size(40_000) <= 1.05 * size(4_000)
 
@@ -89,7 +89,6 @@ async def test_lateness_is_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) 
     assert meter.lag_ms().p50 == pytest.approx(0, abs=1e-6)
     assert len(meter.recent()) == 4
     assert [meter.worst_lag(), meter.worst_lag()] == pytest.approx([0.060, 0.0])
-    assert meter.lag_histogram()[0] + meter.lag_histogram()[LAGS_MS.index(100.0)] == 4
     meter.stop()
     elapsed = meter.elapsed()
     clock.now += 5

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asynccache.cli.capacity import policy_hits as found
 from asynccache.cli.curve import PagePath, blocks, curve
 from asynccache.cli.optimum import NEVER, next_uses, optimum
-from asynccache.cli.policies import found
 from asynccache.cli.trace import arrivals, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))

@@ -149,3 +149,12 @@ def test_settings_are_reported_as_plain_values() -> None:
     values = stress("--write-policy", "write_back").plain()
     assert values["write_policy"] == "write_back"
     assert values["page_size"] == 16
+
+
+def test_help_lists_a_policy_that_was_added(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(POLICIES, "mine", Lru)
+    with pytest.raises(SystemExit):
+        main(["stress", "--help"])
+    assert "lru, p2c, mine" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asynccache.cli.pattern import Pattern, page_values
-from asynccache.cli.tokens import stream_tokens
+from asynccache.cli.request import stream_tokens
 
 TOKENS = stream_tokens(1, 0, 1000)
 

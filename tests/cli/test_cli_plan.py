@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from asynccache.cli.capacity import policy_hits as found
 from asynccache.cli.curve import blocks
 from asynccache.cli.main import main
 from asynccache.cli.plan import text
-from asynccache.cli.policies import found
 from asynccache.cli.trace import read_trace
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES

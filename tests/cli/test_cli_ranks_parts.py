@@ -8,9 +8,9 @@ import torch
 
 from asynccache.cli.engine import Piece, StandInEngine, Verdict
 from asynccache.cli.options import resolve_options
+from asynccache.cli.pool_options import check_replicas, replicate
+from asynccache.cli.ranked.engine import complaint, packed, understood, unpacked
 from asynccache.cli.ranked.shard import shard_config, store_url
-from asynccache.cli.ranked.work import complaint, packed, understood, unpacked
-from asynccache.cli.replicas import check_replicas, replicate
 from asynccache.cli.sizing import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind
@@ -87,7 +87,7 @@ def test_bytes_of_another_rank_are_wrong() -> None:
         place = topology.place(rank)
         config = shard_config(model(components="full", bytes_per_token="64"), topology, rank)
         specs = [s.on_rank(place.tp, 2, (place.cp, 2), (place.pp, 2)) for s in config.pools()]
-        return StandInEngine(specs, {"full": Layers()}, lambda: None, threads=1)  # type: ignore[arg-type,return-value]
+        return StandInEngine(specs, {"full": Layers()}, lambda: None)  # type: ignore[arg-type,return-value]
 
     engine(0).write(piece)
     assert [engine(rank).verify(piece).wrong for rank in range(8)] == [0] + [4] * 7

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.tokens import block_tokens, stream_tokens
+from asynccache.cli.request import block_tokens, stream_tokens
 from asynccache.cli.trace import Survey, TraceError, TraceRequest, TraceSource, arrivals, parse_line, read_trace, survey
 from tests.cli.trace_kit import made_trace
 

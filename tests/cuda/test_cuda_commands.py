@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_leases, cuda_waking, doctor
+from asynccache.cli import bench_cuda, cuda_copies, doctor
 from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import CopyDirection, DriverError
-from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.settings import CudaSettings
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import DMA, driver_of
+from tests.cuda.cuda_kit import driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -78,13 +77,9 @@ def test_a_benchmark_of_nothing_is_refused_in_a_sentence(option: str, capsys: py
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, changes in (
-        (cuda_copies, {"WIDTHS": (4 << 10, 16 << 10, 64 << 10)}), (bench_cuda, {"BOTH_WIDTHS": (16 << 10,)}),
-        (cuda_waking, {"IN_FLIGHT": 20, "PAGES": 64}), (cuda_compute, {"SIDE": 8, "PRODUCTS": 4, "SIZE": 1 << 20}),
-        (cuda_leases, {"SIDE": 8, "LAYERS": 4, "PAGES": 8, "PAGE_BYTES": 1 << 12}),
-    ):
-        for name, value in changes.items():
-            monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 16 << 10, 64 << 10))
+    for name, value in {"SIDE": 8, "LAYERS": 4, "PAGES": 8, "PAGE_BYTES": 1 << 12}.items():
+        monkeypatch.setattr(bench_cuda, name, value)
 
 
 class TorchStream:
@@ -147,16 +142,7 @@ def test_the_benchmark_measures_everything_that_was_asked_for_with_its_goal(
     assert all(r["dma_gb_s"] > 0 and r["kernel_gb_s"] > 0 and r["share"] > 0 for r in rows)
     assert all(rate > 0 for rate in figures["copies"]["large_gb_s"].values())
     assert figures["copies"]["kernel_below"]["set"] == 32768
-    assert [r["width"] for r in figures["both_directions"]] == [16384]
-    beside = figures["slow_down"]["beside"]
-    assert [(r["direction"], r["path"]) for r in beside] == [
-        ("device to host", "dma"), ("device to host", "kernel"), ("host to device", "dma"), ("host to device", "kernel")
-    ]  # fmt: skip
-    waking = figures["waking"]
-    assert 0 < waking["wake_up"]["p50_us"] <= waking["wake_up"]["p99_us"]
-    assert waking["in_flight"]["loop_us_each"] > 0
-    assert [(r["way"], r["pages"]) for r in waking["submitting"]] == [("scattered", 64), ("in merged runs", 64)]
-    assert all(r["on_loop_us"] > 0 and r["off_loop_us"] > 0 for r in waking["submitting"])
+    assert 0 < figures["wake_up"]["p50_us"] <= figures["wake_up"]["p99_us"]
     leases = figures["leases"]
     assert leases["ratio"] > 0
     assert leases["load_s"] > 0
@@ -165,13 +151,9 @@ def test_the_benchmark_measures_everything_that_was_asked_for_with_its_goal(
 
 
 ISSUE = [
-    "device to host, pieces of 4 KiB: share of one large copy", "both directions, pieces of 16 KiB: GB/s",
-    "bf16 products beside copies host to device by dma: slower by",
-    "bf16 products beside copies device to host by kernel: slower by", "call to coroutine, p50: µs",
-    "call to coroutine, p99: µs", "20 in flight, loop time each: µs", "submitting 64 pages, scattered: µs on the loop",
-    "submitting 64 pages, scattered: µs off the loop", "submitting 64 pages, in merged runs: µs off the loop",
-    "load of 4 layers beside computing: share of the longer of the two",
-]  # fmt: skip
+    "device to host, 4 KiB pieces: of one copy", "call to coroutine, p50: µs",
+    "call to coroutine, p99: µs", "load of 4 layers beside computing: of the longer",
+]
 
 
 def test_the_command_tells_every_goal_as_met_or_missed(
@@ -191,7 +173,9 @@ def test_the_command_tells_every_goal_as_met_or_missed(
     assert figures["met"] + figures["missed"] == len(names)
     said = capsys.readouterr().err
     for goal in figures["goals"]:
-        assert f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})" in said
+        (line,) = (line for line in said.splitlines() if line.startswith(goal["figure"][:40]))
+        assert line.endswith("  missed") is not goal["met"]
+        assert line.removesuffix("  missed").split()[-1] == goal["goal"].split()[-1]
     assert "wait_layer in the caller's thread" in said
 
 
@@ -201,22 +185,9 @@ Goal = bench_cuda.Goal
 @pytest.mark.parametrize(("goal", "met"), [
     (Goal("a", 0.95, 0.95, least=True), True), (Goal("a", 0.94, 0.95, least=True), False),
     (Goal("a", 80.0, 80.0), True), (Goal("a", 80.1, 80.0), False),
-    (Goal("a", None, 80.0), False), (Goal("a", None, 80.0, least=True), False),
 ])  # fmt: skip
-def test_a_goal_is_met_at_its_limit_and_never_without_a_figure(goal: Goal, met: bool) -> None:
+def test_a_goal_is_met_at_its_limit(goal: Goal, met: bool) -> None:
     assert goal.met is met
-
-
-@pytest.mark.parametrize(("one", "limit", "met"), [(55.0, 80.0, False), (50.0, 80.0, False), (25.0, 40.0, True)])
-def test_what_is_asked_of_both_directions_follows_what_one_makes(one: float, limit: float, met: bool) -> None:
-    figures: Any = {
-        "copies": {"pieces": [], "large_gb_s": {"out": one, "in": one + 1}},
-        "both_directions": [{"width": 65536, "gb_s": 70.0}], "slow_down": {"beside": []},
-        "waking": {"wake_up": {"p50_us": 1, "p99_us": 1}, "in_flight": {"transfers": 1, "loop_us_each": 1},
-                   "submitting": []}, "leases": {"layers": 1, "ratio": 1},
-    }  # fmt: skip
-    goal = next(bench_cuda.goals(figures))
-    assert (goal.limit, goal.met) == (limit, met)
 
 
 def test_the_threshold_that_figures_speak_for_is_where_the_copy_engines_suffice() -> None:
@@ -227,31 +198,6 @@ def test_the_threshold_that_figures_speak_for_is_where_the_copy_engines_suffice(
     assert cuda_copies.crossover(rows(5, 20, 36, 50, 50)) == 64 << 10
     assert cuda_copies.crossover(rows(50, 50, 50, 50, 50)) == 4 << 10
     assert cuda_copies.crossover(rows(5, 5, 5, 5, 5)) == 4 << 20
-
-
-def test_copies_that_end_before_the_products_are_no_figure(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever they say of the slow-down would be too little."""
-    device = simulated_device(settings=DMA)
-    torch_on(driver_of(device))
-    products = cuda_compute.Products(0, 8)
-    events: list[CudaEvent] = []
-    submit = cuda_copies.Pages.submit
-
-    def remember(*arguments: Any) -> CudaEvent:
-        events.append(submit(*arguments))
-        return events[-1]
-
-    def late(count: int) -> float:
-        for event in events:
-            event.block()
-        return 1.0
-
-    monkeypatch.setattr(cuda_copies.Pages, "submit", remember)
-    monkeypatch.setattr(products, "seconds", late)
-    assert cuda_compute._beside(device, CopyDirection.OUT, products, 1e-6, 1) is None
-    asyncio.run(device.aclose())
 
 
 def test_a_copy_that_fails_is_no_time(simulated_device: Make) -> None:
@@ -378,11 +324,9 @@ def test_stress_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFi
     assert "asynccache: device=cuda:0: " in capsys.readouterr().err
 
 
-@pytest.mark.asyncio
-async def test_neighbours_are_submitted_as_merged_runs(simulated_device: Make) -> None:
+def test_neighbours_are_submitted_as_merged_runs(simulated_device: Make) -> None:
     device = simulated_device()
     pages = cuda_copies.Pages(device, 64 << 12, 4 << 10, layers=1)
-    found = await cuda_waking._submitting(device, "in merged runs", pages.neighbours(), 3)
-    assert found["pages"] == 64
+    assert cuda_copies.rate(device, pages, CopyDirection.OUT, pages.neighbours(), 2) > 0
     assert driver_of(device).calls == {"copy": 3, "spans": 3}
-    await device.aclose()
+    asyncio.run(device.aclose())

@@ -43,8 +43,8 @@ def test_every_way_is_measured_in_every_round(tmp_path: Path, capsys: pytest.Cap
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "[18/18]" in shown.err
-    assert "| L3 " in shown.err
-    assert shown.err.count("| ContinuousBatching, ") == 2
+    assert "\nL3 " in shown.err
+    assert shown.err.count("\nContinuousBatching, ") == 2
     assert "psutil" not in shown.err
     assert max(map(len, shown.err.splitlines())) <= 80
 

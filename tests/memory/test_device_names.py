@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from asynccache.cli.devices import check_device
+from asynccache.cli.parsing import check_device
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.device_names import OPTIONS, DeviceName, parse_device

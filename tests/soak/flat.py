@@ -25,13 +25,12 @@ from statistics import median
 from typing import NamedTuple
 
 from asynccache import AsyncCache
-from asynccache.cli.display import choose
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.display import Watch, choose
+from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings, resolve_options
 from asynccache.cli.presses import Presses
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
-from asynccache.cli.watch import Watch
 from asynccache.metrics import Exposed
 
 EVERY = 1.0

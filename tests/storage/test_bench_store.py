@@ -15,8 +15,9 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.cli import bench_store
-from asynccache.cli.bench_meter import PassMeter, summary
 from asynccache.cli.bench_raw import CopyClient
+from asynccache.cli.bench_store import PassMeter, summary
+from asynccache.cli.charts import cell, text
 from asynccache.cli.main import main
 from asynccache.errors import BackendError
 from asynccache.storage import RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, checked, open_store
@@ -113,7 +114,7 @@ def test_a_store_that_returns_wrong_bytes_is_found_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(MemoryBackend, "get", get)
     report = bench_store.run(options("memory:", *SMALL, "--verify", "off"))
     assert report["sizes"][0]["store"]["mismatches"] == 2 * (1 << 20) // 16384 // 8
-    assert "pages came back wrong" in bench_store.table(report)
+    assert "pages came back wrong" in "".join(map(text, bench_store.charts(report)))
 
 
 def test_a_run_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_a_raw_client_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatc
     report = bench_store.run(options("memory:", *SMALL))
     found = report["sizes"][0]["store"]
     assert (found["without_raw"], found["ratio"]) == ("ValueError: MOVED", {})
-    assert "no raw client: ValueError: MOVED" in bench_store.table(report)
+    assert "no raw client: ValueError: MOVED" in "".join(map(text, bench_store.charts(report)))
 
 
 def test_the_table_fits_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,14 +151,15 @@ def test_the_table_fits_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture
     files = ["--json", str(tmp_path / "s.json"), "--report", str(tmp_path / "s.html")]
     assert main(["bench", "store", *words, *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines[1:])
+    assert all(len(line) <= 80 or line.startswith("file:") for line in lines)
     first = lines.index(next(line for line in lines if line.startswith("put")))
-    variants = [line[14:20].strip() for line in lines[first : first + 8]]
-    assert variants == ["raw", "off", "on", "raw", "off", "on", "on", "on"]
+    names = [line[:17].strip() for line in lines[first : first + 8]]
+    assert names[:3] == ["put, raw", "put, off", "put, on"]
+    assert names[3:] == ["get, raw", "get, off", "get, on", "get, shuffled, on", "exists, on"]
     figures = json.loads((tmp_path / "s.json").read_text())["sizes"][0]["buffered"]
-    assert lines[first].split()[2] == f"{figures['raw']['put']['gb_per_s']:.2f}"
-    assert lines[first + 2].split()[2] == f"{figures['ratio']['on']['put']:.2f}"
-    assert "How fast is the store with pages of 16.0 KiB, direct?" in (tmp_path / "s.html").read_text()
+    assert lines[first].split()[2] == cell(figures["raw"]["put"]["gb_per_s"])
+    assert lines[first + 2].split()[3] == cell(figures["ratio"]["on"]["put"])
+    assert "How fast the store is with pages of 16.0 KiB, direct" in (tmp_path / "s.html").read_text()
     assert main(["bench", "store", *words, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["bench"] == "store"
 

@@ -18,10 +18,10 @@ import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache.cli import store_actions
+from asynccache.cli import store
 from asynccache.cli.main import main
-from asynccache.cli.progress import Progress
-from asynccache.cli.store_text import age
+from asynccache.cli.output import Progress
+from asynccache.cli.store import age
 from asynccache.storage import CheckedStore, PageKey, ParsedUrl, Record, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, content, keys_of
 
@@ -224,7 +224,7 @@ def test_a_clear_that_nobody_meant_does_not_even_open_the_store(
     def opened(*_: object, **__: object) -> None:
         raise AssertionError("it was opened")
 
-    monkeypatch.setattr(store_actions, "open_store", opened)
+    monkeypatch.setattr(store, "open_store", opened)
     monkeypatch.setattr("sys.stdin", Screen(True, "n\n"))
     assert main(["store", "clear", f"file:{folder}"]) == 1
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from asynccache import AsyncCache
 from asynccache.cli.display import choose
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings, add_arguments, resolve_options
 from asynccache.cli.presses import Presses
 from asynccache.cli.request import RunRequest, Source

@@ -12,12 +12,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
-from asynccache.cli.ranked.duty import Duty
 from asynccache.worker.sockets import SECRET
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked.rank")
@@ -25,9 +23,24 @@ _EXIT = 10.0
 _LOOK = 0.02
 
 
+class Duty(NamedTuple):
+    """What the command tells a rank at its start. ``faults``: the share of copies and of stores' calls that have
+    faults; see ``asynccache.cli.machine``. ``delay``: for how many seconds at most the rank waits before each batch."""
+
+    rank: int
+    address: str
+    tp: int
+    cp: int
+    pp: int
+    device: str
+    loop: str | None
+    seed: int
+    faults: float
+    delay: float
+
+
 class Member:
-    """The process of one rank. ``account``: the ``Account`` that it wrote at its end, as a mapping; None: it wrote
-    none."""
+    """The process of one rank. ``account``: its part of the report, which it wrote at its end; None: it wrote none."""
 
     def __init__(self, duty: Duty, secret: str, folder: Path) -> None:
         self.rank = duty.rank
@@ -41,7 +54,7 @@ class Member:
         )  # fmt: skip
         assert self.process.stdin is not None
         with suppress(BrokenPipeError), self.process.stdin as told:
-            told.write(json.dumps(asdict(duty)).encode())
+            told.write(json.dumps(duty._asdict()).encode())
 
     def __repr__(self) -> str:
         return f"Member(rank {self.rank}, pid {self.process.pid})"

@@ -1,67 +1,50 @@
-"""The engine of several ranks as the command sees it: work for it is sent to all ranks, as a batch."""
+"""The engine of several ranks: its work is sent to all of them, as a batch.
+
+The payload of a batch says which pages to fill or to verify. A rank that finds wrong pages says so as the reason of a
+batch that has failed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asynccache.cli.engine import Piece, Verdict
-from asynccache.cli.ranked.work import packed, understood
+import msgspec
+import numpy as np
+
+from asynccache.cli.engine import Job, Piece, Verdict
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import BatchFailed
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
 
+_WRONG = "pages are wrong: "
+_decoder = msgspec.msgpack.Decoder(tuple[bool, list[tuple[ComponentKind, bytes, bytes, int]]])
+
 
 class RankedEngine:
-    """The stand-in for an engine of several ranks. ``pools``: by component, how many pools all ranks have together."""
+    """See ``Engine``. ``pools``: by component, how many pools all ranks have together."""
+
+    slowdown = 1.0
+    """The work is done in the processes of the ranks, and is not measured."""
 
     def __init__(self, cache: AsyncCache, pools: Mapping[ComponentKind, int]) -> None:
         self._cache = cache
         self._pools = pools
 
-    @property
-    def slowdown(self) -> float:
-        """Always 1.0: the work is done in the processes of the ranks, and is not measured."""
-        return 1.0
+    def close(self) -> None:
+        """Do nothing: the ranks end with the cache."""
 
-    def stream(self) -> RankedStream:
-        """Return the stream for the work of one request."""
-        return RankedStream(self._cache, self._pools)
+    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> Job:
+        """See ``Engine``."""
+        number = self._cache.send_batch(packed(pieces, verifies=verifies))
+        count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces) if verifies else 0
+        return Job(number, lambda: self._verdict(number, count))
 
-
-class RankedStream:
-    """The work of one request. ``work``: the number of its last batch, for whoever gives the pages back; None: there
-    was none."""
-
-    def __init__(self, cache: AsyncCache, pools: Mapping[ComponentKind, int]) -> None:
-        self.work: int | None = None
-        self._cache = cache
-        self._pools = pools
-
-    def begin(self, pieces: Sequence[Piece]) -> None:
-        """Have the ranks fill these pages, without waiting for that. An error shows later, in the bytes."""
-        if any(len(piece.ids) for piece in pieces):
-            self.work = self._cache.send_batch(packed(pieces, verifies=False))
-
-    async def write(self, pieces: Sequence[Piece]) -> None:
-        """Fill these pages on every rank, and return when that is done. Cancelling it does not stop the ranks; the
-        batch ``work`` is over when they have ended."""
-        if any(len(piece.ids) for piece in pieces):
-            self.begin(pieces)
-            assert self.work is not None
-            await self._cache.batch_ended(self.work)
-
-    async def verify(self, pieces: Sequence[Piece]) -> Verdict:
-        """Compare these pages on every rank with what they must hold, and return the verdict on all of them. Cancelling
-        it is as for ``write``."""
-        if not any(len(piece.ids) for piece in pieces):
-            return Verdict(0, 0)
-        self.work = self._cache.send_batch(packed(pieces, verifies=True))
-        count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces)
+    async def _verdict(self, number: int, count: int) -> Verdict:
         try:
-            await self._cache.batch_ended(self.work)
+            await self._cache.batch_ended(number)
         except BatchFailed as error:
             found = [understood(rank, reason) for rank, reason in error.reasons.items()]
             wrong = [one for one in found if one is not None]
@@ -69,3 +52,30 @@ class RankedStream:
                 raise
             return Verdict(count, sum(one.wrong for one in wrong), tuple(what for one in wrong for what in one.what))
         return Verdict(count, 0)
+
+
+def packed(pieces: Sequence[Piece], *, verifies: bool) -> bytes:
+    """Return a batch's payload that tells the ranks to verify these pages or, if ``verifies`` is False, to fill
+    them."""
+    parts = [(int(one.component), one.ids.tobytes(), one.values.tobytes(), one.first) for one in pieces]
+    return msgspec.msgpack.encode((verifies, parts))
+
+
+def unpacked(payload: bytes) -> tuple[bool, list[Piece]]:
+    """Return what a payload says: True to verify pages or False to fill them, and the pages."""
+    verifies, parts = _decoder.decode(payload)
+    return verifies, [Piece(kind, np.frombuffer(ids, np.int32).copy(), np.frombuffer(values, np.uint64).copy(), first)
+                      for kind, ids, values, first in parts]
+
+
+def complaint(verdict: Verdict) -> str:
+    """Return what a rank says when pages are wrong."""
+    return f"{verdict.wrong} {_WRONG}{'; '.join(verdict.what[:2])}"
+
+
+def understood(rank: int, reason: str) -> Verdict | None:
+    """Return the verdict of a ``complaint`` that ``rank`` has sent; None if ``reason`` is no complaint about pages."""
+    count, _, what = reason.partition(" ")
+    if not (count.isdecimal() and what.startswith(_WRONG)):
+        return None
+    return Verdict(0, int(count), (f"rank {rank}: {what.removeprefix(_WRONG)}",))

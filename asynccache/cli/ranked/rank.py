@@ -13,20 +13,17 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from asynccache.cli.devices import make_device
-from asynccache.cli.engine import Piece, StandInEngine, Verdict
-from asynccache.cli.faulty import device_faults, faulty_stores
-from asynccache.cli.loops import loop_factory
+from asynccache.cli.engine import StandInEngine, Verdict
+from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter, peak_rss
-from asynccache.cli.ranked.duty import Account, Duty
+from asynccache.cli.ranked.crew import Duty
+from asynccache.cli.ranked.engine import complaint, unpacked
 from asynccache.cli.ranked.shard import shard_config
-from asynccache.cli.ranked.work import complaint, unpacked
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.worker import EngineBatch, RankWorker, Topology, connect
 
@@ -34,29 +31,29 @@ ARRIVAL = 30.0
 
 
 class Rank:
-    """One rank's run, from its duty to its account. Mutable state: the account."""
+    """One rank's run, from its duty to its account. Mutable state: the account, which is the rank's part of the report
+    of the run, as plain values."""
 
     def __init__(self, duty: Duty) -> None:
-        self.account = Account()
+        self.account: dict[str, Any] = {"failure": None, "verify": {"pages": 0, "mismatches": 0}, "batches": 0}
         self._duty = duty
-        self._topology = Topology(*duty.topology)
+        self._topology = Topology(duty.tp, duty.cp, duty.pp)
         self._seed = duty.seed + 1000 * duty.rank          # faults are to differ by rank
         self._random = random.Random(f"delays {duty.seed}/{duty.rank}")
 
     async def run(self) -> None:
         """Connect, do what batches say until the head closes, and complete the account. The head finds out by itself if
         this is cancelled."""
-        account, before = self.account, asyncio.all_tasks()
-        meter = Meter()
+        before, meter = asyncio.all_tasks(), Meter()
         meter.start()
         try:
             await self._serve()
         except RankFailure as error:
-            account.failure = {"kind": type(error).__name__, "sentence": str(error), "at": time.time()}
+            self.account["failure"] = {"kind": type(error).__name__, "sentence": str(error), "at": time.time()}
         meter.stop()
-        account.tasks = len(asyncio.all_tasks() - before)
-        account.cpu, account.memory = meter.cpu(), peak_rss()
-        account.lag, account.run_queue = meter.lag_ms(), meter.run_queue_ms()
+        lag = {name: round(value, 4) for name, value in meter.lag_ms()._asdict().items()}
+        self.account |= {"leaks": {"tasks": len(asyncio.all_tasks() - before)}, "loop_lag_ms": lag,
+                         "cpu_s": round(meter.cpu(), 3), "rss_bytes": peak_rss()}
 
     async def _serve(self) -> None:
         duty = self._duty
@@ -65,7 +62,7 @@ class Rank:
             shard = partial(shard_config, topology=self._topology, rank=duty.rank)
             with faulty_stores(duty.faults, self._seed):
                 async with connect(duty.address, duty.rank, shard=shard, device=device, arrival=ARRIVAL) as worker:
-                    engine = StandInEngine(self._specs(worker), worker.pools, device.gate, threads=1)
+                    engine = StandInEngine(self._specs(worker), worker.pools, device.gate)
                     try:
                         await self._work(worker, engine)
                     finally:
@@ -83,26 +80,21 @@ class Rank:
             if self._duty.delay:
                 await asyncio.sleep(self._random.random() * self._duty.delay)
             verifies, pieces = unpacked(batch.payload)
-            self.account.batches += 1
+            self.account["batches"] += 1
+            done, event = engine.submit(partial(engine.perform, pieces, verifies=verifies))
             if verifies:
-                self._verify(engine, batch, pieces)
+                done.add_done_callback(partial(self._verified, batch))
             else:
-                _, written = engine.submit(partial(engine.write, pieces))
-                batch.end(written)
+                batch.end(event)
 
-    def _verify(self, engine: StandInEngine, batch: EngineBatch, pieces: list[Piece]) -> None:
-        verdicts: list[Verdict] = []
-        done, _ = engine.submit(lambda: verdicts.append(engine.verify(pieces)))
-        done.add_done_callback(lambda ended: self._verified(ended, verdicts, batch))
-
-    def _verified(self, ended: Future[None], verdicts: list[Verdict], batch: EngineBatch) -> None:
+    def _verified(self, batch: EngineBatch, done: Future[Verdict]) -> None:
         """End a batch that has been verified. Called in the engine's thread."""
-        if not verdicts:
-            batch.fail(f"verifying failed: {ended.exception()!r}")
+        if (error := done.exception()) is not None:
+            batch.fail(f"verifying failed: {error!r}")
             return
-        (verdict,) = verdicts
-        self.account.verified += verdict.pages
-        self.account.mismatches += verdict.wrong
+        verdict, count = done.result(), self.account["verify"]
+        count["pages"] += verdict.pages
+        count["mismatches"] += verdict.wrong
         if verdict.wrong:
             batch.fail(complaint(verdict))
         else:
@@ -114,8 +106,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    told = json.loads(sys.stdin.read())
-    duty = Duty(**told | {"topology": tuple(told["topology"])})
+    duty = Duty(**json.loads(sys.stdin.read()))
     rank = Rank(duty)
     try:
         with asyncio.Runner(loop_factory=loop_factory(duty.loop)) as runner:
@@ -123,7 +114,7 @@ def main() -> int:
     except AsyncCacheError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    json.dump(asdict(rank.account), sys.stdout)
+    json.dump(rank.account, sys.stdout)
     return 0
 
 

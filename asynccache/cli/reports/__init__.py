@@ -7,23 +7,21 @@ colours apart, legend and table have the same order, and a table beside every pl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from html import escape
-from typing import Any
 
 from asynccache import __version__, compiled
-from asynccache.cli.reports import bench, run, svg
-from asynccache.cli.reports.figures import NARROW, WIDE, Figure, Table
+from asynccache.cli.charts import Chart, cell
+from asynccache.cli.reports import run, svg
 from asynccache.cli.reports.style import STYLE
+from asynccache.cli.reports.svg import Figure, Report, Table
 from asynccache.cli.text import milliseconds, number, percent
 
-Report = Mapping[str, Any]
 
-
-def page(report: Report) -> str:
-    """The whole page for the report of a run or of a benchmark."""
-    figures = bench.figures(report) if "bench" in report else run.figures(report)
-    title, lead = _bench_lead(report) if "bench" in report else _run_lead(report)
+def page(report: Report, charts: Iterable[Chart] = ()) -> str:
+    """The whole page for the report of a run, or for the report and the ``charts`` of a benchmark."""
+    figures = list(map(_drawn, charts)) if "bench" in report else run.figures(report)
+    title, lead = (f"asynccache bench {report['bench']}", "") if "bench" in report else _run_lead(report)
     body = "".join(map(_figure, figures)) or "<p>There was not enough data to draw.</p>"
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
@@ -57,19 +55,27 @@ def _run_lead(report: Report) -> tuple[str, str]:
         verdict + (f'<ul class="problems">{problems}</ul>' if problems else "") + f'<dl class="tiles">{shown}</dl>')
 
 
-def _bench_lead(report: Report) -> tuple[str, str]:
-    return f"asynccache bench {report['bench']}", ""
+def _drawn(chart: Chart) -> Figure:
+    """A chart of a benchmark as a figure."""
+    rows = [svg.Row(row.name, [(kind, value) for (_, kind), value in zip(chart.columns, row.values, strict=True)
+                               if kind and value is not None]) for row in chart.rows]
+    values = [value for row in rows for _, value in row.dots if value > 0] or [1.0]
+    axis = svg.Axis(chart.unit, min(values) / 1.5, max(values) * 1.5, cell, log=True)
+    missed = [row.name for row in chart.rows if row.missed]
+    goals = any(kind == "limit" for _, kind in chart.columns)
+    answer = f"Goals that were missed: {'; '.join(missed)}." if missed else "No goal is missed." if goals else ""
+    colours = [(name, kind) for name, kind in chart.columns if kind]
+    table = Table(("", *(name for name, _ in chart.columns)), chart.cells())
+    return Figure(chart.name, chart.title, answer, svg.rows(axis, rows), colours, table, " ".join(chart.notes))
 
 
 def _figure(figure: Figure) -> str:
-    plots = "".join(
-        figure.draw(width).svg(f"{figure.name}-{width}", f"{figure.question} {figure.answer}")
-        for width in (WIDE, NARROW)
-    )
+    plot = figure.plot.svg(f"{figure.name}-plot", f"{figure.question} {figure.answer}")
+    legend = "".join(f'<li><span class="swatch {kind}"></span>{escape(name)}</li>' for name, kind in figure.colours)
     source = f'<p class="source">{escape(figure.source)}</p>' if figure.source else ""
     return (f'<section id="{figure.name}"><h2>{escape(figure.question)}</h2>'
             f'<p class="answer">{escape(figure.answer)}</p>'
-            f'<div class="beside"><figure>{plots}<figcaption>{svg.legend(figure.colours)}</figcaption></figure>'
+            f'<div class="beside"><figure>{plot}<figcaption><ul class="legend">{legend}</ul></figcaption></figure>'
             f"{_table(figure.table, figure.question)}</div>{source}</section>")
 
 

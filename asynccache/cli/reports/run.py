@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asynccache.cli.reports import learned, svg
-from asynccache.cli.reports.figures import Draw, Figure, Report, Table, dot_height, plot, share
+from asynccache.cli.reports import svg
+from asynccache.cli.reports.learned import learned
+from asynccache.cli.reports.svg import Figure, Report, Table, share
 from asynccache.cli.text import ARROWS, HIT_RATIO, TIER_NAMES, milliseconds, number, percent, size
 
 HITS = tuple((name, key, name[:2].lower()) for key, name in TIER_NAMES.items())
@@ -16,7 +17,7 @@ _BINS = 40
 
 def figures(report: Report) -> list[Figure]:
     """The figures that the report has data for."""
-    makers = (hits, capacity, first_token, filling, bandwidth, lag, ages, learned.again, learned.worth)
+    makers = (hits, capacity, first_token, filling, bandwidth, lag, learned)
     return [found for make in makers if (found := make(report)) is not None]
 
 
@@ -52,15 +53,15 @@ def hits(report: Report) -> Figure | None:
         return None
     plots = [svg.Series(name, kind, [(t, rise[i] / rise[0]) for t, rise in rises])
              for i, (name, _, kind) in enumerate(HITS, 1)]
-    top = max(sum(rise[1:]) / rise[0] for _, rise in rises)
+    top = max(max(rise[1:]) / rise[0] for _, rise in rises)
 
-    draw = plot(svg.Axis("time", 0, series["t_s"][-1], _seconds),
-                svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), share), lambda frame: svg.areas(frame, plots))
+    plot = svg.lines(svg.Axis("time", 0, series["t_s"][-1], _seconds),
+                     svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), share), plots)
     total, hit = report["tokens"]["total"], report["tokens"]["hit"]
     rows = [(name, percent(hit[key], total), number(hit[key])) for name, key, _ in HITS]
     rows.append(("computed", percent(total - sum(hit.values()), total), number(total - sum(hit.values()))))
     return Figure("hits", "Where did the KV of prompts come from?", f"{percent(sum(hit.values()), total)} of "
-                  f"{number(total)} prompt tokens were in the cache when their request arrived.", draw,
+                  f"{number(total)} prompt tokens were in the cache when their request arrived.", plot,
                   [(name, kind) for name, _, kind in HITS], Table(("tier", "share", "prompt tokens"), rows),
                   f"Hit ratio: {HIT_RATIO}. Each point is of the prompts that became complete since the point before. "
                   "A token counts for the nearest tier that had it.")
@@ -84,13 +85,13 @@ def capacity(report: Report) -> Figure | None:
     shown = [one._replace(points=[(x, y) for x, y in [*one.points, (high, most)] if x >= low]) for one in curves]
     dots = [svg.Series(t["tier"], t["tier"].lower(), [(t["units"], t["measured"])]) for t in tiers]
     marks = [svg.Mark(t["tier"], t["units"]) for t in tiers]
-    draw = plot(svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count, log=True),
-                svg.Axis("", 0, top, share), lambda frame: svg.lines(frame, shown, marks, dots), height=320)
+    plot = svg.lines(svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count, log=True),
+                     svg.Axis("", 0, top, share), shown, marks, dots)
     colours = [*((one.name, one.kind) for one in curves),
                *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
     return Figure("capacity", "What would more memory bring, or less memory cost?",
                   f"No cache, however large, finds more than {percent(most, 1)} of the prompt tokens; "
-                  f"that takes {number(points[-1][0])} pages of {unit} tokens.", draw, colours, _sizes(found, points),
+                  f"that takes {number(points[-1][0])} pages of {unit} tokens.", plot, colours, _sizes(found, points),
                   f"Every hit ratio here is {HIT_RATIO}, with requests served one at a time. LRU: one pass of stack "
                   f"distances (Mattson et al. 1970) over {found['source']}; {number(found['lookups'])} lookups of "
                   f"{number(found['different'])} different pages. Best: no cache of that size finds more, even if it "
@@ -133,14 +134,13 @@ def first_token(report: Report) -> Figure | None:
     plots = [svg.Series(name, kind, [(max(v, low), i / 100) for i, v in enumerate(found[key])])
              for name, key, kind in (("with the cache", "with", "l1"), ("without", "without", "plain"))]
 
-    draw = plot(svg.Axis("time to first token", low, high, _ms, log=True), svg.Axis("", 0, 1, share),
-                lambda frame: svg.lines(frame, plots))
+    plot = svg.lines(svg.Axis("time to first token", low, high, _ms, log=True), svg.Axis("", 0, 1, share), plots)
     rows = [(f"p{p}" if p < 100 else "max", milliseconds(found["with"][p]), milliseconds(found["without"][p]))
             for p in (10, 25, 50, 75, 90, 99, 100)]
     rows.append(("mean", milliseconds(report["ttft_mean_ms"]), milliseconds(report["ttft_without_cache_mean_ms"])))
     rate, slowdown = number(report["settings"]["prefill_tokens_per_s"]), report["prefill_slowdown"]
     return Figure("first-token", "How much sooner does the first token come?",
-                  _sooner(report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]), draw,
+                  _sooner(report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]), plot,
                   [(p.name, p.kind) for p in plots],
                   Table(("", "with", "without"), rows),
                   f"Share of requests that had their first token by then. The time is the measured wait for pages plus "
@@ -170,13 +170,12 @@ def filling(report: Report) -> Figure | None:
         return None
     plots = [svg.Series(name, kind, list(zip(series["t_s"], series[key], strict=True))) for name, key, kind in tiers]
 
-    draw = plot(svg.Axis("time", 0, series["t_s"][-1], _seconds), svg.Axis("", 0, 1, share),
-                lambda frame: svg.lines(frame, plots), height=240)
+    plot = svg.lines(svg.Axis("time", 0, series["t_s"][-1], _seconds), svg.Axis("", 0, 1, share), plots)
     evicted, last = report["evicted"], {key: series[key][-1] for _, key, _ in tiers}
     rows = [(name, percent(last[key], 1), number(evicted[side])) for (name, key, _), side in
             zip(tiers, ("device", "host"), strict=False)]
     full = " and ".join(name for name, key, _ in tiers if max(series[key]) > 0.95)
-    return Figure("filling", "Are the tiers full?", f"{full} filled up." if full else "No, there was room left.", draw,
+    return Figure("filling", "Are the tiers full?", f"{full} filled up." if full else "No, there was room left.", plot,
                   [(p.name, p.kind) for p in plots], Table(("tier", "in use at the end", "pages evicted"), rows),
                   "Share of FULL's pages in use. Evictions count pages of all components; "
                   f"{number(report['lost_pages'])} pages were lost for good.")
@@ -196,19 +195,13 @@ def bandwidth(report: Report) -> Figure | None:
         return None
     low = min(mean for _, mean, _, _ in found) / 2
 
-    def draw(width: int) -> svg.Frame:
-        frame = svg.Frame(width, dot_height(width, len(found)) + 14, svg.Axis(
-            "bytes per second", low, limit * 2, lambda v: size(v) + "/s", log=True, at=_powers(low, limit * 2)),
-            svg.Axis("", 0, 1, share), left=160 if width > 500 else 14)
-        dots = [svg.Row(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)])
-                for name, mean, peak, _ in found]
-        svg.rows(frame, dots, [svg.Mark("memcpy", limit)])
-        return frame
-
+    dots = [svg.Row(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)]) for name, mean, peak, _ in found]
+    plot = svg.rows(svg.Axis("bytes per second", low, limit * 2, lambda v: size(v) + "/s", log=True,
+                             at=_powers(low, limit * 2)), dots, [svg.Mark("memcpy", limit)])
     name, _, peak, _ = max(found, key=lambda row: row[2])
     rows = [(name, size(mean) + "/s", size(peak) + "/s", size(total)) for name, mean, peak, total in found]
     return Figure("bandwidth", "How close do transfers come to what the machine can do?",
-                  f"{name} came to {percent(peak, limit)} of what one thread copies here ({size(limit)}/s).", draw,
+                  f"{name} came to {percent(peak, limit)} of what one thread copies here ({size(limit)}/s).", plot,
                   [("mean of the run", "l1"), ("peak between two samples", "l2")],
                   Table(("stage", "mean", "peak", "bytes"), [*rows, ("memcpy", size(limit) + "/s", "", "")]),
                   "memcpy: 64 MiB copied by one thread, measured right after the run. A stage moves what is asked of "
@@ -220,68 +213,21 @@ def _powers(low: float, high: float) -> tuple[float, ...]:
     return tuple(float(1 << p) for p in range(0, 60, 5) if low <= 1 << p <= high)
 
 
-# the loop, ages
+# the loop
 
 
 def lag(report: Report) -> Figure | None:
-    """How late the event loop was."""
-    found = report["loop_lag_histogram"]
-    if not sum(found["counts"]):
+    """How late the event loop was, over time."""
+    series, spread, waited = report["series"], report["loop_lag_ms"], report["run_queue_ms"]
+    worst = list(zip(series["t_s"], series["lag_max_ms"], strict=True))
+    if len(worst) < 2 or not spread["max"]:
         return None
-    names = [*(f"≤{bound:g}" for bound in found["bounds_ms"]), f">{found['bounds_ms'][-1]:g}"]
-    spread = report["loop_lag_ms"]
-
-    draw = _histogram(names, [svg.Series("ticks", "l1", list(enumerate(found["counts"])))], "milliseconds late")
+    plot = svg.lines(svg.Axis("time", 0, worst[-1][0], _seconds),
+                     svg.Axis("", 0, max(ms for _, ms in worst) * 1.05 or 1.0, _ms), [svg.Series("worst", "l1", worst)])
+    rows = [(name, milliseconds(spread[key]), milliseconds(waited[key]))
+            for name, key in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999"), ("max", "max"))]
     return Figure("lag", "Does anything block the event loop?",
-                  f"Of {number(sum(found['counts']))} ticks of 5 ms, 99 % were at most {milliseconds(spread['p99'])} "
-                  f"late; the worst was {milliseconds(spread['max'])}.", draw,
-                  [("ticks, on a logarithmic scale", "l1")],
-                  Table(("ms late", "ticks"), _told(names, [found["counts"]])),
-                  f"At 99.9 % of ticks the loop's thread had waited at most "
-                  f"{milliseconds(report['run_queue_ms']['p999'])} for a core. So much of the lateness comes from a "
-                  "busy machine and not from work in the loop.")
-
-
-def ages(report: Report) -> Figure | None:
-    """How long evicted pages had not been used."""
-    found = report["eviction_age"]
-    sides = [(name, key, kind) for name, key, kind in HITS[:2] if sum(found[key])]
-    if not sides:
-        return None
-    last = 1 + max(i for _, key, _ in sides for i, count in enumerate(found[key]) if count)
-    names = [_age(found["bounds_s"], i) for i in range(last)]
-    plots = [svg.Series(name, kind, list(enumerate(found[key][:last]))) for name, key, kind in sides]
-
-    draw = _histogram(names, plots, "seconds since a page was used last")
-    name, key, _ = sides[0]
-    return Figure("ages", "For how long is an unused page kept?",
-                  f"Half of the pages that left {name} had not been used for {_half(found['bounds_s'], found[key])}.",
-                  draw,
-                  [(f"{p.name}, pages on a logarithmic scale", p.kind) for p in plots],
-                  Table(("seconds", *(p.name for p in plots)),
-                        _told(names, [found[key][:last] for _, key, _ in sides])),
-                  "Pages of FULL by the time from their last use to their eviction, in seconds of the run.")
-
-
-def _age(bounds: Sequence[float], i: int) -> str:
-    return f"≤{bounds[i]:g}" if i < len(bounds) else f">{bounds[-1]:g}"
-
-
-def _half(bounds: Sequence[float], counts: Sequence[int]) -> str:
-    seen = 0
-    for i, count in enumerate(counts):
-        seen += count
-        if 2 * seen >= sum(counts):
-            return f"at most {bounds[i]:g} s" if i < len(bounds) else f"more than {bounds[-1]:g} s"
-    return ""
-
-
-def _histogram(names: Sequence[str], series: Sequence[svg.Series], label: str) -> Draw:
-    top = max(y for one in series for _, y in one.points)
-    return plot(svg.Axis(label, 0, len(names), lambda value: "", at=(0.0,)),
-                svg.Axis("", 0.5, max(10.0, top * 1.5), _count, log=True),
-                lambda frame: svg.bars(frame, names, series), height=260)
-
-
-def _told(names: Sequence[str], columns: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
-    return [(name, *(number(c[i]) for c in columns)) for i, name in enumerate(names) if any(c[i] for c in columns)]
+                  f"99 % of the ticks of 5 ms were at most {milliseconds(spread['p99'])} late; the worst was "
+                  f"{milliseconds(spread['max'])}.", plot, [("the worst tick since the sample before", "l1")],
+                  Table(("ticks", "late", "waited for a core"), rows),
+                  "Where the loop's thread waited for a core, the machine was busy; the rest is work in the loop.")

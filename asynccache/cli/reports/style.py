@@ -1,4 +1,4 @@
-"""The style sheet of the pages: light, dark and paper.
+"""The style sheet of the pages: light, dark on a screen whose reader wants that, and paper.
 
 What is drawn in a colour has the class of that colour, such as ``l1``, which sets the variable ``--c``.
 """
@@ -10,8 +10,9 @@ STYLE = " ".join(f".{kind} {{ --c: var(--{kind}); }}" for kind in KINDS) + """
   --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e;
   --k1: #8fb8d8; --k2: #5b9bcb; --k3: #2b7fbb; --k4: #0b5e9a; --k5: #083a63;
   --k6: #f0a860; --k7: #d2700f; --k8: #8a3f00; }
-@media (prefers-color-scheme: dark) { :root { --page: #15161a; --ink: #ececf0; --soft: #a6a9b4; --grid: #32343c;
-  --card: #1c1e23; --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80;
+@media screen and (prefers-color-scheme: dark) { :root {
+  --page: #15161a; --ink: #ececf0; --soft: #a6a9b4; --grid: #32343c; --card: #1c1e23;
+  --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80;
   --k1: #3f6a8c; --k2: #4b86b4; --k3: #62a6da; --k4: #8cc4ee; --k5: #c3e2fa;
   --k6: #a06424; --k7: #e08a30; --k8: #ffc98a; } }
 * { box-sizing: border-box; }
@@ -28,7 +29,7 @@ section { background: var(--card); border: 1px solid var(--grid); border-radius:
 .answer { color: var(--ink); } .source { color: var(--soft); font-size: .85rem; margin: 10px 0 0; max-width: 75ch; }
 .beside { display: flex; gap: 24px; align-items: flex-start; }
 figure { margin: 0; flex: 1 1 0; min-width: 0; }
-svg { display: block; width: 100%; height: auto; } svg.narrow { display: none; }
+svg { display: block; width: 100%; max-width: 620px; height: auto; }
 .table { flex: 0 0 372px; overflow-x: auto; max-width: 100%; }
 .table:has(th:nth-child(6)) { flex-basis: 470px; }
 .table table { width: 100%; } #settings .table { flex: none; }
@@ -49,24 +50,17 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name 
 .limit { stroke: var(--ink); stroke-width: 2.5; }
 .line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
 .line.plain { stroke-dasharray: 6 4; } .line.soft { stroke-dasharray: 2 3; }
-.area, .bar, .dot { fill: var(--c); } .area { fill-opacity: .28; stroke: none; }
-.dot { stroke: var(--card); stroke-width: 1.5; }
+.dot { fill: var(--c); stroke: var(--card); stroke-width: 1.5; }
 footer { color: var(--soft); font-size: .85rem; }
 @media (max-width: 900px) { .beside { flex-direction: column; } .table { flex: none; width: 100%; }
   figure { flex: none; width: 100%; } }
 @media (max-width: 560px) { main { padding: 14px 10px 30px; } section { padding: 12px 12px; }
-  th, td { padding-left: 8px; } table { font-size: .8rem; }
-  svg.wide { display: none; } svg.narrow { display: block; } }
-@media print { :root { --page: #fff; --card: #fff; --ink: #000; --soft: #444; --grid: #ccc; --l1: #0067ac;
-  --l2: #c95f00; --l3: #00805c; --plain: #777; --good: #00704f; --bad: #b3261e;
-  --k1: #8fb8d8; --k2: #5b9bcb; --k3: #2b7fbb; --k4: #0b5e9a; --k5: #083a63;
-  --k6: #f0a860; --k7: #d2700f; --k8: #8a3f00; }
-  body { font-size: 11pt; } main { max-width: none; padding: 0; }
+  th, td { padding-left: 8px; } table { font-size: .8rem; } }
+@media print { body { font-size: 11pt; } main { max-width: none; padding: 0; }
   section { break-inside: avoid; border: 0; padding: 4px 0; margin: 10px 0; } #settings { break-inside: auto; }
   .beside { flex-direction: row; gap: 20px; } figure { flex: 0 0 350px; width: auto; }
-  .table { flex: 0 0 270px; width: auto; } #settings .table { flex: none; }
-  .beside:has(th:nth-child(6)) { flex-direction: column; gap: 8px; } .table { overflow: visible; }
+  .table { flex: 0 0 270px; width: auto; overflow: visible; } #settings .table { flex: none; }
+  .beside:has(th:nth-child(6)) { flex-direction: column; gap: 8px; }
   .table:has(th:nth-child(6)) { flex: none; width: 100%; }
   table { font-size: .75rem; } th, td { padding: 1px 0 1px 8px; }
-  svg.wide { display: none; } svg.narrow { display: block; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }"""

@@ -1,0 +1,54 @@
+"""The figures of a benchmark for people: charts, which ``main`` prints as tables and ``reports`` draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import NamedTuple
+
+WIDTH = 80
+MISSED = "  missed"
+
+
+class Row(NamedTuple):
+    """A line of a chart. ``values``: one for each column; None: there is no such figure. ``missed``: the row misses its
+    goal."""
+
+    name: str
+    values: Sequence[float | None]
+    missed: bool = False
+
+
+class Chart(NamedTuple):
+    """A table of figures. ``columns``: for each its name and the style sheet's class of its dots in the plot, "" for
+    one that is not drawn. ``unit``: that of the drawn values. ``notes``: sentences that go below."""
+
+    name: str
+    title: str
+    columns: Sequence[tuple[str, str]]
+    rows: Sequence[Row]
+    unit: str
+    notes: Sequence[str] = ()
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as texts."""
+        return [(row.name, *map(cell, row.values)) for row in self.rows]
+
+
+def cell(value: float | None) -> str:
+    """A figure in three digits, or in all of them before the point; "" for None."""
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def text(chart: Chart) -> str:
+    """The chart as a table of at most 80 columns, and its notes."""
+    head = ("", *(name for name, _ in chart.columns))
+    cells = [head, *chart.cells()]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    marked = len(MISSED) * any(row.missed for row in chart.rows)
+    widths[0] = min(widths[0], WIDTH - marked - sum(width + 2 for width in widths[1:]))
+    lines = [f"{first[:widths[0]]:<{widths[0]}}" + "".join(
+        f"{one:>{width + 2}}" for one, width in zip(rest, widths[1:], strict=True)) for first, *rest in cells]
+    told = [line + (MISSED if row.missed else "") for line, row in zip(lines[1:], chart.rows, strict=True)]
+    notes = [line for note in chart.notes for line in wrap(note, WIDTH)]
+    return "\n".join([*wrap(chart.title, WIDTH), lines[0], *told, *notes])

@@ -1,0 +1,94 @@
+"""What a run works with, as its options say: an event loop, a device, and the faults of ``--faults``. torch and cupy
+are only imported when a device is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from asynccache.errors import ConfigError
+from asynccache.memory.device import Device
+from asynccache.memory.device_names import parse_device
+from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
+from asynccache.testing.faulty_backend import FaultyBackend
+
+if TYPE_CHECKING:
+    from asynccache.cli.engine import Gate
+    from asynccache.memory.faults import Faults
+
+
+def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop that ``--loop`` names. With None it is uvloop's if that is installed; if it is not, the
+    result is None, which stands for asyncio's default.
+
+    Raises:
+        ConfigError: the loop is not installed.
+    """
+    if name == "asyncio":
+        return asyncio.SelectorEventLoop
+    try:
+        import uvloop
+    except ImportError:
+        if name is None:
+            return None
+        raise ConfigError("--loop=uvloop: uvloop is not installed; use --loop asyncio") from None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class GatedDevice(Device, Protocol):
+    """A device that also makes events which the stand-in engine fires itself."""
+
+    def gate(self) -> Gate:
+        """A new event of this kind."""
+        ...
+
+
+def make_device(name: str, faults: Faults) -> GatedDevice:
+    """A new device with these faults, which the caller closes.
+
+    Raises:
+        ConfigError: there is no such GPU, or what it needs is not installed.
+    """
+    if parse_device(name).kind == "cpu":
+        from asynccache.memory.cpu import CpuDevice
+
+        return CpuDevice(faults=faults)
+    from asynccache.memory.cuda.device import open_device
+
+    return open_device(name, faults=faults)
+
+
+def device_faults(share: float, seed: int) -> Faults:
+    """Faults for a device: of all copies, ``share / 2`` are delayed and ``share / 4`` fail."""
+    from asynccache.memory.faults import Faults  # here, because it imports torch
+
+    return Faults(seed=seed, delayed=share / 2, failing=share / 4)
+
+
+@contextmanager
+def faulty_stores(share: float, seed: int) -> Iterator[None]:
+    """Give faults to all stores that are opened while this lasts. ``share``: of their calls, see ``FaultyBackend``; 0:
+    no faults. The first store draws its faults with ``seed``, and each further one with the next number."""
+    known, seeds = opening.backend_class, iter(range(seed, seed + (1 << 30)))
+    if share:
+        opening.backend_class = lambda scheme: _Faulty(known(scheme), share, next(seeds))
+    try:
+        yield
+    finally:
+        opening.backend_class = known
+
+
+class _Faulty:
+    """Stands for a backend class, and gives faults to every backend that it opens."""
+
+    def __init__(self, kind: opening.BackendClass, share: float, seed: int) -> None:
+        self._kind = kind
+        self._share = share
+        self._seed = seed
+
+    async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
+        """Open a backend as the class does. Cancelling is as for the class."""
+        return FaultyBackend(await self._kind.open(url, layout), self._share, self._seed)
