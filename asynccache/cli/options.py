@@ -158,6 +158,7 @@ class RunSettings:
     concurrency: int = _option(integer(1), "N", "requests that run at the same time", replay=16, stress=32)
     decode_tokens: int = _option(integer(0), "N", "decode at most N tokens of each output", both=256)
     insert_outputs: bool = _option(None, "", "commit the decoded tokens as well", replay=False, stress=True)
+    verify: bool = _option(None, "", "compare every page that the cache hands out with what was computed", both=True)
     end_hints: float = _option(
         SHARE, "P", "share of conversations whose last request tells the cache that it is the last",
         replay=0.0, stress=0.5)

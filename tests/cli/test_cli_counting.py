@@ -143,6 +143,13 @@ def test_a_conversation_hits_its_own_answers_only_where_they_are_kept(tmp_path: 
     assert kept["tokens"]["hit"]["device"] > not_kept["tokens"]["hit"]["device"] + 1000
 
 
+@pytest.mark.parametrize(("flags", "verified"), [("--verify", True), ("", True), ("--no-verify", False)])
+def test_pages_are_verified_unless_that_is_switched_off(flags: str, verified: bool, tmp_path: Path) -> None:
+    found = stress(tmp_path, f"--requests 20 --storage none {flags}")
+    assert (found["verify"]["pages"] > 0) is verified
+    assert (found["served"], found["verify"]["mismatches"]) == (20, 0)
+
+
 def test_after_its_duration_a_run_takes_no_more_requests(tmp_path: Path) -> None:
     found = stress(tmp_path, "--duration 0.5 --concurrency 4")
     assert 0.5 <= found["elapsed_s"] < 20
