@@ -80,6 +80,10 @@ def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str,
         **cache,
         "settings": settings.plain(),
     }
+    hit, stages = sum(report["tokens"]["hit"].values()), report["stages"]
+    if hit and stages and settings.host_tokens:
+        report["per_hit"] = {"written_to_host": round(stages["backup_host"]["tokens"] / hit, 3),
+                             "loaded_from_host": round(stages["load_back"]["tokens"] / hit, 3)}
     if settings.command == "replay":
         report["blocks"] = {"total": tally.blocks, "hit": tally.blocks_hit, "shared": tally.blocks_shared}
     return report

@@ -143,6 +143,18 @@ def test_a_conversation_hits_its_own_answers_only_where_they_are_kept(tmp_path: 
     assert kept["tokens"]["hit"]["device"] > not_kept["tokens"]["hit"]["device"] + 1000
 
 
+@pytest.mark.parametrize("host", ["none", "8192"])
+def test_what_hits_cost_the_host_is_told_beside_them(host: str, tmp_path: Path) -> None:
+    room = f"--device-tokens 8192 --host-tokens {host} --storage none --concurrency 4"
+    found = stress(tmp_path, f"--requests 60 --components full --decode-tokens 16 {room}")
+    if host == "none":
+        assert "per_hit" not in found
+        return
+    hit, stages = sum(found["tokens"]["hit"].values()), found["stages"]
+    assert found["per_hit"]["written_to_host"] == pytest.approx(stages["backup_host"]["tokens"] / hit, abs=1e-3)
+    assert found["per_hit"]["loaded_from_host"] == pytest.approx(stages["load_back"]["tokens"] / hit, abs=1e-3)
+
+
 @pytest.mark.parametrize(("flags", "verified"), [("--verify", True), ("", True), ("--no-verify", False)])
 def test_pages_are_verified_unless_that_is_switched_off(flags: str, verified: bool, tmp_path: Path) -> None:
     found = stress(tmp_path, f"--requests 20 --storage none {flags}")
