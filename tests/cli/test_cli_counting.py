@@ -130,6 +130,17 @@ def test_the_longest_prompt_that_fits_is_served_and_one_page_less_is_refused(
     assert f"--device-tokens=1536: {said}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("speed", ["0", "1000"])
+def test_pages_age_by_the_time_of_the_trace_at_any_speed(speed: str, tmp_path: Path) -> None:
+    """Twenty prompts come again after 1,000 s. The replay of them takes a second or two."""
+    again = [(at + i, 1, [i + 1]) for at in (0, 1_000_000) for i in range(20)]
+    found = replay(tmp_path, *again, more=f"--speed {speed} --eviction p2c")
+    (once,) = [curve for curve in found["learned"]["curves"] if curve["name"] == "used once"]
+    edges = found["learned"]["edges_s"]
+    ages = [edges[k] for k, blocks in enumerate(once["used"]) if blocks]
+    assert ages == [max(edge for edge in edges if edge <= 1000)]
+
+
 def test_limit_takes_the_first_requests(tmp_path: Path) -> None:
     found = replay(tmp_path, (0, 1, [1]), (0, 1, [1, 2]), (0, 1, [3]), more="--limit 2 --host-tokens none")
     assert (found["requests"], found["blocks"]["total"], found["blocks"]["hit"]) == (2, 3, 1)
