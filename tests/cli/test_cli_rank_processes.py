@@ -21,12 +21,14 @@ from tests.cli.rank_runs import (
     Shape,
     hits,
     options,
+    perform,
     run,
     size,
     sound,
     strike,
     told,
 )
+from tests.cli.trace_kit import made_trace
 
 REPLICATED = ("--replicated", "full:tp,mamba")
 FEW = "8"
@@ -86,6 +88,29 @@ def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, tmp_pat
 
 
 # the larger matrix: make soak
+
+
+@pytest.mark.soak
+def test_the_stack_of_deepseek_v4_over_tp_and_pp(tmp_path: Path) -> None:
+    more = ("--sidecars", "deepseek-v4", "--components", "full,swa", "--bytes-per-token", "512", "--requests", "40")
+    url, out = store(tmp_path), tmp_path / "report.json"
+    for report in (run(TP2_PP2, url, out, *more), again := run(TP2_PP2, url, out, *more)):
+        sound(report, TP2_PP2)
+    hits(again, "device", "host", "storage")
+
+
+@pytest.mark.soak
+def test_a_replay_of_all_components_over_tp_and_pp(tmp_path: Path) -> None:
+    trace, out = made_trace(tmp_path / "trace.jsonl", conversations=6), tmp_path / "report.json"
+    command = [
+        "replay", str(trace), "--tp", "2", "--pp", "2", "--layers", "2", "--components", "full,swa,mamba",
+        "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "1024", "--device-tokens", str(40 * 512),
+        "--host-tokens", str(40 * 512), "--swa-ratio", "1", "--storage", store(tmp_path), "--concurrency", "1",
+        "--prefetch-policy", "wait_complete", "--json", str(out), "--quiet",
+    ]  # fmt: skip
+    for report in (perform(command, out), again := perform(command, out)):
+        sound(report, TP2_PP2)
+    hits(again, "storage")
 
 
 @pytest.mark.soak
