@@ -355,7 +355,8 @@ class WorkerGroup:
         all have answered. Cancelling it returns when all have let go of their buffers.
 
         Raises:
-            RankFailure: the group is over; or a worker raised what is no error of a store.
+            RankFailure: the group is over; or a worker raised what is no error of a store, with which the group ends
+                if it was to write, find or read pages.
             ConfigError, BackendError: a worker raised it.
         """
         if self.failure is not None:
@@ -375,7 +376,10 @@ class WorkerGroup:
             del self._calls[number]
         failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.CallFailed)}
         if failures:
-            raise combined_answers.error_of(failures)
+            error = combined_answers.error_of(failures)
+            if isinstance(error, RankFailure) and kind in (m.PagesWritten, m.PageResults):
+                self._fail(error)
+            raise error
         found: dict[int, T] = {}
         for rank, one in sorted(call.said.items()):
             if not isinstance(one, kind):

@@ -93,7 +93,12 @@ def _is_alive(pid: int) -> bool:
 
 def run(shape: Shape, storage: str, out: Path, *more: str) -> Report:
     """To its end, which is good."""
-    with Command(options(shape, storage, out, "--quiet", *more)) as command:
+    return perform(options(shape, storage, out, "--quiet", *more), out)
+
+
+def perform(arguments: list[str], out: Path) -> Report:
+    """A command that writes its report to ``out``, to its end, which is good."""
+    with Command(arguments) as command:
         status, said = command.ended()
     assert status == 0, said
     report: Report = json.loads(out.read_text())

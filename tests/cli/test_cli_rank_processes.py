@@ -14,18 +14,21 @@ import pytest
 from tests.cli.rank_runs import (
     PP2,
     PP4,
+    TIMEOUT,
     TP2,
     TP2_PP2,
     Command,
     Shape,
     hits,
     options,
+    perform,
     run,
     size,
     sound,
     strike,
     told,
 )
+from tests.cli.trace_kit import made_trace
 
 REPLICATED = ("--replicated", "full:tp,mamba")
 FEW = "8"
@@ -76,15 +79,38 @@ def test_a_new_group_finds_what_a_group_that_failed_had_stored(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, tmp_path: Path) -> None:
-    more = ("--duration", "600", "--rank-timeout", "3")
+    more = ("--duration", "600", "--rank-timeout", str(TIMEOUT))
     with Command(options(TP2_PP2, store(tmp_path), tmp_path / "report.json", *more)) as command:
         command.started()
         time.sleep(0.3)
         os.kill(command.process.pid, how)
-        command.nobody_left()
+        command.nobody_left(TIMEOUT + 20.0)  # on the virtual clock it is one second more; here a machine may be slow
 
 
 # the larger matrix: make soak
+
+
+@pytest.mark.soak
+def test_the_stack_of_deepseek_v4_over_tp_and_pp(tmp_path: Path) -> None:
+    more = ("--sidecars", "deepseek-v4", "--components", "full,swa", "--bytes-per-token", "512", "--requests", "40")
+    url, out = store(tmp_path), tmp_path / "report.json"
+    for report in (run(TP2_PP2, url, out, *more), again := run(TP2_PP2, url, out, *more)):
+        sound(report, TP2_PP2)
+    hits(again, "device", "host", "storage")
+
+
+@pytest.mark.soak
+def test_a_replay_of_all_components_over_tp_and_pp(tmp_path: Path) -> None:
+    trace, out = made_trace(tmp_path / "trace.jsonl", conversations=6), tmp_path / "report.json"
+    command = [
+        "replay", str(trace), "--tp", "2", "--pp", "2", "--layers", "2", "--components", "full,swa,mamba",
+        "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "1024", "--device-tokens", str(40 * 512),
+        "--host-tokens", str(40 * 512), "--swa-ratio", "1", "--storage", store(tmp_path), "--concurrency", "1",
+        "--prefetch-policy", "wait_complete", "--json", str(out), "--quiet",
+    ]  # fmt: skip
+    for report in (perform(command, out), again := perform(command, out)):
+        sound(report, TP2_PP2)
+    hits(again, "storage")
 
 
 @pytest.mark.soak

@@ -82,7 +82,7 @@ async def serve(job: Job) -> Answer:
 async def _lead(job: Job, topology: Topology, group: Any, answer: Answer) -> None:
     """The rank of the scheduler."""
     part = partial(shard, topology, 0)
-    async with listen(job.address, topology, secret=SECRET, timeout=job.timeout, arrival=60, shard=part) as workers:
+    async with listen(job.address, topology, secret=SECRET, timeout=job.timeout, arrival=120, shard=part) as workers:
         cache = AsyncCache(_config(job, topology), workers=workers)
         try:
             async with cache:
@@ -101,7 +101,7 @@ async def _lead(job: Job, topology: Topology, group: Any, answer: Answer) -> Non
 async def _follow(job: Job, topology: Topology, group: Any, answer: Answer) -> None:
     """All other ranks."""
     part = partial(shard, topology, job.rank)
-    async with connect(job.address, job.rank, secret=SECRET, shard=part, arrival=60) as worker:
+    async with connect(job.address, job.rank, secret=SECRET, shard=part, arrival=120) as worker:
         model = _model(job, topology, worker, group)
         moved = _counted(worker)
         try:

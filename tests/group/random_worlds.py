@@ -42,9 +42,9 @@ ATTEMPTS = 30
 TIMEOUT = 3.0
 MAMBA = int(ComponentKind.MAMBA)
 SHAPES = (
-    *[Topology()] * 2, *[Topology(tp=2)] * 6, *[Topology(pp=2)] * 5, *[Topology(cp=2)] * 3, *[Topology(tp=3)] * 2,
-    *[Topology(tp=2, pp=2)] * 3, *[Topology(tp=2, cp=2)] * 3, Topology(cp=2, pp=2), Topology(tp=2, pp=3),
-    Topology(tp=2, cp=2, pp=2), Topology(tp=8), Topology(pp=5),
+    *[Topology()] * 2, *[Topology(tp=2)] * 5, Topology(tp=7), *[Topology(pp=2)] * 5, *[Topology(cp=2)] * 3,
+    *[Topology(tp=3)] * 2, *[Topology(tp=2, pp=2)] * 3, *[Topology(tp=2, cp=2)] * 3, Topology(cp=2, pp=2),
+    Topology(tp=2, pp=3), Topology(tp=2, cp=2, pp=2), Topology(tp=8), Topology(pp=5),
 )  # fmt: skip
 
 

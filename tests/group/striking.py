@@ -31,15 +31,27 @@ def silence(world: GroupWorld, rank: int) -> None:
     world.process(rank).link.fall_silent()
 
 
+def broken(*_: object, **__: object) -> None:
+    raise OSError("the driver is gone")
+
+
 def raise_at_effects(world: GroupWorld, rank: int) -> None:
-    local = world.process(rank).serving.performer.local
-    assert local is not None
+    mover = world.local(rank).mover
+    mover.backup = mover.load = broken  # type: ignore[assignment]
 
-    def broken(*_: object) -> None:
-        raise OSError("the driver is gone")
 
-    local.mover.backup = broken  # type: ignore[assignment]
-    local.mover.load = broken  # type: ignore[assignment]
+def raise_at_private_copies(world: GroupWorld, rank: int) -> None:
+    world.local(rank).mover.clone = broken  # type: ignore[assignment]
+
+
+def raise_at_storage(*calls: str) -> Callable[[GroupWorld, int], None]:
+    """Have these calls of a rank's worker raise what is no error of a store."""
+
+    def strike(world: GroupWorld, rank: int) -> None:
+        for call in calls:
+            setattr(world.local(rank), call, broken)
+
+    return strike
 
 
 def cut_soon(world: GroupWorld, rank: int) -> None:
@@ -69,3 +81,12 @@ FATES: dict[str, Fate] = {
     "nonsense": Fate(say_nonsense, "ended operation 999999"),
     "all links are cut": Fate(cut_all, "closed the connection", all=True),
 }
+
+
+EFFECTS: dict[str, Fate] = {
+    "a storage write raises": Fate(raise_at_storage("store"), "the driver is gone"),
+    "a storage question raises": Fate(raise_at_storage("ask"), "the driver is gone"),
+    "a storage read raises": Fate(raise_at_storage("read"), "the driver is gone"),
+    "a private copy raises": Fate(raise_at_private_copies, "the driver is gone"),
+}
+"""Accidents that show in one kind of work only, which not every random world has."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from asynccache import Sidecar
 from asynccache.worker import Topology
+from asynccache.worker import messages as m
 from asynccache.worker.work import CopyKind
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop
@@ -74,6 +76,44 @@ def test_the_copies_of_a_plan_leave_in_one_frame_before_anything_else_runs() -> 
         await world.aclose()
 
     play(main)
+
+
+def test_a_prefetch_asks_each_worker_in_one_message_for_full_and_its_sidecars_and_in_one_for_all_others() -> None:
+    """How far FULL goes says which pages of the others matter; it is asked for 128 pages at a time."""
+    sidecars = (
+        Sidecar(name="index", indices_from="full", bytes_per_page=8, layers=2),
+        Sidecar(name="latent", indices_from="swa", bytes_per_page=8, layers=2),
+    )
+
+    async def main(loop: SimulatedLoop) -> None:
+        config = settings(16, 40, swa=16, mamba=12, sidecars=sidecars, stored=True)
+        world = GroupWorld(loop, Topology(tp=2), config, own=None)
+        async with world.opened():
+            await world.serve(text(6))
+        sent: dict[int, list[m.Message]] = {0: [], 1: []}
+        async with world.opened() as cache:
+            for rank, messages in sent.items():
+                note_messages(world, rank, messages)
+            assert (await cache.prefetch(text(6, extra=1))).tokens == 24
+        for messages in sent.values():
+            asked = [[question.pool for question in message.asked] for message in messages
+                     if isinstance(message, m.AskPages)]  # fmt: skip
+            assert [sorted(pools) for pools in asked] == [["full", "index"], ["latent", "mamba", "swa"]]
+        await world.aclose()
+
+    play(main)
+
+
+def note_messages(world: GroupWorld, rank: int, messages: list[m.Message]) -> None:
+    """Note what the head sends to ``rank`` from now on."""
+    link = world.process(rank).link.peer
+    plain = link.send
+
+    def send(frame: bytes) -> None:
+        messages.extend(m.decode_head_messages(frame))
+        plain(frame)
+
+    link.send = send  # type: ignore[method-assign]
 
 
 def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgotten_by_the_others() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from asynccache import CacheConfig, Replicated, Sidecar
+from asynccache import CacheConfig, Full, Replicated, Sidecar
 from asynccache.worker import Topology
-from tests.group.group_kit import GroupWorld, play, settings, text
+from asynccache.worker.rank_performer import Shard
+from tests.group import group_kit
+from tests.group.group_kit import GroupWorld, play, settings, stage_of, text
 from tests.simulated.loop import SimulatedLoop
 
 SHAPES = [Topology(), Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2), Topology(tp=2, cp=2)]
@@ -56,8 +60,6 @@ def test_what_was_written_comes_back_from_device_and_host(shape: Topology, kind:
 @pytest.mark.parametrize(("shape", "kind", "shared"), chosen(True, False))
 def test_a_new_group_finds_what_the_last_one_stored(shape: Topology, kind: str, shared: bool) -> None:
     async def main(loop: SimulatedLoop) -> None:
-        from dataclasses import replace
-
         config: CacheConfig = replace(KINDS[kind], storage=settings(stored=True, host=1).storage)
         world = GroupWorld(loop, shape, config, shared=shared)
         async with world.opened():
@@ -68,6 +70,41 @@ def test_a_new_group_finds_what_the_last_one_stored(shape: Topology, kind: str, 
             await handle
             assert await world.serve(text(6, extra=1), prefetch=handle) == 24
             assert cache.statistics().stages["prefetch"].pages > 0
+        assert world.verified > verified
+        await world.aclose()
+
+    play(main)
+
+
+def stage_of_windows(topology: Topology, rank: int) -> Shard:
+    """The second stage has layers of the window and none of full attention."""
+    stage = stage_of(topology, rank)
+
+    def shard(config: CacheConfig) -> CacheConfig:
+        whole = stage(config)
+        if topology.place(rank).pp == 0:
+            return whole
+        full, *others = whole.components
+        assert isinstance(full, Full)
+        return replace(whole, components=(replace(full, bytes_per_token=0, layers=1, covers=()), *others))
+
+    return shard
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_page_that_has_no_bytes_on_one_worker_is_found_where_the_others_have_it(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_kit, "stage_of", stage_of_windows)
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(pp=2), settings(16, 40, swa=16, stored=True), shared=shared)
+        async with world.opened():
+            await world.serve(text(6))
+        verified = world.verified
+        async with world.opened() as cache:
+            handle = cache.prefetch(text(6, extra=1))
+            assert await world.serve(text(6, extra=1), prefetch=handle) == 24, "found"
         assert world.verified > verified
         await world.aclose()
 

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import pytest
+import torch
 
 from asynccache import ConfigError, RankFailure
 from asynccache.errors import BackendError, Unavailable
+from asynccache.memory.pools import check_room
+from asynccache.storage import Result
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from asynccache.worker.group import LATE
-from tests.group.group_kit import GroupWorld, play, settings, text
-from tests.group.striking import FATES, Fate
+from tests.group.group_kit import GroupWorld, RankDevice, play, settings, text
+from tests.group.striking import EFFECTS, FATES, Fate
+from tests.simulated.device import SimulatedStream
 from tests.simulated.loop import SimulatedLoop
 
 VICTIM = 1
 TIMEOUT = 3.0
+ACCIDENTS = FATES | EFFECTS
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
-@pytest.mark.parametrize("fate", [name for name, fate in FATES.items() if not fate.all])
+@pytest.mark.parametrize("fate", [name for name, fate in ACCIDENTS.items() if not fate.all])
 @pytest.mark.parametrize("own", [0, None])
 def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_stores_warm(
     fate: str, own: int | None, seed: int
 ) -> None:
-    accident = FATES[fate]
+    accident = ACCIDENTS[fate]
 
     async def main(loop: SimulatedLoop) -> None:
         shape = Topology(tp=2) if own == 0 else Topology(tp=3)
-        world = GroupWorld(loop, shape, settings(16, 40, stored=True), own=own, timeout=TIMEOUT)
+        world = GroupWorld(loop, shape, settings(16, 40, mamba=6, stored=True), own=own, timeout=TIMEOUT)
         async with world.opened() as cache:
             await world.serve(text(6))
             await cache.flush()
@@ -128,6 +137,118 @@ def test_what_cannot_be_opened_on_one_worker_is_told_by_rank_and_open_nowhere() 
         for rank in (0, 1):
             assert world.devices[rank]._streams, "it had been opened"
             assert world.backends[rank].holding == 0
+        await world.aclose()
+
+    play(main)
+
+
+def no_room(world: GroupWorld, rank: int, patch: pytest.MonkeyPatch) -> str:
+    def refuse(device: Mapping[str, int], host: Mapping[str, int]) -> None:
+        check_room((*device.items(), *host.items()), 100)
+
+    patch.setattr(world.devices[rank], "check_room", refuse)
+    return r"rank 2: pool 'full' on the device: .* do not fit in memory"
+
+
+def no_pinning(world: GroupWorld, rank: int, patch: pytest.MonkeyPatch) -> str:
+    """The first pool of the host can be pinned, and the second one cannot."""
+    plain, made = world.devices[rank].host_tensor, list[tuple[int, ...]]()
+
+    def host_tensor(shape: tuple[int, ...]) -> torch.Tensor:
+        made.append(shape)
+        if len(made) > 1:
+            raise RuntimeError("cudaHostRegister: out of memory")
+        return plain(shape)
+
+    patch.setattr(world.devices[rank], "host_tensor", host_tensor)
+    return r"rank 2: pool 'swa': its memory cannot be had: cudaHostRegister: out of memory"
+
+
+@pytest.mark.parametrize("fate", [no_room, no_pinning])
+@pytest.mark.parametrize("own", [0, None])
+def test_pools_that_one_worker_has_no_memory_for_are_told_by_rank_and_a_new_group_can_be_opened(
+    own: int | None, fate: Callable[[GroupWorld, int, pytest.MonkeyPatch], str]
+) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, swa=8, stored=True), own=own)
+        made, released = streams_of(world)
+        world.begin()
+        before = asyncio.all_tasks() - {process.task for process in world.group.processes.values()}
+        with pytest.MonkeyPatch.context() as patch:
+            reason = fate(world, 2, patch)
+            with pytest.raises(ConfigError, match=reason):
+                async with world.cache:
+                    pass
+            await world.group.ended()
+        for process in world.group.processes.values():
+            assert isinstance(process.failure, RankFailure)
+            assert re.search(reason, str(process.failure))
+        assert made == released != Counter()
+        assert asyncio.all_tasks() <= before
+        async with world.opened():
+            await world.serve(text(6))
+            await world.serve(text(6))
+            world.idle()
+        assert made == released
+        await world.aclose()
+
+    play(main)
+
+
+def streams_of(world: GroupWorld) -> tuple[Counter[str], Counter[str]]:
+    """The streams that the devices of all ranks make from now on, and those that they get back."""
+    made, released = Counter[str](), Counter[str]()
+
+    def watch(rank: int, device: RankDevice) -> None:
+        stream = device.stream
+
+        def make(name: str) -> SimulatedStream:
+            made[f"{name} of rank {rank}"] += 1
+            return stream(name)
+
+        def release(own: SimulatedStream) -> None:
+            released[f"{own.name} of rank {rank}"] += 1
+
+        device.stream, device.release = make, release  # type: ignore[assignment, method-assign]
+
+    for rank, device in world.devices.items():
+        watch(rank, device)
+    return made, released
+
+
+@pytest.mark.parametrize("own", [0, None])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_store_that_is_full_on_one_worker_fails_what_is_written_and_no_request(own: int | None, victim: int) -> None:
+    """When there is room again, what comes then is stored on all workers, and found by the next group."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        config = settings(16, 16, stored=True, backup_quota=1.0)
+        world = GroupWorld(loop, Topology(tp=2), config, own=own, timeout=TIMEOUT)
+
+        async def put(*_: object) -> list[Result]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        async with world.opened() as cache:
+            backend = world.backends[victim]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(backend, "put", put)
+                for seed in range(8):
+                    await world.serve(text(6, seed=seed))
+                await cache.flush()
+                stage = cache.statistics().stages["backup_storage"]
+                assert stage.errors >= 8
+                assert stage.ops == 0
+                assert not backend.pages
+                handle = cache.prefetch(text(6, extra=1))
+                assert await world.serve(text(6, extra=1), prefetch=handle) == 0, "the other worker's pages are no hit"
+            await asyncio.sleep(120.0)  # for as long as the breaker of a store keeps calls away at most
+            for _ in range(2):
+                await world.serve(text(6, seed=20))
+                await cache.flush()
+            world.idle()
+        async with world.opened() as cache:
+            handle = cache.prefetch(text(6, seed=20, extra=1))
+            assert await world.serve(text(6, seed=20, extra=1), prefetch=handle) == 24
         await world.aclose()
 
     play(main)

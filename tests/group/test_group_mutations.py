@@ -15,17 +15,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import BackupHost, Status
 from asynccache.core.settings import ComponentKind
+from asynccache.errors import RankFailure
 from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
-from asynccache.worker import combined_answers
+from asynccache.worker import combined_answers, watched_keys
 from asynccache.worker import messages as m
 from asynccache.worker.contract import StoredBatch, Work
 from asynccache.worker.group import AwaitedAnswers, WorkerGroup
 from asynccache.worker.rank_performer import Performer
-from asynccache.worker.sent_batches import SentBatches
-from asynccache.worker.stages import writing
+from asynccache.worker.sent_batches import EngineBatch, SentBatches
+from asynccache.worker.serving import WorkerEnd
+from asynccache.worker.stages import reading, writing
+from tests.group import test_group_bytes, test_group_calls
 from tests.group.random_worlds import Climate, draw, play
 from tests.simulated.links import SimulatedLink
 
@@ -247,6 +251,48 @@ def backups_name_no_batch(patch: Patch) -> None:
     patch.setattr(EngineBatches, "_before", lambda self, e: () if isinstance(e, BackupHost) else plain(self, e))
 
 
+def a_models_error_is_the_end(patch: Patch) -> None:
+    """A batch that the engine of one rank cannot run is the end of its worker."""
+    plain = Performer.end_batch
+
+    def end_batch(self: Performer, batch: EngineBatch, event: object | None, error: str) -> None:
+        plain(self, batch, event, error)
+        if error:
+            self._die(RankFailure(error, self.rank))
+
+    patch.setattr(Performer, "end_batch", end_batch)
+
+
+# stores that come and go
+
+
+def _told_late(patch: Patch, kind: type[m.Message]) -> None:
+    plain = WorkerGroup._put
+
+    def put(self: WorkerGroup, message: m.Message) -> None:
+        if isinstance(message, kind):
+            asyncio.get_running_loop().call_later(0.02, plain, self, message)
+        else:
+            plain(self, message)
+
+    patch.setattr(WorkerGroup, "_put", put)
+
+
+def stores_are_used_late(patch: Patch) -> None:
+    """What the head decides on a new store overtakes that the store is to be used."""
+    _told_late(patch, m.UseStore)
+
+
+def stores_are_left_late(patch: Patch) -> None:
+    """What the head decides without a store overtakes that the store was detached."""
+    _told_late(patch, m.LeaveStore)
+
+
+def gone_when_all_have_lost_it(patch: Patch) -> None:
+    """A watched page is in a store as long as one writer has it."""
+    patch.setattr(watched_keys, "all", any, raising=False)
+
+
 # which replica writes
 
 
@@ -312,6 +358,11 @@ def pools_are_not_aligned(patch: Patch) -> None:
     patch.setattr(WorkerGroup, "read", read)
 
 
+def who_has_no_bytes_has_no_page(patch: Patch) -> None:
+    """A worker without bytes of a pool says that the pool's pages are missing."""
+    patch.setattr(reading, "_nothing_lacks", lambda hashes: bytes([Result.MISS]) * (len(hashes) // HASH_BYTES))
+
+
 # the end
 
 
@@ -337,6 +388,11 @@ def the_others_are_not_told(patch: Patch) -> None:
         self._wire.links = links
 
     patch.setattr(WorkerGroup, "_fail", fail)
+
+
+def the_head_is_not_missed(patch: Patch) -> None:
+    """A worker goes on when its link to the head has ended."""
+    patch.setattr(WorkerEnd, "_lost", lambda self, failure: None)
 
 
 def has_fate(climate: Climate) -> bool:
@@ -368,6 +424,10 @@ def ends_differ(climate: Climate) -> bool:
     return loses(climate) and len(followers) > 1
 
 
+def stores_come_and_go(climate: Climate) -> bool:
+    return climate.topology.ranks > 1 and climate.disturb > 0 and climate.config.pools()[0].host_pages > 0
+
+
 def loads_fail(climate: Climate) -> bool:
     return climate.pressure > 0 and any(faults.failing for faults in climate.loads.values())
 
@@ -387,6 +447,9 @@ MUTATIONS = {
     "copies wait for no batch": Mutation(copies_wait_for_no_batch, 2),
     "no event is over": Mutation(a_batch_without_an_event_is_over, 10),
     "backups name no batch": Mutation(backups_name_no_batch, 11),
+    "a model's error is the end": Mutation(a_models_error_is_the_end, 0, matters=lambda c: c.unable > 0),
+    "stores are used late": Mutation(stores_are_used_late, 209, matters=stores_come_and_go),
+    "stores are left late": Mutation(stores_are_left_late, 209, matters=stores_come_and_go),
     "one replica writes to own stores": Mutation(
         one_replica_writes_everywhere, 63, matters=lambda c: c.calm and replicated_in(c, shared=False)
     ),
@@ -398,6 +461,7 @@ MUTATIONS = {
     ),
     "windows need not be whole": Mutation(windows_need_not_be_whole, 1160, matters=windows_break),
     "pools are not aligned": Mutation(pools_are_not_aligned, 884, matters=ends_differ),
+    "the head is not missed": Mutation(the_head_is_not_missed, 2, matters=has_fate),
     "nobody is told of the end": Mutation(nobody_is_told, 2, matters=has_fate),
     "the others are not told": Mutation(the_others_are_not_told, 2, matters=has_fate),
 }
@@ -407,3 +471,22 @@ MUTATIONS = {
 def test_a_law_that_is_broken_is_noticed(name: str, monkeypatch: Patch) -> None:
     TRIED.clear()
     noticed(MUTATIONS[name], monkeypatch)
+
+
+# laws that the random worlds do not need: they hear no events, and have no pool without bytes on one rank only
+
+
+def test_a_page_that_is_gone_when_all_writers_have_lost_it_is_noticed(monkeypatch: Patch) -> None:
+    gone_when_all_have_lost_it(monkeypatch)
+    with pytest.raises(AssertionError, match="rank 1 has lost its part"):
+        test_group_calls.test_events_tell_of_a_page_in_storage_when_all_have_it_until_one_has_lost_it(shared=False)
+    gc.collect()
+
+
+def test_a_worker_without_bytes_that_lacks_all_pages_is_noticed(monkeypatch: Patch) -> None:
+    who_has_no_bytes_has_no_page(monkeypatch)
+    with pytest.raises(AssertionError, match="found"):
+        test_group_bytes.test_a_page_that_has_no_bytes_on_one_worker_is_found_where_the_others_have_it(
+            False, monkeypatch
+        )
+    gc.collect()

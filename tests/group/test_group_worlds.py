@@ -20,7 +20,7 @@ ALL, CHUNK = 520, 130
 
 KINDS = (
     "FULL", "SWA", "MAMBA", "sidecars", "replicated", "logical", "tp", "cp", "pp", "shared store", "own stores",
-    "no worker at the head", "calm", "rough", *(f"{ranks} ranks" for ranks in (1, 2, 3, 4)),
+    "no worker at the head", "calm", "rough", *(f"{ranks} ranks" for ranks in range(1, 9)),
 )  # fmt: skip
 EVENTS = (
     "served", "cancelled", "copy failed", "store failed", "batch failed", "backup dropped", "lost pages", "device hit",

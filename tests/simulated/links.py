@@ -43,7 +43,6 @@ class SimulatedLink:
         self.cut_at: int | None = None
         self.silent = False
         self.delay = delay
-        self.sent: list[bytes] = []
         self._random = random
         self.timeout = self._patience = timeout
         self._under_way: deque[bytes | None] = deque()

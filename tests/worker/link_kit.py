@@ -56,8 +56,9 @@ class Pair(NamedTuple):
 
 
 @asynccontextmanager
-async def connected(address: str = ANYWHERE, timeout: float = 30.0) -> AsyncIterator[Pair]:
-    """A link that is there; nobody has begun to listen to it."""
+async def connected(address: str = ANYWHERE, timeout: float = 30.0, to: str = "") -> AsyncIterator[Pair]:
+    """A link that is there; nobody has begun to listen to it. ``to``: the host that the worker connects to; by default
+    the one where the head listens."""
     heads: list[RankLink] = []
 
     def take(hello: bytes, link: RankLink) -> bytes:
@@ -66,7 +67,8 @@ async def connected(address: str = ANYWHERE, timeout: float = 30.0) -> AsyncIter
 
     listener = await open_listener(address, SECRET, take, timeout=timeout)
     try:
-        worker, welcome = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+        where = f"{to}:{listener.address.rpartition(':')[2]}" if to else listener.address
+        worker, welcome = await open_link(where, SECRET, b"rank 1", timeout=30.0)
         assert welcome == b"welcome, rank 1"
         (head,) = heads
         assert isinstance(head, StreamLink)

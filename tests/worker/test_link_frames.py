@@ -65,6 +65,22 @@ async def test_every_frame_is_heard_once_and_in_order_in_both_directions(place: 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("everywhere", "elsewhere"), [("0.0.0.0", "127.0.0.2"), ("[::]", "[::1]")])
+async def test_a_head_that_listens_everywhere_is_reached_by_any_of_its_addresses(
+    everywhere: str, elsewhere: str
+) -> None:
+    """As from another host: the worker connects to an address that the head was not given."""
+    async with connected(f"{everywhere}:0", to=elsewhere) as (head, worker, listener):
+        assert listener.address.startswith(f"{everywhere}:")
+        ears = Ear(head), Ear(worker)
+        head.send(b"to the worker")
+        worker.send(b"to the head")
+        assert [await ear.hears(1) for ear in ears] == [[b"to the head"], [b"to the worker"]]
+        assert worker._transport is not None
+        assert worker._transport.get_extra_info("peername")[0] == elsewhere.strip("[]")
+
+
+@pytest.mark.asyncio
 async def test_tcp_does_not_wait_for_more_to_send() -> None:
     async with connected() as pair:
         for link in pair[:2]:
