@@ -44,7 +44,7 @@ help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
 	@echo "make compiled   the core, compiled with mypyc and a C compiler: runs from then on, ASYNCCACHE_PURE=1 is without"
-	@echo "make test-compiled   the core's tests on the compiled core; part of make test"
+	@echo "make test-compiled   the tests of what is compiled, core and runtime, on the compiled core; part of make test"
 	@echo "make test-core PYTHON=python3.13   the core's tests on another interpreter, pure and compiled; needs no torch"
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make soak    whole recorded traces, ranks at length, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
@@ -82,11 +82,16 @@ endef
 test: style
 	$(call beside,types test-compiled,not soak)
 
+# What tests the modules that are compiled: the core, and of the runtime and the worker those in `asynccache.compiled.ALSO`.
+# The tests of a slow store measure waiting, not these modules; a quarter of the groups' worlds has every kind of them.
+COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py tests/worker/test_joining.py \
+    tests/worker/test_messages.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
+    tests/packaging/test_which_core.py
+
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
 test-compiled: $(VENV)/.installed-dev
 	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
-	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds \
-	    tests/worker/test_messages.py tests/group/test_group_bytes.py
+	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" $(COMPILED)
 
 # Another interpreter, which torch need not exist for: the core and its tests want none of what asynccache depends on.
 test-core:

@@ -10,7 +10,7 @@ import pytest
 
 from asynccache.core import duel
 from asynccache.core.duel import HEAT, Duel, _Usual
-from asynccache.core.eviction import Lru, Order
+from asynccache.core.eviction import EvictionPolicy, Lru, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import _EDGES, BINS, CLASSES, P2c
 from asynccache.core.settings import Access
@@ -349,18 +349,22 @@ def test_windows_and_states_go_by_recency_because_uses_of_a_node_are_no_uses_of_
     assert [len(shelf.orders[LATE].rest) for shelf in (first, *others)] == [len(CLASSES), 1, 1]
 
 
-def test_a_policy_of_ones_own_chooses_among_windows_and_states_unless_it_says_otherwise() -> None:
-    class Own(Lru):
-        pass
+class Oldest(EvictionPolicy):
+    def choose(self, order: Order, now: int) -> Node | None:
+        return order.rest[0].oldest() if order.rest[0].slices else None
 
-    class OfFull(Lru):
-        full_only = True
 
-    for made, count in ((Own, 3), (OfFull, 1)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(POLICIES, "own", lambda config, made=made: made())
-            world = runtime("own", "full,swa,mamba", device=16).core.world
-        assert sum(type(shelf.policy) is made for shelf in world.shelves[: world.count]) == count
+class OldestOfFull(Oldest):
+    full_only = True
+
+
+@pytest.mark.parametrize(("policy", "count"), [(Oldest, 3), (OldestOfFull, 1)])
+def test_a_policy_of_ones_own_chooses_among_windows_and_states_unless_it_says_otherwise(
+    policy: type[EvictionPolicy], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "own", lambda config: policy())
+    world = runtime("own", "full,swa,mamba", device=16).core.world
+    assert sum(type(shelf.policy) is policy for shelf in world.shelves[: world.count]) == count
 
 
 TEXTS = ("abcd", "efgh", "ijkl", "ABCD", "EFGH", "IJKL")
