@@ -196,7 +196,7 @@ def _compile(extensions: Sequence[tuple[str, list[str], list[str]]], work: Path,
     command = [*_compiler(), *shlex.split(variables["CFLAGS"]), *shlex.split(variables["CCSHARED"]), *FLAGS,
                f"-I{sysconfig.get_path('include')}"]  # fmt: skip
     link = shlex.split(variables["LDSHARED"])
-    kept = CACHE / variables["SOABI"]
+    kept = CACHE / str(variables["SOABI"])
     kept.mkdir(exist_ok=True)
 
     def compile_one(source: str, folders: Sequence[str]) -> Path:
