@@ -1,6 +1,6 @@
 # Everything a user or a developer runs. `make help` lists it; README explains `demo` and `test`.
 #
-#   PYTHON    the interpreter that .venv is made with (3.11 or newer)
+#   PYTHON    the interpreter that .venv is made with (3.11 or newer), and the one that test-core tries
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
 #   JOBS      how many processes the tests run in; 0: in one, as pytest does. One more than there are cores, unless you say
 #             otherwise: a tenth of the time goes by in waiting for servers that hang on purpose
@@ -30,17 +30,22 @@ AGAIN    ?= false
 # The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
 SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
+# A program of Python's that ends with a sentence where the interpreter is too old.
+RECENT   := import sys; sys.exit(sys.version_info < (3, 11) and \
+    "asynccache needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.12" % sys.version.split()[0])
+
 # Compiled once, whatever the caller's environment says: tests start some two hundred processes that import the sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo compiled test test-compiled soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo compiled test test-compiled test-core soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
 	@echo "make compiled   the core, compiled with mypyc and a C compiler: runs from then on, ASYNCCACHE_PURE=1 is without"
-	@echo "make test-compiled   the core's tests on the compiled core; part of make test"
+	@echo "make test-compiled   the tests of what is compiled, core and runtime, on the compiled core; part of make test"
+	@echo "make test-core PYTHON=python3.13   the core's tests on another interpreter, pure and compiled; needs no torch"
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make soak    whole recorded traces, ranks at length, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
@@ -77,11 +82,35 @@ endef
 test: style
 	$(call beside,types test-compiled,not soak)
 
+# What tests the modules that are compiled: the core, and of the runtime and the worker those in `asynccache.compiled.ALSO`.
+# The tests of a slow store measure waiting, not these modules; a quarter of the groups' worlds has every kind of them.
+COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py tests/worker/test_joining.py \
+    tests/worker/test_messages.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
+    tests/packaging/test_which_core.py
+
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
 test-compiled: $(VENV)/.installed-dev
 	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
-	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds \
-	    tests/worker/test_messages.py tests/group/test_group_bytes.py
+	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" $(COMPILED)
+
+# Another interpreter, which torch need not exist for: the core and its tests want none of what asynccache depends on.
+test-core:
+	@version=$$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null) || \
+	    { echo "$(PYTHON) cannot be run; try: make test-core PYTHON=/path/to/python3.13" >&2; exit 2; }; \
+	$(PYTHON) -c '$(RECENT)' || exit 2; \
+	venv=build/core/$$version; python=$$venv/bin/python; tests="-m pytest -q $(SPREAD) tests/core"; \
+	if [ ! -e $$venv/.installed ]; then \
+	    echo "Python $$version: pytest, hypothesis and mypyc are installed into $$venv, about 110 MB"; \
+	    $(PYTHON) -m venv $$venv && $$python -m pip install --disable-pip-version-check --quiet -c constraints.txt \
+	        $(PIP_ARGS) pytest pytest-asyncio pytest-xdist hypothesis 'mypy[mypyc]' setuptools && touch $$venv/.installed || \
+	        { echo "what the core's tests need cannot be installed for Python $$version" >&2; exit 2; }; \
+	fi; \
+	echo "Python $$version: the core's tests, pure"; \
+	$$python $$tests --core pure -m "not soak" || exit 1; \
+	echo "Python $$version: the core is compiled, some 100 s of CPU time if it was not before"; \
+	$$python hatch_build.py || exit 1; \
+	echo "Python $$version: the core's tests, compiled"; \
+	$$python $$tests --core compiled -m "not soak"
 
 check: style
 	$(call beside,types,not slow and not soak)
@@ -155,8 +184,7 @@ clean:
 
 # Stamps, so that a second run installs nothing. They are touched last: an interrupted install is done again.
 $(VENV)/.created:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	    "asynccache needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.12" % sys.version.split()[0])'
+	@$(PYTHON) -c '$(RECENT)'
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 

@@ -35,7 +35,7 @@ except ImportError:                                    # make compiled needs no 
 
 ROOT = Path(__file__).parent
 CACHE = ROOT / "build" / "compiled"
-"""What is kept of a build for the next one."""
+"""What is kept of a build for the next one; object files in a folder for each kind of interpreter."""
 SWITCH = "ASYNCCACHE_COMPILE"
 OPEN_CLASSES = {"eviction.py": ("EvictionPolicy",)}
 """Classes that others may write subclasses of, in Python."""
@@ -196,13 +196,15 @@ def _compile(extensions: Sequence[tuple[str, list[str], list[str]]], work: Path,
     command = [*_compiler(), *shlex.split(variables["CFLAGS"]), *shlex.split(variables["CCSHARED"]), *FLAGS,
                f"-I{sysconfig.get_path('include')}"]  # fmt: skip
     link = shlex.split(variables["LDSHARED"])
+    kept = CACHE / str(variables["SOABI"])
+    kept.mkdir(exist_ok=True)
 
     def compile_one(source: str, folders: Sequence[str]) -> Path:
         told = headers.copy()
         told.update("\0".join([*command, *folders]).encode() + (work / source).read_bytes())
-        target = CACHE / f"{told.hexdigest()[:32]}.o"
+        target = kept / f"{told.hexdigest()[:32]}.o"
         if not target.exists():
-            new = CACHE / f"{target.stem}.{os.getpid()}.new"
+            new = kept / f"{target.stem}.{os.getpid()}.new"
             _run([*command, *(f"-I{folder}" for folder in folders), "-c", source, "-o", str(new)], work)
             new.rename(target)
         return target
@@ -218,7 +220,7 @@ def _compile(extensions: Sequence[tuple[str, list[str], list[str]]], work: Path,
             target = made / (name.removesuffix(".__init__") + suffix)
             _run([*link, *objects, "-o", str(target)], work)
     used = {str(job.result()) for job in jobs.values()}
-    for path in CACHE.glob("*.o"):
+    for path in kept.glob("*.o"):
         if str(path) not in used:
             path.unlink()
 

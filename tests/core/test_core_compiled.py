@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import linecache
 import pickle
 import traceback
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from asynccache.core.cache import CacheCore, LeaseRequest
 from asynccache.core.eviction import EvictionPolicy
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.tree import Node, Root
-from asynccache.errors import ConfigError, InvariantViolation
+from asynccache.errors import CacheFull, ConfigError, InvariantViolation
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 ROOT = Path(compiled.PACKAGE).parent
@@ -145,3 +147,88 @@ def test_a_core_is_let_go_when_nobody_has_it() -> None:
     assert cores() == before + 1
     del run
     assert cores() == before
+
+
+# what a compiler may change: identity, order, large integers
+
+OBJECTS = {
+    "node": "Node", "root": "Root", "end": "Node", "above": "Node", "suffix": "Node", "covered": "Node",
+    "op": "Operation", "failed": "Operation", "part": "a slice of a queue", "wanted": "a queue", "place": "Place",
+}  # fmt: skip
+"""Names by which the compiled modules compare identity. Each stands for objects of a class that is no value: nothing
+makes a second one that is equal."""
+MEMBERS = {"Access", "Begin", "ComponentKind", "Room", "Status", "WritePolicy", "kind"}
+"""Enumerations whose members are compared by identity; ``kind`` is that of an operation."""
+KINDS = {"BACKUP_HOST", "LOAD_BACK", "BACKUP_STORAGE", "CLONE", "PREFETCH", "_SELECTIVE", "_WRITE_BACK"}
+"""Members of enumerations that have a name of their own."""
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    """Every module that is compiled."""
+    core = sorted((ROOT / "asynccache" / "core").rglob("*.py"))
+    for path in (*core, *(Path(compiled.source_of(name)) for name in compiled.ALSO)):
+        yield path, ast.parse(path.read_text("utf-8"))
+
+
+def identities(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The two sides of each ``is`` and ``is not``, and the argument of each ``id()`` twice."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            yield from ((left, right) for op, left, right in zip(node.ops, sides, sides[1:], strict=False)
+                        if isinstance(op, ast.Is | ast.IsNot))  # fmt: skip
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id":
+            yield node.args[0], node.args[0]
+
+
+def has_identity(side: ast.expr) -> bool:
+    """Whether this is None, a bool, a member of an enumeration, or an object of ``OBJECTS``."""
+    if isinstance(side, ast.Constant):
+        return side.value is None or isinstance(side.value, bool)
+    if isinstance(side, ast.Attribute):
+        owner = ast.unparse(side.value).split(".")[-1]
+        return owner in MEMBERS or side.attr in OBJECTS or side.attr == "kind"
+    return isinstance(side, ast.Name) and (side.id in OBJECTS or side.id in KINDS)
+
+
+def test_identity_is_asked_of_objects_and_never_of_values() -> None:
+    """A compiler makes and unpacks tuples and integers as it likes, so two that are equal may be one or two."""
+    wrong = [f"{path.name}:{left.lineno}: {ast.unparse(left)} is {ast.unparse(right)}"
+             for path, tree in trees() if path.name != "audit.py"
+             for left, right in identities(tree)
+             if not (has_identity(left) or has_identity(right))]  # fmt: skip
+    allowed = {"id(child)", "id(parent)"}
+    assert [line for line in wrong if f"id({line.rsplit(' is ', 1)[1]})" not in allowed] == []
+
+
+def test_only_places_in_line_have_an_order_and_comparing_them_cannot_fail() -> None:
+    """What an exception in ``__lt__`` becomes is a compiler's choice. So sorting meets numbers and tuples of them, and
+    objects of one class, which compares two integers."""
+    orders = ("__lt__", "__le__", "__gt__", "__ge__")
+    found = [(path.name, ast.unparse(node.body[-1])) for path, tree in trees() for node in ast.walk(tree)
+             if isinstance(node, ast.FunctionDef) and node.name in orders]  # fmt: skip
+    made = [(path.name, node.name) for path, tree in trees() for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and any("order" in ast.unparse(one) for one in node.decorator_list)]
+    assert (found, made) == ([("line.py", "return self.ticket < other.ticket")], [])
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63 - 1, 2**63, 2**64, 2**80])
+def test_numbers_may_be_larger_than_a_machine_word(number: int) -> None:
+    """Limits go as far as there is something, what is too much is refused, and nothing changes for it."""
+    run = runtime()
+    run.insert("abcd")
+    core, key = run.core, spell("abcd")
+    want = Ask(SPACE, key, 16, 16, 16)
+    with pytest.raises(CacheFull, match=f"{(number + 3) // 4} slots are asked for"):
+        core.lease(want._replace(reserve=number))
+    with pytest.raises(InvariantViolation, match=f"an outcome for operation {number}, which is not waiting"):
+        core.complete([Outcome(number, Status.DONE)])
+    for limits in (("limit",), ("reserve_swa",), ("chunk", "chunk_swa"), ("shared",)):
+        more: Any = dict.fromkeys(limits, number)
+        grant: Any = core.lease(want._replace(**more))
+        assert grant.lease.cached == 16, limits
+        assert type(core.extend(grant.lease, number, number)).__name__ == "Wait"
+        core.advance(grant.lease, number)
+        core.truncate(grant.lease, number)
+        core.release(grant.lease)
+    run.audit(idle=True)

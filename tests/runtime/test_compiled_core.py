@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynccache import AsyncCache, CacheClosed, compiled
+from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError, compiled
 from tests.runtime.runtime_kit import parts, settings
 
 
@@ -31,3 +31,21 @@ def test_what_is_compiled_besides_the_core_never_waits(module: str) -> None:
     tree = ast.parse(Path(compiled.source_of(module)).read_text("utf-8"))
     waiting = (ast.AsyncFunctionDef, ast.Await, ast.AsyncWith, ast.AsyncFor)
     assert [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, waiting)] == []
+
+
+@pytest.mark.parametrize("number", [2**63, 2**80])
+@pytest.mark.asyncio
+async def test_an_integer_beyond_a_machine_word_is_refused_or_works_on_both_cores(number: int) -> None:
+    """Never an ``OverflowError``, which would close the cache of whoever asked."""
+    async with AsyncCache(settings()) as cache:
+        for wrong, options, error in (([1, number], {}, ConfigError), ([1], {"new_tokens": number}, CacheFull),
+                                      ([1], {"states": number}, ConfigError)):  # fmt: skip
+            given: Any = options
+            with pytest.raises(error, match=str(number) if error is ConfigError else "slots are asked for"):
+                await cache.lease(wrong, wait=False, **given).__aenter__()
+        async with cache.lease([1, 2, 3], chunk=number, swa_chunk=number, shared_tokens=number) as lease:
+            with pytest.raises(CacheFull):
+                await lease.extend(number)
+            with pytest.raises(ConfigError, match=str(number)):
+                lease.advance(number)
+            lease.truncate(number)

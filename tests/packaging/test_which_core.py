@@ -1,0 +1,83 @@
+"""Which core runs is told by the metrics, by ``asynccache doctor``, and by the tree's benchmark, which measures both
+where there are both.
+
+``asynccache --version`` and the other commands: ``tests/cli/test_cli_main.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynccache import AsyncCache, __version__, compiled
+from asynccache.cli.main import main
+from tests.runtime.runtime_kit import settings
+
+ROOT = Path(__file__).parents[2]
+FEW = f"""\
+import sys
+sys.path[:0] = [{str(ROOT)!r}]
+from asynccache.cli import bench_tree
+bench_tree.PROMPTS, bench_tree.CONVERSATIONS, bench_tree.EVICTED = 4, 2, 64
+bench_tree.CONTINUATIONS = bench_tree.TURNS = 2
+bench_tree.MEMORY_NODES = 400
+from asynccache.cli.main import main
+"""
+"""The command with little to measure: the process that it starts for the other core is this one, too."""
+
+
+@pytest.mark.asyncio
+async def test_the_metrics_say_which_core_runs(request: pytest.FixtureRequest) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    from asynccache.metrics import CacheCollector
+
+    registry = prometheus.CollectorRegistry()
+    async with AsyncCache(settings()) as cache:
+        registry.register(CacheCollector(cache, name="c"))
+        lines = prometheus.generate_latest(registry).decode().splitlines()
+    core = request.config.getoption("--core")
+    assert f'asynccache_build_info{{cache="c",core="{core}",version="{__version__}"}} 1.0' in lines
+
+
+def test_doctor_says_which_core_runs_and_why(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["core"] == request.config.getoption("--core") == compiled.CORE
+    assert report["core_why"] == ("ASYNCCACHE_PURE is set" if compiled.CORE == "pure" else None)
+    assert main(["doctor"]) == 0
+    assert compiled.CORE in capsys.readouterr().out
+
+
+@pytest.mark.slow(5)
+def test_the_tree_is_measured_with_both_cores_side_by_side(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "ASYNCCACHE_PURE"}
+    says = "from asynccache import compiled; print(compiled.CORE, compiled.WHY, sep=': ')"
+    told = subprocess.run([sys.executable, "-c", says], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          check=True).stdout.strip()  # fmt: skip
+    if not told.startswith("compiled"):
+        pytest.skip(f"there is no compiled core to measure: {told}")
+    other = tmp_path / "python"
+    started = "assert sys.argv[1:3] == ['-m', 'asynccache.cli']\nsys.exit(main(sys.argv[3:]))\n"
+    other.write_text(f"#!{sys.executable}\n{FEW}{started}")
+    other.chmod(0o755)
+    command = [sys.executable, "-c", f"{FEW}sys.executable = {str(other)!r}\nsys.exit(main(sys.argv[1:]))",
+               "bench", "tree", "--nodes", "", "--shapes", "0", "--json", str(tmp_path / "tree.json")]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads((tmp_path / "tree.json").read_text())
+    assert (figures["core"], figures["pure"]["core"]) == ("compiled", "pure")
+    head, *rows = [line for line in done.stderr.splitlines() if "pure p50" in line or line.startswith("  ")]
+    assert "compiled" in head
+    assert head.endswith("pure p50")
+    (shape,) = figures["shapes"]
+    assert len(rows) == len(figures["shapes"][shape])
+    for row, (operation, found) in zip(rows, figures["shapes"][shape].items(), strict=True):
+        pure = figures["pure"]["shapes"][shape][operation]["cpu"]["p50"]
+        assert row.split(found["what"][:44])[1].replace("missed", "").split()[-1] == f"{pure:.1f}"
