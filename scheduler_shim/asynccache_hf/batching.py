@@ -348,8 +348,8 @@ class ContinuousBatching:
                     return None
                 else:
                     await served.next_news()
-            # What the prompt's last window has left goes. What decoding leaves stays until the end: its places were given
-            # away for the whole request, to a thread that nobody asks between two steps.
+            # What the prompt's last window has left goes. What decoding leaves stays until the end: its places are in
+            # the hands of another thread for the whole request.
             lease.advance(at)
         except Exception as error:
             self._manager.cancel_request(served.request.id)
