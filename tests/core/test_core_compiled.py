@@ -218,7 +218,7 @@ def test_numbers_may_be_larger_than_a_machine_word(number: int) -> None:
     run = runtime()
     run.insert("abcd")
     core, key = run.core, spell("abcd")
-    want = Ask(SPACE, key, 16, 16, 16)
+    want = run.ask(key, limit=16)
     with pytest.raises(CacheFull, match=f"{(number + 3) // 4} slots are asked for"):
         core.lease(want._replace(reserve=number))
     with pytest.raises(InvariantViolation, match=f"an outcome for operation {number}, which is not waiting"):
