@@ -19,7 +19,7 @@ import pytest
 
 from asynccache import compiled
 from asynccache.core import settings
-from asynccache.core.cache import CacheCore, LeaseRequest
+from asynccache.core.cache import Ask, CacheCore
 from asynccache.core.eviction import EvictionPolicy
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.tree import Node, Root
@@ -218,7 +218,7 @@ def test_numbers_may_be_larger_than_a_machine_word(number: int) -> None:
     run = runtime()
     run.insert("abcd")
     core, key = run.core, spell("abcd")
-    want = LeaseRequest(SPACE, key, 16, 16, 16)
+    want = run.ask(key, limit=16)
     with pytest.raises(CacheFull, match=f"{(number + 3) // 4} slots are asked for"):
         core.lease(want._replace(reserve=number))
     with pytest.raises(InvariantViolation, match=f"an outcome for operation {number}, which is not waiting"):
