@@ -19,7 +19,7 @@ import pytest
 
 from asynccache import compiled
 from asynccache.core import settings
-from asynccache.core.cache import Ask, CacheCore
+from asynccache.core.cache import CacheCore, LeaseRequest
 from asynccache.core.eviction import EvictionPolicy
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.tree import Node, Root

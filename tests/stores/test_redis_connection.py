@@ -7,6 +7,7 @@ no future nobody looks at, no socket; and that the next request works.
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import socket
 from collections import Counter
@@ -470,6 +471,59 @@ async def test_connections_are_kept_and_shared() -> None:
         node.close()
         with pytest.raises(Unavailable, match="closed"):
             await node.ask(Lane.PAGES, PING)
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_connection_gets_it_before_who_had_it() -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(100):
+            writer.write(b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        node = Node(settings.seeds[0], settings, Counter())
+        calls = Counter[int]()
+
+        async def ask_again_and_again(worker: int) -> None:
+            while sum(calls.values()) < 300:
+                await node.ask(Lane.WORDS, PING)
+                calls[worker] += 1
+
+        await asyncio.gather(*map(ask_again_and_again, range(3)))
+        assert min(calls.values()) >= max(calls.values()) - 2, calls
+        node.close()
+
+
+@pytest.mark.asyncio
+async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
+    """Not even until the garbage collector comes by."""
+    async with peer(silent) as settings:
+        node = Node(settings.seeds[0], Settings(settings.seeds, stall=0.1), Counter())
+        header, payload = mmap.mmap(-1, 64), mmap.mmap(-1, 4096)
+        gc.disable()
+        try:
+            record = Record(memoryview(header), memoryview(payload))
+            failed = asyncio.create_task(node.ask(Lane.PAGES, fetching(record)))
+            await asyncio.wait([failed])
+            assert isinstance(failed.exception(), Timeout)
+            del failed, record
+            payload.close()                            # BufferError as long as anybody has a view of it
+            header.close()
+        finally:
+            gc.enable()
+        node.close()
+
+
+@pytest.mark.asyncio
+async def test_answers_before_their_questions_end_the_connection_at_once() -> None:
+    async with connected(answers(b":7\r\n" * 20, b"")) as connection:
+        with pytest.raises(ProtocolError, match="not asked yet"):
+            await asyncio.wait_for(connection.ask(Job([b"GET x\r\n"] * 20, [None] * 20, 4)), 2)
+
+
+@pytest.mark.asyncio
+async def test_who_asks_nothing_gets_no_answers() -> None:
+    async with connected(silent) as connection:
+        assert await asyncio.wait_for(connection.ask(plain(())), 2) == []
 
 
 @pytest.mark.asyncio

@@ -71,7 +71,7 @@ class Connection(asyncio.BufferedProtocol):
         self._stall = stall
         self.loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[None] = self.loop.create_future()
-        self._done: asyncio.Future[BackendError | None] | None = None
+        self._done: asyncio.Future[None] | None = None
         self._idle = self._reader = Reader((), spare=1)
         self._job = plain(())
         self._next = 0
@@ -94,15 +94,17 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self.closed:
             raise Unavailable(f"{self._name}: the connection is closed")
+        if not job.commands:
+            return []
         self._done, self._moved_at = self.loop.create_future(), self.loop.time()
         self._job, self._next, self._reader = job, 0, Reader(job.sinks)
         self._watching = self.loop.call_at(self._moved_at + self._stall / LOOKS, self._look)
         try:
             self._feed()
-            if (error := await self._done) is not None:
-                raise error
+            await self._done
             return self._reader.replies
         except BaseException:
+            self._done.cancel()
             self.close()
             await settled([self._lost])  # until then the transport may hold what it was to send
             raise
@@ -121,7 +123,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self, error: BackendError | None) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_result(error)
+            self._done.set_result(None) if error is None else self._done.set_exception(error)
 
     # what the transport calls
 
@@ -150,7 +152,9 @@ class Connection(asyncio.BufferedProtocol):
         except BackendError as error:
             self.close(error)
             return
-        if self._next < len(self._job.commands):
+        if len(self._reader.replies) > self._next:
+            self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
+        elif self._next < len(self._job.commands):
             self._feed()
         elif not self._reader.missing and (self._out or self.transport.get_write_buffer_size()):
             self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
@@ -208,7 +212,8 @@ async def connect(address: Address, settings: Settings) -> Connection:
         if isinstance(error, TimeoutError):
             raise Timeout(f"{address}: no connection in {settings.stall:g} s") from None
         if isinstance(error, OSError | UnicodeError | Unavailable):  # ssl.SSLError is the first; no name may be "a..b"
-            raise error if isinstance(error, ConnectFailed) else ConnectFailed(f"{address}: {error}") from error
+            said = str(error) if isinstance(error, Unavailable) else f"{address}: {error}"
+            raise error if isinstance(error, ConnectFailed) else ConnectFailed(said) from error
         raise
 
 

@@ -60,13 +60,12 @@ class Node:
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self.pause = Pause()
-        self._last: BackendError | None = None
+        self._last = ""                                # the error's words: its traceback would hold the pages
         self._closed = False
         self.asked = 0
         self.made: set[Connection] = set()
-        self._lanes: dict[Lane, asyncio.LifoQueue[Connection | None]] = {lane: asyncio.LifoQueue() for lane in Lane}
-        for lane in [Lane.PAGES] * settings.connections + [Lane.WORDS]:
-            self._lanes[lane].put_nowait(None)  # whoever takes it makes a connection
+        self._lines = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
+        self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
 
     async def ask(self, lane: Lane, job: Job) -> list[Any]:
         """The reply to each command.
@@ -78,15 +77,14 @@ class Node:
         """
         self.asked += 1
         try:
-            connection = await self._lanes[lane].get()
-            try:
+            async with self._lines[lane]:              # first come, first served
                 if self._closed:
                     raise Unavailable(f"{self.address}: the store is closed")
                 if not self.pause.allows(self._loop.time()):
-                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
-                connection, replies = await self._tried(connection, job)
-            finally:
-                self._lanes[lane].put_nowait(connection)
+                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
+                idle = self._idle[lane]
+                connection, replies = await self._tried(idle.pop() if idle else None, job)
+                idle.append(connection)
         finally:
             self.asked -= 1
         return replies
@@ -105,7 +103,7 @@ class Node:
                 connection = await self._connect()
             replies = await connection.ask(job)
         except (ConnectFailed, Timeout) as error:
-            self._last = error
+            self._last = str(error)
             self.pause.failed(self._loop.time())
             raise
         except BaseException:
@@ -202,7 +200,7 @@ class Router:
         Cancelling it leaves the old one.
         """
         now = asyncio.get_running_loop().time()
-        if not self._stale or now < self._refreshed + REFRESH_SECONDS:
+        if not self.clustered or not self._stale or now < self._refreshed + REFRESH_SECONDS:
             return
         self._refreshed = now
         with suppress(BackendError):
@@ -277,15 +275,18 @@ class Router:
 
     def _redirected(self, groups: Groups, replies: Sequence[Any]) -> Groups:
         """Where to ask again, and for what. A redirection that names no slot and no port is none; the host may be an
-        IPv6 address without brackets, or missing: the server does not know its own."""
+        IPv6 address without brackets, or missing: that is the server's that was asked, which does not know its own."""
         again: Groups = {}
-        for i in (i for which in groups.values() for i in which):
+        for asked, i in ((node, i) for (node, _), which in groups.items() for i in which):
             reply = replies[i]
             code = reply.code if isinstance(reply, Refusal) else ""
             self._stale = self._stale or code in ("MOVED", "CLUSTERDOWN")
             match = _REDIRECTION.match(reply.text) if code else None
             if match is not None and int(match[1]) < SLOTS and 0 < int(match[3]) < 65536:
-                node = self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+                host = match[2].strip("[]")
+                if host in ("", "?") and asked is not None:
+                    host = asked.address.host
+                node = self._node(Address(host, int(match[3])))
                 if code == "MOVED":
                     self._owners[int(match[1])] = node
                 again.setdefault((node, code == "ASK"), []).append(i)
