@@ -46,7 +46,7 @@ def text(chart: Chart) -> str:
     cells = [head, *chart.cells()]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     marked = len(MISSED) * any(row.missed for row in chart.rows)
-    widths[0] = min(widths[0], WIDTH - marked - sum(width + 2 for width in widths[1:]))
+    widths[0] = max(1, min(widths[0], WIDTH - marked - sum(width + 2 for width in widths[1:])))
     lines = [f"{first[:widths[0]]:<{widths[0]}}" + "".join(
         f"{one:>{width + 2}}" for one, width in zip(rest, widths[1:], strict=True)) for first, *rest in cells]
     told = [line + (MISSED if row.missed else "") for line, row in zip(lines[1:], chart.rows, strict=True)]

@@ -5,7 +5,7 @@ It is made from the report alone, so it says nothing that the JSON does not say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asynccache.cli.report import Report
@@ -39,13 +39,18 @@ def _without_color(text: str) -> str:
     return text
 
 
+def verified(report: Mapping[str, Any]) -> str:
+    """How many pages were compared with what they must hold."""
+    return f"{number(report['verify']['pages'])} pages verified" if report["settings"]["verify"] else "no page verified"
+
+
 def _verdict(report: Report) -> Iterator[str]:
-    verify, elapsed = report["verify"], report["elapsed_s"]
+    elapsed = report["elapsed_s"]
     rate = report["served"] / elapsed if elapsed else 0.0
     word = f"{_GREEN}OK{_PLAIN}" if report["ok"] else f"{_RED}NOT OK{_PLAIN}"
     early = ", interrupted" if report["interrupted"] else ""
     yield (f"{_BOLD}{report['command']}{_PLAIN} {word}{early}: {number(report['served'])} requests in {elapsed:.1f} s "
-           f"({rate:.1f}/s), {number(verify['pages'])} pages verified")
+           f"({rate:.1f}/s), {verified(report)}")
     for problem in report["problems"]:
         yield f"  {_RED}✗{_PLAIN} {problem}"
 

@@ -248,7 +248,7 @@ class Curve(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """All that a policy has learned: one curve for each kind of page, the same for all components and tiers.
+    """All that a policy has learned: one curve for each kind of page, the same on all tiers.
 
     ``edges``: the seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
     worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: how many nodes that left it
@@ -281,7 +281,7 @@ class EvictionPolicy:
 
     ``queues``: how many queues each order has for it. What is idle or ended waits in none of them and goes before.
     ``learns``: whether it is to be told of uses, and of nodes that leave. ``full_only``: whether it chooses among pages
-    of FULL alone; of windows and states what was used least recently goes then.
+    of FULL alone. Then it is asked about component 0 only, and of windows and states what was used least recently goes.
 
     A policy that learns keeps what it knows of a node in ``node.heat``, an integer, and in ``node.used``, the stamp of
     the last use that it was told of; 0: it was told of none. Both are copied on a split. It must not change anything

@@ -7,14 +7,15 @@ host has no room for the backup, the device drops it where storage has it. Else 
 would keep is the last resort, and is counted.
 
 On the host, copies of what stays on the device go first, so that both tiers together hold as much as they can; then
-what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched. Nor
-is anything for a copy that can wait, if not all that would have to go for it may (``make_gently``).
+what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched. For
+a copy that can wait, either all that must go may go, or nothing goes (``make_gently``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import gt, lt
 
 from asynccache.core.claims import Claims
 from asynccache.core.eviction import last_touch, take, withdraw
@@ -45,12 +46,13 @@ class Room(Enum):
 class RoomMaker:
     """Frees slots by eviction. ``save`` starts the backup of a node, and returns False if it cannot start now."""
 
-    __slots__ = ("_claims", "_save", "_world")
+    __slots__ = ("_claims", "_refusal", "_save", "_world")
 
     def __init__(self, world: World, save: Save, claims: Claims) -> None:
         self._world = world
         self._save = save
         self._claims = claims
+        self._refusal: tuple[Node | None, tuple[int, ...], list[int], int] | None = None
 
     def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
         """Evict until ``needs[c]`` slots of every component are free on ``tier``, in at most ``steps`` steps, and
@@ -83,13 +85,23 @@ class RoomMaker:
         """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If one
         would have to go that may not go gently, evict nothing and return False."""
         world, count = self._world, self._world.count
-        taken: list[tuple[Node, int]] = []
-        above: list[tuple[Node, int]] = []
-        enough = self._choose_gently(needs, taken, above)
-        for parent, stamp in reversed(above):
-            withdraw(parent, count)
+        reach = [shelf.reachable() for shelf in world.shelves[count:]]
+        if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach):
+            return False
+        taken: dict[tuple[Node, int], None] = {}
+        above: list[tuple[Node, list[int]]] = []
+        enough, refusing = self._choose_gently(needs, taken, above)
+        for parent, stamps in reversed(above):             # as it was before
+            for c in range(count):
+                withdraw(parent, count + c)
             parent.kids_host += 1
-            parent.stamp[0] = stamp
+            parent.stamp[:] = stamps
+        for parent, _ in above:
+            for place in range(count + 1, 2 * count):
+                if (parent, place) not in taken:
+                    world.offer(parent, place)
+        if not enough:
+            self._refusal = refusing, tuple(needs), reach, world.recency.now
         for node, place in taken:
             if not enough:
                 world.offer(node, place)
@@ -97,12 +109,25 @@ class RoomMaker:
                 self.evict(node, place)
         return enough
 
+    def _is_refused(self, needs: Sequence[int], reach: Sequence[int]) -> bool:
+        """Return True if the last refusal holds for ``needs``, too: no less is wanted, no more can be reached, nothing
+        was used since, and the node that was in the way still is. When all is saved, many backups ask in a row, and
+        each would choose in vain what the first one chose."""
+        if self._refusal is None:
+            return False
+        node, wanted, reached, now = self._refusal
+        if now != self._world.recency.now or any(map(lt, needs, wanted)) or any(map(gt, reach, reached)):
+            return False
+        return node is None or (node.state[self._world.count] == PRESENT and not self._may_go_gently(node))
+
     def _choose_gently(
-        self, needs: Sequence[int], taken: list[tuple[Node, int]], above: list[tuple[Node, int]]
-    ) -> bool:
+        self, needs: Sequence[int], taken: dict[tuple[Node, int], None], above: list[tuple[Node, list[int]]]
+    ) -> tuple[bool, Node | None]:
         """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
-        ``taken``. Return False if it is not, or one may not go gently. A node whose last child is taken waits among the
-        others for the time being: each parent is added to ``above``, with the stamp that it had."""
+        ``taken``. Return whether it is enough, and if not, the node that may not go gently; None if no other waits.
+
+        As in an eviction, a node whose last child is taken waits among the others. Each parent is added to ``above``,
+        with the stamps that it had."""
         world, count = self._world, self._world.count
         left = [shelf.slots.left for shelf in world.shelves[count:]]
         going: set[Node] = set()
@@ -111,12 +136,12 @@ class RoomMaker:
             while left[c] < need:
                 node = self.coldest(place, EARLY) or self.coldest(place, LATE)
                 if node is None:
-                    return False
-                taken.append((node, place))
+                    return False, None
+                taken[node, place] = None
                 if node in going:
                     continue
                 if not self._may_go_gently(node):
-                    return False
+                    return False, node
                 going.add(node)
                 first = self._first(node, place)
                 for also in range(first, count):
@@ -125,12 +150,13 @@ class RoomMaker:
                 if not first:
                     parent = node.parent
                     assert parent is not None
-                    above.append((parent, parent.stamp[0]))
+                    above.append((parent, parent.stamp[:]))
                     parent.kids_host -= 1
-                    if not parent.kids_host:
-                        world.recency.uncover(parent, node, 0)
+                    if not parent.kids_host and parent.parent is not None:
+                        for each in range(count):
+                            world.recency.uncover(parent, node, each)
                         world.offer(parent, count)
-        return True
+        return True, None
 
     def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +15,11 @@ import pytest
 from asynccache.core.cache import Grant
 from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
+from asynccache.core.room import RoomMaker
+from asynccache.core.settings import ComponentKind
+from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node, Root
+from asynccache.core.world import EARLY, LATE, World
 from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
 
 
@@ -423,3 +431,98 @@ def test_a_cell_that_was_used_since_it_began_to_wait_is_found_among_its_neighbou
         withdraw(nodes[gone], 0)
         assert nodes[gone].entry[0] is None
     assert order.entries() == [(10 * number, nodes[number]) for number in (0, 1, 2, 6, 8)]
+
+
+def on_host(world: World) -> set[tuple[bytes, int, int]]:
+    """Every cell on the host: the last hash of its node, where the node begins and ends, and the component."""
+    return {(node.hashes[-16:], node.end, c) for node in all_nodes(world) for c in range(world.count)
+            if node.state[world.count + c] == PRESENT}  # fmt: skip
+
+
+def all_nodes(world: World) -> Iterator[Node]:
+    waiting: list[Node] = [*world.roots.values()]
+    while waiting:
+        node = waiting.pop()
+        waiting.extend((node.children or {}).values())
+        if node.parent is not None:
+            yield node
+
+
+def one_by_one(room: RoomMaker, needs: Sequence[int]) -> bool:
+    """Evict the coldest cell, and the next, until there is room; False if one may not go gently."""
+    world = room._world
+    for place, need in enumerate(needs, world.count):
+        while world.shelves[place].slots.left < need:
+            node = room.coldest(place, EARLY) or room.coldest(place, LATE)
+            if node is None:
+                return False
+            world.offer(node, place)
+            if not room._may_go_gently(node):
+                return False
+            room.evict(node, place)
+    return True
+
+
+@pytest.mark.slow(3)
+@pytest.mark.source
+@pytest.mark.parametrize("eviction", ["lru", "p2c"])
+def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
+    eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever room is made gently, the same is done one by one on a copy of the core. A refusal changes nothing."""
+    seen = Counter[bool]()
+    make = RoomMaker.make_gently
+
+    def compared(room: RoomMaker, needs: Sequence[int]) -> bool:
+        other = copy.deepcopy(room)
+        before = on_host(room._world)
+        made = make(room, needs)
+        assert one_by_one(other, needs) is made
+        assert on_host(room._world) == (on_host(other._world) if made else before)
+        seen[made] += 1
+        return made
+
+    monkeypatch.setattr(RoomMaker, "make_gently", compared)
+    for seed in range(4):
+        draw = random.Random(seed)
+        config = core_config("full,swa,mamba", device=24, host=12, states=8, eviction=eviction)
+        small = tuple(replace(part, host=5) if part.kind is ComponentKind.SWA else part for part in config.components)
+        run = SynchronousRuntime(replace(config, components=small), seed)
+        texts = ["a"]
+        for _ in range(40):
+            text = draw.choice([*texts, ""]) + "".join(draw.choices("abcd", k=draw.randint(1, 4)))
+            texts = [*texts, text[:10]][-15:]
+            run.insert(texts[-1], checkpoint=draw.choice([0, len(texts[-1])]))
+            for op in run.in_flight(BackupHost)[: draw.randint(0, 3)]:
+                run.complete(op)
+            for op in run.in_flight(BackupStorage)[: draw.randint(0, 4)]:
+                run.complete(op, status=draw.choice([Status.DONE, Status.DONE, Status.FAILED]))
+        run.settle()
+    assert min(seen[True], seen[False]) > 10, seen
+
+
+@pytest.mark.source
+def test_a_refusal_holds_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many backups that can wait ask in a row: what the first chose in vain is not chosen again for each."""
+    run = SynchronousRuntime(core_config(device=64, host=16))
+    for text in ("abcd", "efgh", "ijkl", "mnop"):
+        run.insert(text)
+    run.settle()
+    room = run.core._transfers.room
+    refused = next(all_nodes(run.core.world))
+    chosen = Counter[str]()
+    choose = RoomMaker._choose_gently
+
+    def counted(room: RoomMaker, *more: Any) -> tuple[bool, Node | None]:
+        chosen["times"] += 1
+        return choose(room, *more)
+
+    monkeypatch.setattr(RoomMaker, "_choose_gently", counted)
+    monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node: node is not refused)
+    needs = [run.core.world.shelves[1].reachable()]
+    for _ in range(5):
+        assert not room.make_gently(needs)
+    assert chosen["times"] == 1
+    assert not room.make_gently([needs[0] - 1]) or chosen["times"] == 2
+    monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node: True)
+    assert room.make_gently(needs)

@@ -2,7 +2,7 @@
 well.
 
 The page is valid XML as well as HTML. The reader's system chooses light or dark. For readers who cannot tell the
-colours apart, legend and table have the same order, and a table beside every plot has its figures. """
+colours apart, legend and table have the same order, and a table beside every plot has its figures."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from asynccache.cli.charts import Chart, cell
 from asynccache.cli.reports import run, svg
 from asynccache.cli.reports.style import STYLE
 from asynccache.cli.reports.svg import Figure, Report, Table
+from asynccache.cli.summary import verified
 from asynccache.cli.text import milliseconds, number, percent
 
 
@@ -39,8 +40,7 @@ def _run_lead(report: Report) -> tuple[str, str]:
     ended = ", interrupted" if report["interrupted"] else ""
     verdict = (f'<p class="verdict {"good" if report["ok"] else "bad"}"><strong>{ok}</strong>: '
                f'{number(report["served"])} requests in {report["elapsed_s"]:.1f} s{ended}, '
-               f'{number(report["verify"]["pages"])} pages verified, '
-               f'{number(report["verify"]["mismatches"])} wrong</p>')
+               f'{verified(report)}, {number(report["verify"]["mismatches"])} wrong</p>')
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report["problems"])
     total = report["tokens"]["total"]
     tiles = (
