@@ -554,7 +554,8 @@ def charts(figures: Figures) -> Iterator[Chart]:
     mean of the pure one. Where both cores were measured, the pure one's p50 stands beside them. And one for each kind
     of tree: how the mean grows with the tree."""
     judged, pure = "p50" if compiled.CORE == "compiled" else "mean", figures.get("pure", {}).get("shapes")
-    columns = [("mean", "l1"), ("p50", ""), ("p99", "l2"), ("goal", "limit")]
+    median = f"{compiled.CORE} p50" if pure else "p50"
+    columns = [("mean", "l1"), (median, ""), ("p99", "l2"), ("goal", "limit")]
     columns += [("pure p50", "plain")] if pure else []
     for i, (name, rows) in enumerate(figures["shapes"].items()):
         yield Chart(f"tree-{i}", f"What a call of the core costs, {name}: CPU µs", columns, [

@@ -64,8 +64,8 @@ def _hits(report: Report) -> Iterator[str]:
         yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}".rstrip()
     if "per_hit" in report:
         moved = report["per_hit"]
-        yield (f"  For each token that hits, {moved['written_to_host']:.2f} were written to the host "
-               f"and {moved['loaded_from_host']:.2f} loaded from it")
+        yield (f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
+               f"{moved['loaded_from_host']:.2f} loaded from it")
     if "blocks" in report:
         blocks = report["blocks"]
         yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the trace "

@@ -146,7 +146,10 @@ class Duel:
         for node, kind in path:
             known = seen.get(node.heat >> HEAT)
             pages = node.end - node.parent.end  # type: ignore[union-attr]
-            one = known if known is not None and known.end == node.end and known.pages == pages else self._find(node)
+            if known is not None and known.end == node.end and known.pages == pages:
+                one = known
+            else:
+                one = self._enter(node, pages, known)
             asked += pages
             if one.worthy:
                 found += pages
@@ -207,12 +210,10 @@ class Duel:
             self._withdraw(one)
             self._leave_worthy(one, -1)
 
-    def _find(self, node: Node) -> _Seen:
-        """Return a drawn node's entry. If the node was split since, its last part keeps the number, and the first part
-        gets a new one. So the part that was not used stays what it was."""
-        one, pages = self._seen.get(node.heat >> HEAT), node.end - node.parent.end  # type: ignore[union-attr]
-        if one is not None and one.end == node.end and one.pages == pages:
-            return one
+    def _enter(self, node: Node, pages: int, one: _Seen | None) -> _Seen:
+        """Return a new entry for a drawn node of so many pages. ``one``: the entry that has its number, if any. If the
+        node was split since, its last part keeps the number, and the first part gets a new one. So the part that was
+        not used stays what it was."""
         if one is not None:
             self._number += 1
             node.heat = self._number << HEAT | node.heat & (1 << HEAT) - 1

@@ -50,7 +50,7 @@ def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
 
 def test_ci_runs_what_the_readme_says() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    assert "{ make test AGAIN=" in script
+    assert "{ make test PYTEST=" in script
     assert "make test" in (ROOT / "README.md").read_text()
     assert "make demo" in (ROOT / "README.md").read_text()
 
