@@ -236,10 +236,11 @@ class Listener:
         if where.path:
             with suppress(FileNotFoundError):
                 Path(where.path).unlink()              # noqa: ASYNC240  a socket, and once
-        strangers = list(self._strangers.values())
-        for task in strangers:
+        strangers = dict(self._strangers)
+        for link, task in strangers.items():
             task.cancel()
-        await asyncio.gather(*strangers, return_exceptions=True)
+            link.abort()                               # a task that has not begun yet will never do it
+        await asyncio.gather(*strangers.values(), return_exceptions=True)
 
     def _connection(self) -> StreamLink:
         return StreamLink(self._came, room=len(GREETING) + NONCE + PROOF)

@@ -118,7 +118,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "leaks": {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, "lost_pages": 0,
         "evicted": {"device": 12_345_678, "host": 1_234_567},
         "stages": dict.fromkeys(("backup_host", "load_back", "backup_storage", "prefetch"), stage),
-        "settings": {"prefill_tokens_per_s": 8000.0},
+        "settings": {"prefill_tokens_per_s": 8000.0, "verify": True},
         "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592},
         **changes,
     }
@@ -153,7 +153,7 @@ def test_the_summary_of_a_cache_that_costs_more_than_it_spares_says_why() -> Non
     assert "little to spare" not in shown
     assert "queued" not in shown
     assert "Requests queued: 2000 arrived per second, and 972.1 were served" in summary(
-        report(**late, settings={"prefill_tokens_per_s": 8000.0, "rate": 2000.0})
+        report(**late, settings={"prefill_tokens_per_s": 8000.0, "rate": 2000.0, "verify": True})
     )
     assert max(map(len, shown.split("\n"))) <= 80
     nothing = {"total": 1000, "hit": {"device": 100, "host": 0, "storage": 0}}

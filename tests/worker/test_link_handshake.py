@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -441,6 +442,20 @@ async def test_many_workers_and_strangers_at_once() -> None:
     for link, _ in found:
         link.abort()
     await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_who_has_just_come_when_the_listener_closes_is_let_go() -> None:
+    head = Head()
+    listener = await head.open()
+    opening = asyncio.create_task(stranger(listener))
+    while not listener._strangers:                     # noqa: ASYNC110  before the next turn
+        await asyncio.sleep(0)
+    await head.aclose(listener)                        # the task that would admit it has not begun
+    reader, writer = await opening
+    with suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(1), 10) == b""
+    writer.close()
 
 
 @pytest.mark.parametrize(
