@@ -18,7 +18,7 @@ from enum import Enum
 from operator import gt, lt
 
 from asynccache.core.claims import Claims
-from asynccache.core.eviction import last_touch, take, withdraw
+from asynccache.core.eviction import take, withdraw
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
@@ -325,8 +325,6 @@ class RoomMaker:
             if node.state[base + c] == PRESENT:
                 self._count(node, tier, first, c)
                 if c == 0:
-                    if world.on_evict is not None:
-                        world.on_evict(tier, last_touch(node, c), world.pages(node, c))
                     world.publish((Medium.GPU, Medium.CPU)[tier], False, node)
                 world.vacate(node, base + c)
         if first == 0:

@@ -64,8 +64,8 @@ class Transfers:
         True, also if there was nothing to start. What the host could never hold is left out.
 
         ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing, but not
-        as long as nodes end after this page. ``gently``: the host gives up nothing for it
-        but copies that storage has, too, and that nobody waits for.
+        as long as nodes end after this page. ``gently``: the host gives up nothing for it but copies that storage has,
+        too, and that nobody waits for.
         """
         chain = self._lacking(node, floor)
         if not chain:

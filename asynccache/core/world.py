@@ -12,7 +12,7 @@ eviction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from asynccache.core import components
@@ -111,7 +111,6 @@ class World:
         self.dead_roots: list[Root] = []
         self.counters = Counters()
         self.ghosts = Ghosts(config.remember) if config.remember else None
-        self.on_evict: Callable[[int, int, int], None] | None = None  # a tool's: tier, last use (µs), FULL pages
         self.clean_pages = 0
         self.condemned_pages = 0
         self.access = Access.WRITE if config.storage else Access.NONE

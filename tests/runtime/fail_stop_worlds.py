@@ -661,8 +661,6 @@ async def world(loop: SimulatedLoop, play: Play, injector: Injector) -> str:
         arming.enter_context(patch.object(Driver, "post", lambda driver, outcome: posts.take(driver, outcome)))
         async with asyncio.timeout(600), cache:
             arming.callback(setattr, posts, "held", None)
-            recency = parts(cache).core.world.recency
-            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(recency.now - touch)
             try:
                 await play.scenario(Here(cache, config, device, backend, posts, loop, loop.entropy("scenario")))
             except (Injected, AsyncCacheError):
