@@ -77,9 +77,9 @@ def bin_of(age: int) -> int:
     return bisect_right(_EDGES, age) - 1 if age > 0 else 0
 
 
-Ghost = tuple[int, int, int, int, int]
+Ghost = tuple[int, ...]
 """What is remembered of a node that left the tree: its name, its end in pages from the root, how many pages it had, its
-heat, and the stamp of its last use in microseconds."""
+heat, and the stamp of its last use in microseconds. A tuple of any length is one object for the compiler, too."""
 
 
 class Curves:
@@ -259,8 +259,8 @@ class _Lead:
 class P2c(EvictionPolicy):
     """The policy of one core. ``returned``: how many blocks came back while their nodes were remembered as ghosts."""
 
-    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_lessons", "_most_pages", "_page_bytes", "_uses", "_version",
-                 "curves", "duel", "returned")  # fmt: skip
+    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_lessons", "_most_ghosts", "_most_pages", "_page_bytes",
+                 "_uses", "_version", "curves", "duel", "returned")  # fmt: skip
 
     queues: ClassVar[int] = len(CLASSES)
     learns: ClassVar[bool] = True
@@ -271,6 +271,7 @@ class P2c(EvictionPolicy):
         self._page_bytes = config.page_size * TOKEN_BYTES
         self._blocks = config.page_size / _BLOCK_TOKENS
         self._most_pages = _GHOST_SHARE * (full.device + full.host)
+        self._most_ghosts = min(_MOST_GHOSTS, 2 * self._most_pages)
         self._version = self._lessons = self._uses = self._held = 0
         self._ghosts: tuple[dict[int, Ghost], ...] = tuple([{} for _ in range(_SHARDS)])
         self._fifo: deque[Ghost] = deque()
@@ -434,24 +435,25 @@ class P2c(EvictionPolicy):
         if not used:
             return
         pages, name = node.end - parent.end, node.name or self._name_of(parent, page)
-        ghosts = self._ghosts[name % _SHARDS]
-        if node.root.dead or name in ghosts:
+        ghost: Ghost = (name, node.end, pages, node.heat, used)
+        if node.root.dead or self._ghosts[name % _SHARDS].setdefault(name, ghost) is not ghost:
             self.curves.give_up(_CLASS[node.heat & _HEAT], used, now, pages * self._blocks)
             return
-        ghosts[name] = ghost = (name, node.end, pages, node.heat, used)
         self._fifo.append(ghost)
         self._held += pages
-        self._forget_ghosts(now)
+        if self._held > self._most_pages or len(self._fifo) > self._most_ghosts:
+            self._forget_ghosts(now)
 
     def _forget_ghosts(self, now: int) -> None:
         """Forget ghosts, the oldest first, while there are too many. A ghost that came back still has its entry in
-        ``_fifo``, which goes when it is the first. A call removes at most ``_MOST_AT_ONCE`` entries."""
+        ``_fifo``, which goes on the way. A call removes at most ``_MOST_AT_ONCE`` entries."""
         fifo = self._fifo
         for _ in range(min(_MOST_AT_ONCE, len(fifo))):
-            name, _end, pages, heat, used = ghost = fifo[0]
+            ghost = fifo[0]
+            name, _end, pages, heat, used = ghost
             ghosts = self._ghosts[name % _SHARDS]
-            remembered = ghosts.get(name) == ghost
-            if remembered and self._held <= self._most_pages and len(fifo) <= _MOST_GHOSTS:
+            remembered = ghosts.get(name) is ghost
+            if remembered and self._held <= self._most_pages and len(fifo) <= self._most_ghosts:
                 return
             fifo.popleft()
             if remembered:
@@ -486,6 +488,8 @@ class P2c(EvictionPolicy):
     def _name_of(self, parent: Node, page: bytes) -> int:
         """Return a number for the path that ends with ``page`` below ``parent``. It is made of the first pages of the
         path's nodes, so the same first pages give the same number."""
+        if parent.name:
+            return hash((parent.name, page))
         unnamed = []
         node = parent
         while not node.name and node.parent is not None:

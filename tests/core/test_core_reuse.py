@@ -156,7 +156,7 @@ def test_the_line_of_ghosts_has_few_that_came_back_and_no_eviction_clears_all_of
         run.core.at(now)
         run.insert(text)
         assert policy._held <= policy._most_pages
-        assert len(policy._fifo) <= 2 * policy._most_pages
+        assert len(policy._fifo) <= policy._most_ghosts
 
 
 def test_what_comes_back_is_known_again_and_goes_on_from_where_it_was() -> None:
