@@ -20,7 +20,7 @@ from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey
-from asynccache.storage.records import pool_digest, storage_key
+from asynccache.storage.checked import pool_digest, storage_key
 
 FULL = int(ComponentKind.FULL)
 

@@ -28,7 +28,7 @@ from asynccache.core import backfilling, duel, eviction, invalidation, reuse, sl
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime import cache_parts as parts_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
