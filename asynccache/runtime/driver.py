@@ -1,4 +1,5 @@
-"""The only place where the runtime drives the core: guarded calls, plans performed, outcomes applied.
+"""The only place where the runtime drives the core: guarded calls, plans performed, outcomes applied; and who waits for
+it, in order.
 
 Nothing in this module waits; ``driving`` has the coroutines around it.
 
@@ -11,9 +12,16 @@ Laws:
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
+* The tree lock is handed over first come, first served: ``release`` hands it to whoever has waited longest, and it is
+  never free in between. So nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing; if it had
+  been handed the lock by then, it passes it on.
+* Who waits for pages stands in a ``Line`` and holds nothing. Only its head may try, and nobody overtakes it. A place
+  keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes back to
+  the same position. Whatever may give pages back calls ``wake``: a release, an ack, a load that failed, a prefetch that
+  ended in whatever way, and somebody who leaves the line.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
-flight), ``draining``, ``closed`` and ``broken``.
+flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits.
 """
 
 from __future__ import annotations
@@ -22,6 +30,8 @@ import asyncio
 import copy
 import threading
 import time
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NoReturn, ParamSpec, TypeVar
@@ -49,15 +59,140 @@ from asynccache.errors import (
     InvariantViolation,
     RankFailure,
 )
-from asynccache.runtime.line import Line
 from asynccache.runtime.operations import Operations
-from asynccache.runtime.treelock import TreeLock
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 REFUSALS = (ConfigError, CacheFull)
 """The errors that a core call raises to refuse its arguments. Such a call has changed nothing."""
+
+
+class TreeLock:
+    """Orders the core calls that may split nodes: like ``asyncio.Lock``, but it can be taken without an await while it
+    is free. Belongs to one loop."""
+
+    __slots__ = ("_held", "_waiters")
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"TreeLock({'held' if self._held else 'free'}, {len(self._waiters)} waiting)"
+
+    def locked(self) -> bool:
+        """True while somebody holds it."""
+        return self._held
+
+    def take(self) -> bool:
+        """Take the lock if it is free. Returns True if the caller holds it now; it then has to ``release`` it."""
+        if self._held:
+            return False
+        self._held = True
+        return True
+
+    def wait(self) -> asyncio.Future[None]:
+        """Stand behind those who came before. Returns a future, which is done when its owner holds the lock. An owner
+        that does not want the lock any more has to ``withdraw``."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def withdraw(self, waiter: asyncio.Future[None]) -> None:
+        """The owner of ``waiter`` waits no longer. If the lock was handed over to it by then, it is passed on."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """Hand the lock to the next waiter, or leave it free.
+
+        Raises:
+            RuntimeError: nobody holds it.
+        """
+        if not self._held:
+            raise RuntimeError("the tree lock is released by somebody who does not hold it")
+        for _ in range(len(self._waiters)):
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+            self._waiters.append(waiter)  # it was cancelled, and removes itself when it runs
+        self._held = False
+
+
+class LinePlace:
+    """One waiter's place. ``signal`` is set while it sleeps."""
+
+    __slots__ = ("signal", "ticket")
+
+    def __init__(self, ticket: int) -> None:
+        self.ticket = ticket
+        self.signal: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"LinePlace(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
+
+    def __lt__(self, other: LinePlace) -> bool:
+        return self.ticket < other.ticket
+
+
+class Line:
+    """Places in order of their tickets."""
+
+    def __init__(self) -> None:
+        self._places: list[LinePlace] = []
+        self._tickets = 0
+
+    def __repr__(self) -> str:
+        return f"Line({len(self._places)} waiting)"
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def ticket(self) -> int:
+        """Draw a ticket: a number higher than all that were drawn before."""
+        self._tickets += 1
+        return self._tickets
+
+    def join(self, ticket: int) -> LinePlace:
+        """Enter the line at the position that ``ticket`` gives, and return the place."""
+        place = LinePlace(ticket)
+        insort(self._places, place)
+        return place
+
+    def leave(self, place: LinePlace) -> None:
+        """Give up ``place``, with or without success. The next one may try."""
+        if place in self._places:
+            self._places.remove(place)
+        self.wake()
+
+    def is_head(self, place: LinePlace) -> bool:
+        """Return True if ``place`` is the first in line, whose owner may try."""
+        return self._places[0] is place
+
+    def must_wait(self, ticket: int) -> bool:
+        """Return True if somebody with an earlier ticket is in line."""
+        return bool(self._places) and self._places[0].ticket < ticket
+
+    def sleep(self, place: LinePlace) -> None:
+        """Let a wake-up reach ``place`` from now on. There must be no await between the attempt that failed and this
+        call."""
+        place.signal = asyncio.get_running_loop().create_future()
+
+    def wake(self) -> None:
+        """Something was given back: wake the head, which tries again."""
+        if self._places and (signal := self._places[0].signal) is not None and not signal.done():
+            signal.set_result(None)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: everybody who sleeps here gets an ``error()`` of its own."""
+        for place in self._places:
+            signal = place.signal
+            if signal is not None and not signal.done():
+                signal.set_exception(error())
 
 
 class Nudge(Enum):
@@ -340,4 +475,3 @@ class Driver:
     def refuse(self) -> NoReturn:
         """Raise the error that says why the cache is closed."""
         raise self.closed_error()
-

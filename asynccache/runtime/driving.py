@@ -13,9 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from asynccache.core.plan import More, Plan
-from asynccache.runtime.driver import Driver, nothing
-from asynccache.runtime.line import LinePlace
-from asynccache.runtime.treelock import TreeLock
+from asynccache.runtime.driver import Driver, LinePlace, TreeLock, nothing
 
 T = TypeVar("T")
 

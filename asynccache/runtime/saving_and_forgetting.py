@@ -10,8 +10,8 @@ from asynccache.core.plan import More, Plan, Status
 from asynccache.runtime.driving import holding, slices, transact
 
 if TYPE_CHECKING:
-    from asynccache.runtime.clearing import Clearing
     from asynccache.runtime.driver import Driver
+    from asynccache.runtime.outbox import Clearing
     from asynccache.runtime.prefetching import Prefetching
     from asynccache.worker.contract import Worker
 

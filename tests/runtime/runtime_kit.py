@@ -17,8 +17,8 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
 from asynccache.runtime.cache_parts import CacheParts
 from asynccache.runtime.driving import holding
-from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
+from asynccache.runtime.tokens import extend_chain, namespace_digest
 from asynccache.storage import StorageBackend
 from asynccache.worker.local import LocalWorker
 from tests.waiting import turns as turns
