@@ -29,8 +29,7 @@ ALSO = ("asynccache.runtime.driver", "asynccache.worker.joining")
 """Modules outside the core that are compiled with it. They are on the way of every request, and nothing in them
 waits."""
 BENEATH = (
-    "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.runtime.operations",
-    "asynccache.worker.work",
+    "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.worker.work",
 )  # fmt: skip
 """Modules of asynccache that the compiled ones import and that are not compiled. mypyc reads the types in these
 modules."""

@@ -19,6 +19,8 @@ Laws:
   keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes back to
   the same position. Whatever may give pages back calls ``wake``: a release, an ack, a load that failed, a prefetch that
   ended in whatever way, and somebody who leaves the line.
+* Each waiter awaits a future of its own, so cancelling one never touches another. An operation that is not among
+  ``ops`` has ended. When the cache closes, every waiter gets the reason.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits.
@@ -32,8 +34,9 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -59,7 +62,6 @@ from asynccache.errors import (
     InvariantViolation,
     RankFailure,
 )
-from asynccache.runtime.operations import Operations
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -193,6 +195,79 @@ class Line:
             signal = place.signal
             if signal is not None and not signal.done():
                 signal.set_exception(error())
+
+
+Waiter = asyncio.Future[Status]
+
+
+class Operations:
+    """The operations in flight, and the futures of those who wait for them; ``driving`` has the coroutines that do."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, list[Waiter]] = {}
+
+    def __repr__(self) -> str:
+        return f"Operations({len(self._live)} in flight)"
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, op: int) -> bool:
+        return op in self._live
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._live))
+
+    def open(self, op: int) -> None:
+        """Note that ``op`` has begun; from now on it can be waited for."""
+        self._live.setdefault(op, [])
+
+    def end(self, op: int, status: Status) -> None:
+        """Note that ``op`` has ended with ``status``, and wake everybody who waits for it."""
+        for waiter in self._live.pop(op, ()):
+            if not waiter.done():
+                waiter.set_result(status)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: every waiter gets an ``error()`` of its own, and nothing is in flight any more."""
+        live, self._live = self._live, {}
+        for waiters in live.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(error())
+
+    def watch(self, ops: Iterable[int]) -> Waiter | None:
+        """A future that is set when the first of ``ops`` ends; None if one of them has ended before, or ``ops`` is
+        empty. The caller hands it to ``unwatch``."""
+        ops = tuple(ops)
+        if not ops or any(op not in self._live for op in ops):
+            return None
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        for op in ops:
+            self._live[op].append(waiter)
+        return waiter
+
+    def unwatch(self, ops: Iterable[int], waiter: Waiter) -> None:
+        """The caller of ``watch`` does not need the future any more."""
+        for op in ops:
+            waiters = self._live.get(op)
+            if waiters is not None and waiter in waiters:
+                waiters.remove(waiter)
+
+    def call_when_any(self, ops: Iterable[int], call: Callable[[], object]) -> None:
+        """Call ``call`` soon after one of ``ops`` has ended; at once, if one has ended before. It is also called when
+        the cache closes."""
+        ops = tuple(ops)
+        waiter = self.watch(ops)
+        if waiter is None:
+            call()
+        else:
+            waiter.add_done_callback(partial(self._call, ops, call))
+
+    def _call(self, ops: tuple[int, ...], call: Callable[[], object], waiter: Waiter) -> None:
+        self.unwatch(ops, waiter)
+        waiter.exception()  # if the cache is closed: those who wait for what ``call`` does hear of that elsewhere
+        call()
 
 
 class Nudge(Enum):

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from asynccache.config import PoolSpec
 from asynccache.core.cache import PrefetchShape, Taken, needed_pages, usable_end
-from asynccache.core.plan import More, Wait
+from asynccache.core.plan import SLOT_BYTES, More, Wait
 from asynccache.core.settings import ComponentKind
-from asynccache.core.slots import SLOT_BYTES
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import drive, holding
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish

@@ -33,7 +33,7 @@ from asynccache.core.cache import Committed, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
-from asynccache.runtime.driving import drive, holding
+from asynccache.runtime.driving import drive, first_ended, holding
 from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.lease_wait import LeaseWait
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
@@ -130,7 +130,7 @@ class Publishing:
         hashes = await self._hashes(key) if self._publisher.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
-            await self._publisher.driver.ops.any(answer.ops)
+            await first_ended(self._publisher.driver.ops, answer.ops)
 
     async def _try(
         self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
@@ -415,7 +415,7 @@ class Lease:
         self._parts.driver.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._parts.driver.ops.any((op,))
+            await first_ended(self._parts.driver.ops, (op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
@@ -490,7 +490,7 @@ class Lease:
                 return self.pages
             if not (wait and answer.ops):
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-            await driver.ops.any(answer.ops)
+            await first_ended(driver.ops, answer.ops)
 
     def advance(self, position: int, after: object | None = None) -> None:
         """All tokens before ``position`` are computed, and the next one is computed there: pages and pins that its

@@ -24,8 +24,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from asynccache.core.plan import BackupStorage, Outcome, Status
-from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Outcome, Status
 from asynccache.worker.contract import Worker
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import StageMeter

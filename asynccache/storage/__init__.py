@@ -7,8 +7,7 @@ users and for the authors of backends. This package imports neither the core nor
 
 from __future__ import annotations
 
-from asynccache.settle import completed, settled
-from asynccache.storage.blocking_threads import Workers
+from asynccache.settle import Workers, completed, settled
 from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
 from asynccache.storage.contract import (

@@ -42,8 +42,7 @@ from xxhash import xxh3_128_digest
 from asynccache import checks
 from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError
-from asynccache.settle import settled
-from asynccache.storage.blocking_threads import MOST_THREADS, Workers
+from asynccache.settle import MOST_THREADS, Workers, settled
 from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
 from asynccache.storage.contract import (
     HEADER_BYTES,

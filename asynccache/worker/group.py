@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupStorage, Move, Status, StoredPages
-from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status, StoredPages
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.url import StoreOptions, check_name

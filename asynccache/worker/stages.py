@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from asynccache.config import PoolSpec
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupStorage, Move, Status
-from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
 from asynccache.storage import PageKey, Result
