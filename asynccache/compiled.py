@@ -25,14 +25,11 @@ FOLDER = os.path.join(PACKAGE, "_compiled", SUFFIX.strip(".").rpartition(".")[0]
 PURE_MODULES = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings")
 """Modules of the core that are not compiled. The first is empty. ``keys`` has a subclass of str, which mypyc does not
 support. ``settings`` has frozen values that are seldom used; compiled, they could be neither copied nor pickled."""
-ALSO = (
-    "asynccache.runtime.driver", "asynccache.runtime.line", "asynccache.runtime.treelock", "asynccache.worker.joining",
-)  # fmt: skip
+ALSO = ("asynccache.runtime.driver", "asynccache.worker.joining")
 """Modules outside the core that are compiled with it. They are on the way of every request, and nothing in them
 waits."""
 BENEATH = (
-    "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.runtime.operations",
-    "asynccache.worker.work",
+    "asynccache.checks", "asynccache.errors", "asynccache.redaction", "asynccache.worker.work",
 )  # fmt: skip
 """Modules of asynccache that the compiled ones import and that are not compiled. mypyc reads the types in these
 modules."""

@@ -1,19 +1,29 @@
-"""Waiting for work that uses the caller's buffers: even a waiter that is cancelled returns only when the work has
-ended.
+"""Work that uses the caller's buffers: waiting for it, and the threads that do it.
 
-A future is *settled* here when it is done: with a result, with an error, or cancelled.
+Law: even a waiter that is cancelled returns only when the work has ended. A future is *settled* here when it is done:
+with a result, with an error, or cancelled.
+
+``Workers`` are a few threads that do blocking work for one event loop. Work begins in the order in which it was handed
+to them. This is what ``loop.run_in_executor`` does with a ``ThreadPoolExecutor``, at half the price: a call takes 30 µs
+of CPU instead of 60 on the machine of docs/performance.md. It has one future instead of two, and one wake-up of the
+loop for all calls that have ended since the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from asynccache import checks
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, Unavailable
 
-_T = TypeVar("_T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
@@ -40,7 +50,7 @@ async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
             del cancelled  # else it and this frame would keep each other and the caller's buffers alive
 
 
-async def completed(work: Coroutine[Any, Any, _T]) -> _T:
+async def completed(work: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine ``work`` to its end, and return what it returns or raise what it raises.
 
     If this is cancelled, ``work`` is not: it is waited for, its result or error is dropped, and then CancelledError is
@@ -61,3 +71,99 @@ async def completed(work: Coroutine[Any, Any, _T]) -> _T:
         return task.result()
     finally:
         del task  # for the same reason as in ``settled``
+
+
+MOST_THREADS = 1024
+
+
+class _Call(NamedTuple):
+    future: asyncio.Future[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Workers:
+    """``count`` threads, which are started at the first call. They are daemon threads, so the process can end even if
+    ``close`` was never called. ``name`` is the beginning of the threads' names."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = checks.integer("count", count, 1, MOST_THREADS)
+        self._name = checks.text("name", name)
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._waking = False
+        self._threads: list[Thread] = []
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Call ``function`` in a thread. Returns a future of what it returns.
+
+        Cancelling the future does not stop the function. A caller whose buffers it uses has to wait for it by
+        ``settled``.
+
+        Raises:
+            ConfigError: ``function`` is not callable.
+            Unavailable: ``close`` was called.
+        """
+        checks.function("function", function)
+        if not self._threads:
+            self._start()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.put(_Call(future, function, args, kwargs))
+        return future
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` in a thread, wait for its end, and return what it returns or raise what it raises. If this
+        is cancelled, it waits for that end all the same, so that the function's buffers are free. Raises as ``call``
+        does."""
+        future = self.call(function, *args, **kwargs)
+        await settled([future])
+        return future.result()
+
+    def close(self) -> None:
+        """End the threads after all calls that were handed in, and wait for that; it blocks the event loop. Futures
+        that are not done by then may never be, so nobody may be waiting for one. Calling it twice is fine."""
+        self._closed = True
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _start(self) -> None:
+        if self._closed:
+            raise Unavailable(f"{self._name}: closed")
+        self._loop = asyncio.get_running_loop()
+        self._threads = [Thread(target=self._work, name=f"{self._name}-{i}", daemon=True) for i in range(self._count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._done.append(_outcome(call))
+            del call  # or an idle thread would keep the last call's buffers alive
+            if not self._waking:
+                self._waking = True
+                with suppress(RuntimeError):  # the loop was closed, so nobody waits for the future any more
+                    self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        """Make the futures of the calls that have ended done. Runs on the loop."""
+        self._waking = False  # first, so that a call which ends from now on wakes the loop again
+        while self._done:
+            future, result, error = self._done.popleft()
+            if future.cancelled():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+
+def _outcome(call: _Call) -> tuple[asyncio.Future[Any], Any, BaseException | None]:
+    try:
+        return call.future, call.function(*call.args, **call.kwargs), None
+    except BaseException as error:
+        return call.future, None, error

@@ -31,8 +31,7 @@ from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
 from asynccache.worker import messages
 from asynccache.worker.admitting_ranks import Workers, listen
-from asynccache.worker.contract import Reports, Work
-from asynccache.worker.embedder import EmbedderParts
+from asynccache.worker.contract import EmbedderParts, Reports, Work
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.joining import joined
 from asynccache.worker.rank_performer import Performer

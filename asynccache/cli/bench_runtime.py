@@ -30,7 +30,7 @@ from asynccache.cli.parsing import NOT_NEGATIVE, integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.runtime.cache import AsyncCache
-from asynccache.runtime.treelock import TreeLock
+from asynccache.runtime.driver import TreeLock
 
 Figures = dict[str, Any]
 

@@ -48,7 +48,7 @@ from asynccache.storage import (
     parse_url,
     take_options,
 )
-from asynccache.storage.records import header_of
+from asynccache.storage.checked import header_of
 
 POOL = "bench"
 BATCH_BYTES = 8 << 20

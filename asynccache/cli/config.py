@@ -145,7 +145,7 @@ def _wrong_stores(config: CacheConfig) -> list[ConfigError]:
     if not config.stores:
         return []
     from asynccache.storage import check_stores
-    from asynccache.storage.records import store_layout
+    from asynccache.storage.checked import store_layout
 
     return check_stores(config.stores, store_layout(config.pools()), config.storage_options)
 

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from asynccache.errors import ConfigError
-from asynccache.memory.device import Device
-from asynccache.memory.device_names import parse_device
+from asynccache.memory.device import Device, parse_device
 from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
 from asynccache.testing.faulty_backend import FaultyBackend
 
 if TYPE_CHECKING:
     from asynccache.cli.engine import Gate
-    from asynccache.memory.faults import Faults
+    from asynccache.memory.host_copies import Faults
 
 
 def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -63,7 +62,7 @@ def make_device(name: str, faults: Faults) -> GatedDevice:
 
 def device_faults(share: float, seed: int) -> Faults:
     """Faults for a device: of all copies, ``share / 2`` are delayed and ``share / 4`` fail."""
-    from asynccache.memory.faults import Faults  # here, because it imports torch
+    from asynccache.memory.host_copies import Faults  # here, because it imports torch
 
     return Faults(seed=seed, delayed=share / 2, failing=share / 4)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from asynccache.checks import Bounds
 from asynccache.configuration import nearest
 from asynccache.errors import ConfigError
-from asynccache.memory.device_names import parse_device
+from asynccache.memory.device import parse_device
 
 _T = TypeVar("_T")
 

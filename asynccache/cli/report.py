@@ -16,7 +16,7 @@ from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
 from asynccache.core.cache import CacheCore
-from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.tree import Node
 from asynccache.runtime.learning import curves
 

@@ -44,7 +44,7 @@ from asynccache.storage import (
     parse_size,
     parse_url,
 )
-from asynccache.storage.records import verify
+from asynccache.storage.checked import verify
 from asynccache.storage.scrub import in_time, pause, scrub_listed, within
 
 ACTIONS = {

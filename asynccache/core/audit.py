@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from asynccache.core.cache import CacheCore
-from asynccache.core.claims import run
+from asynccache.core.holds import run
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Kind
+from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.prefetching import run_nodes
-from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT
 from asynccache.core.tree import Node
 from asynccache.errors import InvariantViolation

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.checks import integer, shown
-from asynccache.core.backfilling import Backfill, Filled
-from asynccache.core.claims import Claim
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
-from asynccache.core.invalidation import Invalidation
+from asynccache.core.holds import Claim
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
+from asynccache.core.passes import Backfill, Filled, Invalidation, Survey, Unsaved
 from asynccache.core.plan import More, Outcome, Plan, Wait
 from asynccache.core.prefetching import (
     Begin,
@@ -35,7 +34,6 @@ from asynccache.core.prefetching import (
     usable_end,
 )
 from asynccache.core.settings import Access, CoreConfig
-from asynccache.core.surveys import Survey, Unsaved
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import walk
 from asynccache.core.world import World

@@ -14,9 +14,8 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import CoreLease, retire
 from asynccache.core.ledger import LOAD_BACK
 from asynccache.core.matching import Matching
-from asynccache.core.plan import Medium, Plan, Wait
+from asynccache.core.plan import SLOT_BYTES, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
-from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, link, walk

@@ -1,14 +1,22 @@
-"""Holds: what a lease pins on the device. A hold is dropped exactly, however often nodes were split meanwhile.
+"""The pins of requests: what a lease holds on the device, and what a prefetch claims on the host until its request is
+granted its lease. Each is dropped exactly, however often nodes were split meanwhile.
 
 FULL is pinned at the end node, and thereby on all nodes above it. An auxiliary component that divides (SWA) is pinned
 on every node from a recorded border to the end node. One that does not divide (MAMBA) is pinned on the end node alone.
 When a node splits, its object becomes the suffix, and the new prefix gets a copy of the counts that cover it. So the
 walk from the end node up to the border always finds the same pins.
+
+Law of claims: nothing waits for a claim for good. Whoever could not go on otherwise takes claims away (``let_go``), and
+a request that lost its claim only computes what it would have found. A claim pins nodes whose FULL is PRESENT on the
+host, so these nodes stay as long as the claim does.
 """
 
 from __future__ import annotations
 
-from asynccache.core.ledger import DEVICE
+from collections.abc import Sequence
+
+from asynccache.core.ledger import DEVICE, HOST
+from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node
 from asynccache.core.world import NOWHERE, World
 
@@ -62,3 +70,112 @@ def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
     shorter = take_hold(world, end, end.end)
     drop_hold(world, hold)
     return shorter
+
+
+class Claim:
+    """The pins on the host for a match that ends in the node ``end``.
+
+    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
+    which is a node's border. ``firm``: its request stands in line for its lease.
+    """
+
+    __slots__ = ("end", "firm", "lows")
+
+    def __init__(self, end: Node, lows: list[int]) -> None:
+        self.end = end
+        self.lows = lows
+        self.firm = False
+
+
+class Claims:
+    """The claims of one world. ``held``: by the numbers of their holders, which are requests; the oldest claim first.
+    Requests that arrive later have higher numbers."""
+
+    __slots__ = ("_world", "held")
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.held: dict[int, Claim] = {}
+
+    def take(self, holder: int, path: Sequence[Node], target: int) -> None:
+        """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``. An earlier
+        claim of the same holder is dropped; the new one is firm if that was."""
+        before = self.held.pop(holder, None)
+        end = self._on_host(path, target)
+        if end is not None:
+            claim = self.held[holder] = self._pin(end, min(target, end.end))
+            claim.firm = before is not None and before.firm
+        if before is not None:
+            self._unpin(before)
+
+    def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
+        """Return the node that page ``target`` ends in, or the last one above it whose FULL is on the host; None if
+        there is none."""
+        for node in reversed(path):
+            start = node.parent.end  # type: ignore[union-attr]
+            if start < target and node.state[self._world.count] == PRESENT:
+                return node
+        return None
+
+    def confirm(self, holder: int, firm: bool) -> None:
+        """Note whether the request of ``holder`` stands in line. Nothing happens if it has no claim."""
+        claim = self.held.get(holder)
+        if claim is not None:
+            claim.firm = firm
+
+    def drop(self, holder: int) -> None:
+        """Drop the claim of ``holder``. Nothing happens if it has none, or it was taken away."""
+        claim = self.held.pop(holder, None)
+        if claim is not None:
+            self._unpin(claim)
+
+    def drop_dead(self) -> None:
+        """Drop all claims in namespaces that were invalidated: nobody matches there any more."""
+        for holder in [holder for holder, claim in self.held.items() if claim.end.root.dead]:
+            self.drop(holder)
+
+    def let_go(self, firm: bool) -> bool:
+        """Take one claim away. Return False if there is none to take.
+
+        Claims of requests that stand in no line go first, the oldest of them before the others, since its request may
+        have been forgotten. ``firm``: whether claims of requests in line may go after those, the highest number first:
+        it came last and would be granted its lease last.
+        """
+        holder = next((holder for holder, claim in self.held.items() if not claim.firm), None)
+        if holder is None and firm:
+            holder = max(self.held, default=None)
+        if holder is None:
+            return False
+        self.drop(holder)
+        return True
+
+    def _pin(self, end: Node, target: int) -> Claim:
+        world = self._world
+        world.pin_full(end, HOST)
+        lows = [end.end] * world.count
+        for component in world.components[1:]:
+            for node in run(end, component.first_page(target), component.divides):
+                world.pin_cell(node, world.count + component.index)
+                lows[component.index] = node.parent.end  # type: ignore[union-attr]
+        return Claim(end, lows)
+
+    def _unpin(self, claim: Claim) -> None:
+        world = self._world
+        for component in reversed(world.components[1:]):
+            for node in run(claim.end, claim.lows[component.index], component.divides):
+                world.unpin_cell(node, world.count + component.index)
+        world.unpin_full(claim.end, HOST)
+        world.freed = True
+
+
+def run(end: Node, low: int, divides: bool) -> list[Node]:
+    """Return the nodes from ``end`` upwards that end after page ``low``; of a component that does not divide, at most
+    ``end``."""
+    nodes = []
+    node = end
+    while node.parent is not None and node.end > low:
+        nodes.append(node)
+        if not divides:
+            break
+        node = node.parent
+    return nodes

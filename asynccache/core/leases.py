@@ -13,9 +13,8 @@ from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
-from asynccache.core.plan import More, Plan, Retire, Wait
+from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import Room
-from asynccache.core.slots import NO_SLOT, SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, walk

@@ -9,8 +9,10 @@ joined.
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+SLOT_BYTES: Final = 4
+NO_SLOT: Final = b"\xff\xff\xff\xff"  # what a page table has where a page has no slot
 
 class Status(IntEnum):
     """How an operation ended."""

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
-from asynccache.core.plan import Medium, More, Plan, Status, Wait
+from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
 from asynccache.core.room import Room
 from asynccache.core.settings import Access, ComponentKind
-from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, common_pages, link, walk

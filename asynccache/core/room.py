@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import gt, lt
 
-from asynccache.core.claims import Claims
 from asynccache.core.eviction import take, withdraw
+from asynccache.core.holds import Claims
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from operator import gt
 
-from asynccache.core.claims import Claims
-from asynccache.core.holds import shorten_hold
+from asynccache.core.holds import Claims, shorten_hold
 from asynccache.core.ledger import (
     BACKUP_HOST,
     BACKUP_STORAGE,
@@ -24,10 +23,20 @@ from asynccache.core.ledger import (
     Fragment,
     Operation,
 )
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
+from asynccache.core.plan import (
+    SLOT_BYTES,
+    BackupHost,
+    BackupStorage,
+    Clone,
+    LoadBack,
+    Medium,
+    Move,
+    Outcome,
+    Status,
+    StoredPages,
+)
 from asynccache.core.room import Room, RoomMaker
 from asynccache.core.settings import Access
-from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
 from asynccache.core.world import LATE, World

@@ -19,11 +19,10 @@ from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
-from asynccache.core.plan import EMPTY, FREED, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation, SlotPool
+from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium, Plan, Publish, Status
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
-from asynccache.core.slots import SLOT_BYTES, SlotPool
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
 from asynccache.core.tree import Node, Root, cut, unlink
 from asynccache.errors import InvariantViolation

@@ -27,7 +27,7 @@ from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import host_copies as batch
 from asynccache.memory.device import Event, PageCopy, Stream
-from asynccache.memory.faults import Fates, Faults
+from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import anonymous_tensor, available_memory, check_room
 from asynccache.memory.signals import Bells, Signal, Work
 

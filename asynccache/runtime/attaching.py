@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError
-from asynccache.runtime.driving import drive, holding
+from asynccache.runtime.driving import all_ended, drive, holding
 from asynccache.runtime.saving_and_forgetting import drain, unsaved
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
@@ -105,7 +105,7 @@ class StoreAttachments:
             while self._is_used(store) and not over:
                 filled = await drive(driver, _slice(walk, self._backfill_pages), perform)
                 plan, over = filled
-                await driver.ops.all([effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
+                await all_ended(driver.ops, [effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
                 await asyncio.sleep(0)
         except CacheClosed:
             pass  # the store is closed with the cache

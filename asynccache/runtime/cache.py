@@ -31,8 +31,7 @@ from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, 
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
 from asynccache.worker.admitting_ranks import Workers
-from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
-from asynccache.worker.embedder import MOMENT, EmbedderParts
+from asynccache.worker.contract import MOMENT, Device, EmbedderParts, Storage, StoreOptions, check_device, check_storage
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:

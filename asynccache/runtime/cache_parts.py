@@ -17,20 +17,19 @@ from asynccache.core.cache import CacheCore
 from asynccache.events import Notice
 from asynccache.runtime.announcing import Announcing, EventStage
 from asynccache.runtime.attaching import StoreAttachments
-from asynccache.runtime.claims import HandleClaims
-from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
 from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.driving import run_acks
 from asynccache.runtime.engine_batches import EngineBatches, RetireStage
 from asynccache.runtime.kept_prefixes import KeptPrefixes
-from asynccache.runtime.lease_parts import LeaseParts
+from asynccache.runtime.lease import Publisher
+from asynccache.runtime.lease_wait import LeaseParts
 from asynccache.runtime.lookups import Lookups
-from asynccache.runtime.namespaces import Namespaces
-from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
+from asynccache.runtime.outbox import WORKERS, Backlog, Clearing, Outbox
+from asynccache.runtime.prefetch import HandleClaims
 from asynccache.runtime.prefetching import Prefetching
-from asynccache.runtime.publishing import Publisher
 from asynccache.runtime.supervisor import Supervisor
+from asynccache.runtime.tokens import Namespaces
 from asynccache.worker.contract import Reports
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter

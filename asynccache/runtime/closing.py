@@ -11,8 +11,8 @@ from asynccache.errors import CacheClosed, RankFailure
 from asynccache.runtime.saving_and_forgetting import drain
 
 if TYPE_CHECKING:
-    from asynccache.runtime.claims import HandleClaims
     from asynccache.runtime.driver import Driver
+    from asynccache.runtime.prefetch import HandleClaims
     from asynccache.runtime.prefetching import Prefetching
 
 

@@ -1,4 +1,5 @@
-"""The only place where the runtime drives the core: guarded calls, plans performed, outcomes applied.
+"""The only place where the runtime drives the core: guarded calls, plans performed, outcomes applied; and who waits for
+it, in order.
 
 Nothing in this module waits; ``driving`` has the coroutines around it.
 
@@ -11,9 +12,18 @@ Laws:
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
+* The tree lock is handed over first come, first served: ``release`` hands it to whoever has waited longest, and it is
+  never free in between. So nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing; if it had
+  been handed the lock by then, it passes it on.
+* Who waits for pages stands in a ``Line`` and holds nothing. Only its head may try, and nobody overtakes it. A place
+  keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes back to
+  the same position. Whatever may give pages back calls ``wake``: a release, an ack, a load that failed, a prefetch that
+  ended in whatever way, and somebody who leaves the line.
+* Each waiter awaits a future of its own, so cancelling one never touches another. An operation that is not among
+  ``ops`` has ended. When the cache closes, every waiter gets the reason.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
-flight), ``draining``, ``closed`` and ``broken``.
+flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits.
 """
 
 from __future__ import annotations
@@ -22,8 +32,11 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -49,15 +62,212 @@ from asynccache.errors import (
     InvariantViolation,
     RankFailure,
 )
-from asynccache.runtime.line import Line
-from asynccache.runtime.operations import Operations
-from asynccache.runtime.treelock import TreeLock
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 REFUSALS = (ConfigError, CacheFull)
 """The errors that a core call raises to refuse its arguments. Such a call has changed nothing."""
+
+
+class TreeLock:
+    """Orders the core calls that may split nodes: like ``asyncio.Lock``, but it can be taken without an await while it
+    is free. Belongs to one loop."""
+
+    __slots__ = ("_held", "_waiters")
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"TreeLock({'held' if self._held else 'free'}, {len(self._waiters)} waiting)"
+
+    def locked(self) -> bool:
+        """True while somebody holds it."""
+        return self._held
+
+    def take(self) -> bool:
+        """Take the lock if it is free. Returns True if the caller holds it now; it then has to ``release`` it."""
+        if self._held:
+            return False
+        self._held = True
+        return True
+
+    def wait(self) -> asyncio.Future[None]:
+        """Stand behind those who came before. Returns a future, which is done when its owner holds the lock. An owner
+        that does not want the lock any more has to ``withdraw``."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def withdraw(self, waiter: asyncio.Future[None]) -> None:
+        """The owner of ``waiter`` waits no longer. If the lock was handed over to it by then, it is passed on."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """Hand the lock to the next waiter, or leave it free.
+
+        Raises:
+            RuntimeError: nobody holds it.
+        """
+        if not self._held:
+            raise RuntimeError("the tree lock is released by somebody who does not hold it")
+        for _ in range(len(self._waiters)):
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+            self._waiters.append(waiter)  # it was cancelled, and removes itself when it runs
+        self._held = False
+
+
+class LinePlace:
+    """One waiter's place. ``signal`` is set while it sleeps."""
+
+    __slots__ = ("signal", "ticket")
+
+    def __init__(self, ticket: int) -> None:
+        self.ticket = ticket
+        self.signal: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"LinePlace(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
+
+    def __lt__(self, other: LinePlace) -> bool:
+        return self.ticket < other.ticket
+
+
+class Line:
+    """Places in order of their tickets."""
+
+    def __init__(self) -> None:
+        self._places: list[LinePlace] = []
+        self._tickets = 0
+
+    def __repr__(self) -> str:
+        return f"Line({len(self._places)} waiting)"
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def ticket(self) -> int:
+        """Draw a ticket: a number higher than all that were drawn before."""
+        self._tickets += 1
+        return self._tickets
+
+    def join(self, ticket: int) -> LinePlace:
+        """Enter the line at the position that ``ticket`` gives, and return the place."""
+        place = LinePlace(ticket)
+        insort(self._places, place)
+        return place
+
+    def leave(self, place: LinePlace) -> None:
+        """Give up ``place``, with or without success. The next one may try."""
+        if place in self._places:
+            self._places.remove(place)
+        self.wake()
+
+    def is_head(self, place: LinePlace) -> bool:
+        """Return True if ``place`` is the first in line, whose owner may try."""
+        return self._places[0] is place
+
+    def must_wait(self, ticket: int) -> bool:
+        """Return True if somebody with an earlier ticket is in line."""
+        return bool(self._places) and self._places[0].ticket < ticket
+
+    def sleep(self, place: LinePlace) -> None:
+        """Let a wake-up reach ``place`` from now on. There must be no await between the attempt that failed and this
+        call."""
+        place.signal = asyncio.get_running_loop().create_future()
+
+    def wake(self) -> None:
+        """Something was given back: wake the head, which tries again."""
+        if self._places and (signal := self._places[0].signal) is not None and not signal.done():
+            signal.set_result(None)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: everybody who sleeps here gets an ``error()`` of its own."""
+        for place in self._places:
+            signal = place.signal
+            if signal is not None and not signal.done():
+                signal.set_exception(error())
+
+
+Waiter = asyncio.Future[Status]
+
+
+class Operations:
+    """The operations in flight, and the futures of those who wait for them; ``driving`` has the coroutines that do."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, list[Waiter]] = {}
+
+    def __repr__(self) -> str:
+        return f"Operations({len(self._live)} in flight)"
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, op: int) -> bool:
+        return op in self._live
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._live))
+
+    def open(self, op: int) -> None:
+        """Note that ``op`` has begun; from now on it can be waited for."""
+        self._live.setdefault(op, [])
+
+    def end(self, op: int, status: Status) -> None:
+        """Note that ``op`` has ended with ``status``, and wake everybody who waits for it."""
+        for waiter in self._live.pop(op, ()):
+            if not waiter.done():
+                waiter.set_result(status)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: every waiter gets an ``error()`` of its own, and nothing is in flight any more."""
+        live, self._live = self._live, {}
+        for waiters in live.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(error())
+
+    def watch(self, ops: Iterable[int]) -> Waiter | None:
+        """A future that is set when the first of ``ops`` ends; None if one of them has ended before, or ``ops`` is
+        empty. The caller hands it to ``unwatch``."""
+        ops = tuple(ops)
+        if not ops or any(op not in self._live for op in ops):
+            return None
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        for op in ops:
+            self._live[op].append(waiter)
+        return waiter
+
+    def unwatch(self, ops: Iterable[int], waiter: Waiter) -> None:
+        """The caller of ``watch`` does not need the future any more."""
+        for op in ops:
+            waiters = self._live.get(op)
+            if waiters is not None and waiter in waiters:
+                waiters.remove(waiter)
+
+    def call_when_any(self, ops: Iterable[int], call: Callable[[], object]) -> None:
+        """Call ``call`` soon after one of ``ops`` has ended; at once, if one has ended before. It is also called when
+        the cache closes."""
+        ops = tuple(ops)
+        waiter = self.watch(ops)
+        if waiter is None:
+            call()
+        else:
+            waiter.add_done_callback(partial(self._call, ops, call))
+
+    def _call(self, ops: tuple[int, ...], call: Callable[[], object], waiter: Waiter) -> None:
+        self.unwatch(ops, waiter)
+        waiter.exception()  # if the cache is closed: those who wait for what ``call`` does hear of that elsewhere
+        call()
 
 
 class Nudge(Enum):
@@ -340,4 +550,3 @@ class Driver:
     def refuse(self) -> NoReturn:
         """Raise the error that says why the cache is closed."""
         raise self.closed_error()
-

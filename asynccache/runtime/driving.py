@@ -8,14 +8,12 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
 
-from asynccache.core.plan import More, Plan
-from asynccache.runtime.driver import Driver, nothing
-from asynccache.runtime.line import LinePlace
-from asynccache.runtime.treelock import TreeLock
+from asynccache.core.plan import More, Plan, Status
+from asynccache.runtime.driver import Driver, LinePlace, Operations, TreeLock, nothing
 
 T = TypeVar("T")
 
@@ -128,3 +126,28 @@ async def woken(place: LinePlace, until: float | None = None) -> None:
                 await signal
         finally:
             place.signal = None
+
+
+async def first_ended(operations: Operations, ops: Iterable[int]) -> Status | None:
+    """Return when one of ``ops`` has ended, with its status (None: one had ended before). Cancelling it stops the
+    waiting and nothing else."""
+    waiter = operations.watch(ops)
+    if waiter is None:
+        return None
+    try:
+        return await waiter
+    finally:
+        operations.unwatch(ops, waiter)
+
+
+async def all_ended(operations: Operations, ops: Iterable[int]) -> list[Status]:
+    """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops the
+    waiting and nothing else."""
+    watched = [(op, waiter) for op in ops if (waiter := operations.watch((op,))) is not None]
+    try:
+        return [await waiter for _, waiter in watched]
+    finally:
+        for op, waiter in watched:
+            operations.unwatch((op,), waiter)
+            if not waiter.cancel() and not waiter.cancelled():
+                waiter.exception()  # asyncio complains of errors nobody looked at; the first was raised

@@ -14,8 +14,7 @@ from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime import learning
-from asynccache.runtime.hashing import HASH_BYTES, Chain
-from asynccache.runtime.tokens import TOKEN_BYTES
+from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
 from asynccache.worker.contract import Result, StoreQuestion
 from asynccache.worker.pool_layout import PoolLayout
 

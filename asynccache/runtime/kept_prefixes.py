@@ -12,7 +12,7 @@ from asynccache.runtime.driving import drive
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig
-    from asynccache.runtime.lease_parts import LeaseParts
+    from asynccache.runtime.lease_wait import LeaseParts
 
 
 class Kept:

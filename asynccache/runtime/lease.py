@@ -6,6 +6,10 @@ Laws:
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages that may yet fail, and no slot is free while the engine may still touch it.
 * A lease that holds something and is dropped gives it back, by a call of the loop's own, and warns.
+* A lease's commits are made in the order of the calls. A backup waits for the ``ready`` batch of the pages that it
+  copies: the engine's part of the runtime hears of that batch before the commit's plan is performed.
+* A commit may find that the tree has some pages already. The lease's own copies of these are *duplicates*. They are
+  free once the engine uses the new page table and has let go of the old one (``adopt``).
 """
 
 from __future__ import annotations
@@ -25,19 +29,21 @@ import numpy.typing as npt
 
 from asynccache.checks import flag, integer, text
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import CoreLease, Grant, LeaseRequest
+from asynccache.core.cache import Committed, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
-from asynccache.runtime.driving import drive
-from asynccache.runtime.handoff import hand_over
+from asynccache.runtime.driving import drive, first_ended, holding
+from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.lease_wait import LeaseWait
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
-from asynccache.runtime.publishing import Publishing
-from asynccache.runtime.tokens import Tokens, as_key
+from asynccache.runtime.supervisor import hand_over
+from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.lease_parts import LeaseParts
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.engine_batches import EngineBatches, RetireStage
+    from asynccache.runtime.lease_wait import LeaseParts
     from asynccache.worker.contract import BatchInFlight
 
 Pages = npt.NDArray[np.int32]
@@ -56,6 +62,121 @@ class Hits(NamedTuple):
 Taken = tuple[CodeType, int]
 """Where a lease was taken: a function, and how far in its bytecode. Its line is looked for when it is to be told: that
 takes some µs in a long function."""
+
+
+class Publisher:
+    """The part that the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for
+    storage or for events. ``commits``: how many commits there were."""
+
+    def __init__(self, driver: Driver, engine: EngineBatches, retire: RetireStage, *, hashes: bool) -> None:
+        self.driver = driver
+        self.engine = engine
+        self.retire = retire
+        self.hashes = hashes
+        self.commits = 0
+
+    def __repr__(self) -> str:
+        return f"Publisher({self.commits} commits)"
+
+
+class Publishing:
+    """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
+    may not be over, and the duplicates that wait to be adopted. ``order``: one commit after the other."""
+
+    __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
+
+    def __init__(self, publisher: Publisher, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
+        self.order = asyncio.Lock()
+        self._publisher = publisher
+        self._core = core
+        self._space = ask.space
+        self._key = ask.key
+        self._chain = chain or Chain(ask.space, publisher.driver.core.config.page_size)
+        self._ready: list[BatchInFlight] = []
+        self._retiring: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Publishing({self._core!r}, {len(self._ready)} batches, {len(self._retiring)} retiring)"
+
+    def check(self, key: bytes, checkpoint: object) -> tuple[int, int] | None:
+        """Check that the lease may commit ``key`` and ``checkpoint``. Returns the checkpoint as two integers; None if
+        there is none.
+
+        Raises:
+            ConfigError: the key does not continue what the lease holds, or the checkpoint is not one of its own.
+        """
+        core, tokens = self._core, len(key) // TOKEN_BYTES
+        if not (key.startswith(self._key) or self._key.startswith(key)):
+            raise ConfigError("commit: tokens do not begin with the prompt of the lease")
+        if tokens < core.length:
+            raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
+        if tokens > core.reserved:
+            raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
+        return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
+
+    def expect(self, ready: BatchInFlight) -> None:
+        """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
+        whatever becomes of the commit, and so do copies into these pages, some of which the commit may hand to
+        others."""
+        self._named(ready)
+
+    def _named(self, batch: BatchInFlight) -> None:
+        self._ready = [*not_over(*self._ready), batch]
+        self._publisher.engine.fence(self._core, batch)
+
+    async def publish(self, key: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None) -> None:
+        """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
+        it has published everything or nothing."""
+        hashes = await self._hashes(key) if self._publisher.hashes else b""
+        self.adopt()
+        while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
+            await first_ended(self._publisher.driver.ops, answer.ops)
+
+    async def _try(
+        self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
+    ) -> Committed | Wait:
+        driver = self._publisher.driver
+        async with holding(driver.lock):
+            driver.apply_outcomes()
+            if self._core.released:
+                raise RuntimeError("the lease is released")
+            answer = driver.locked(driver.core.commit, self._core, key, hashes, checkpoint)
+            if not isinstance(answer, Wait):
+                self._published(key, ready)
+            driver.perform(answer.plan, self._retiring)
+        return answer
+
+    async def _hashes(self, key: bytes) -> bytes:
+        if not self._chain.covers(key):
+            self._chain.known(key, self._publisher.driver.core.known_hashes(self._space, key))
+        return await self._chain.extend(key)
+
+    def _published(self, key: bytes, ready: BatchInFlight | None) -> None:
+        """Note the commit before its plan is performed: the plan's backups must find ``ready``."""
+        if len(key) > len(self._key):
+            self._key = key
+        if ready is not None:
+            self._publisher.engine.expect(ready)
+        self._publisher.commits += 1
+
+    def adopt(self, after: BatchInFlight | None = None) -> None:
+        """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
+        over."""
+        if after is not None:
+            self._named(after)
+        if self._retiring:
+            retiring, self._retiring = self._retiring, []
+            self._publisher.retire.put(retiring, not_over(*self._ready))
+
+    def release(self, after: BatchInFlight | None, ended: bool) -> None:
+        """Give the lease's pages back when ``after`` and every ``ready`` are over."""
+        driver, batches = self._publisher.driver, not_over(*self._ready, after)
+        self._publisher.engine.fence(self._core, *batches)
+        plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
+        driver.perform(plan, self._retiring)
+        if self._retiring:
+            self._publisher.retire.put(self._retiring, batches)
+            self._retiring = []
 
 
 class LeaseState(Enum):
@@ -294,7 +415,7 @@ class Lease:
         self._parts.driver.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._parts.driver.ops.any((op,))
+            await first_ended(self._parts.driver.ops, (op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
@@ -369,7 +490,7 @@ class Lease:
                 return self.pages
             if not (wait and answer.ops):
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-            await driver.ops.any(answer.ops)
+            await first_ended(driver.ops, answer.ops)
 
     def advance(self, position: int, after: object | None = None) -> None:
         """All tokens before ``position`` are computed, and the next one is computed there: pages and pins that its

@@ -1,4 +1,4 @@
-"""One request's prefetch, which users have as a ``PrefetchHandle``.
+"""One request's prefetch, which users have as a ``PrefetchHandle``, and the pages that it claims once it has ended.
 
 Laws:
 * A prefetch has a *wish*: to run, to stop, or to be cancelled. The fetch that serves it looks at the wish between two
@@ -6,18 +6,26 @@ Laws:
 * A prefetch that has ended has a claim on the pages that the host has, until its lease is granted.
 * Prefetches of the same pages share one fetch. Any of them may stop it: it keeps what it has, and the others fetch the
   rest. Only the last one that shares it can cancel it.
+* A claim ends when the lease that was given the handle is granted, when the handle is cancelled, when nobody refers to
+  the handle any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
+  earlier, for want of room.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import checks
 from asynccache.errors import ConfigError
-from asynccache.runtime.hashing import Chain
+from asynccache.runtime.tokens import Chain
+
+if TYPE_CHECKING:
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.fetching import Fetch
 
 
 class PrefetchStatus(Enum):
@@ -64,20 +72,61 @@ class CachedOnArrival(NamedTuple):
     host: int
 
 
-class ServingFetch(Protocol):
-    """The fetch that serves a prefetch now."""
-
-    def told(self, handle: Prefetch) -> None: ...
+HELD_FOR = 30.0
 
 
-class Claiming(Protocol):
-    """The part of ``HandleClaims`` that a prefetch uses."""
+class HandleClaims:
+    """The claims of one cache, by the ticket of their handle. All methods but ``abandon`` are for the cache's
+    thread."""
 
-    def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None: ...
-    def note(self, ticket: int, leases: int) -> None: ...
-    def holds(self, ticket: int) -> bool: ...
-    def drop(self, ticket: int) -> None: ...
-    def abandon(self, ticket: int) -> None: ...
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[int, asyncio.TimerHandle | None] = {}
+
+    def __repr__(self) -> str:
+        return f"HandleClaims({len(self._timers)} held)"
+
+    def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None:
+        """Claim the pages of ``key`` that the host has. ``leases``: how many leases are in line with the handle."""
+        if self._driver.closed is None:
+            self._driver.perform(self._driver.give_back(self._driver.core.claim, ticket, space, key))
+            self.note(ticket, leases)
+
+    def note(self, ticket: int, leases: int) -> None:
+        """A claim was taken, or the number of ``leases`` in line with its handle has changed: start or stop its
+        clock."""
+        self._stop(ticket)
+        if not self._driver.broken:
+            self._driver.unlocked(self._driver.core.confirm_claim, ticket, leases > 0)
+        self._timers[ticket] = None if leases else self._loop.call_later(HELD_FOR, self.drop, ticket)
+
+    def holds(self, ticket: int) -> bool:
+        """Return True if the handle has a claim that was not dropped. The core may have ended it all the same."""
+        return ticket in self._timers
+
+    def drop(self, ticket: int) -> None:
+        """Give up the claim. Idempotent."""
+        if ticket in self._timers:
+            self._stop(ticket)
+            del self._timers[ticket]
+            self._driver.perform(self._driver.give_back(self._driver.core.drop_claim, ticket))
+
+    def abandon(self, ticket: int) -> None:
+        """Have the cache's loop ``drop`` it soon. For any thread: the garbage collector calls this."""
+        if ticket in self._timers:
+            with suppress(RuntimeError):  # the loop is closed, and the cache with it
+                self._loop.call_soon_threadsafe(self.drop, ticket)
+
+    def drop_all(self) -> None:
+        """Give up every claim: the cache closes."""
+        for ticket in tuple(self._timers):
+            self.drop(ticket)
+
+    def _stop(self, ticket: int) -> None:
+        timer = self._timers.get(ticket)
+        if timer is not None:
+            timer.cancel()
 
 
 class Prefetch:
@@ -88,7 +137,7 @@ class Prefetch:
 
     def __init__(
         self, space: bytes, key: bytes, chain: Chain, arrival: CachedOnArrival, started: float, ticket: int,
-        check: Callable[[], None], claims: Claiming,
+        check: Callable[[], None], claims: HandleClaims,
     ) -> None:
         self.space = space
         self.key = key
@@ -102,7 +151,7 @@ class Prefetch:
         self.began = 0.0
         self.result: PrefetchResult | None = None
         self.asleep: asyncio.Future[Any] | None = None
-        self.fetch: ServingFetch | None = None
+        self.fetch: Fetch | None = None
         self._check = check
         self._claims = claims
         self._leases = 0
@@ -124,7 +173,7 @@ class Prefetch:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
-    def belongs_to(self, claims: Claiming) -> bool:
+    def belongs_to(self, claims: HandleClaims) -> bool:
         """Return True if this is a prefetch of the cache that has these claims."""
         return self._claims is claims
 
@@ -248,7 +297,7 @@ class PrefetchHandle:
         self._prefetch.cancel()
 
 
-def prefetch_of(handle: PrefetchHandle, claims: Claiming) -> Prefetch:
+def prefetch_of(handle: PrefetchHandle, claims: HandleClaims) -> Prefetch:
     """The prefetch that ``handle`` stands for.
 
     Raises:

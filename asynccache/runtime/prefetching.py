@@ -22,24 +22,21 @@ from asynccache.config import CacheConfig
 from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
-from asynccache.runtime.claims import HandleClaims
-from asynccache.runtime.clearing import Clearing
-from asynccache.runtime.driver import Driver
+from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
-from asynccache.runtime.fetching import Fetch
-from asynccache.runtime.hashing import Chain
-from asynccache.runtime.line import LinePlace
+from asynccache.runtime.fetching import Fetch, PrefetchCommits
+from asynccache.runtime.outbox import Clearing
 from asynccache.runtime.prefetch import (
     CachedOnArrival,
     Cut,
+    HandleClaims,
     Prefetch,
     PrefetchHandle,
     PrefetchStatus,
     Wish,
     prefetch_of,
 )
-from asynccache.runtime.prefetch_commits import PrefetchCommits
-from asynccache.runtime.tokens import TOKEN_BYTES
+from asynccache.runtime.tokens import TOKEN_BYTES, Chain
 from asynccache.worker.contract import Worker
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from asynccache.core.cache import Survey, Unsaved
 from asynccache.core.plan import More, Plan, Status
-from asynccache.runtime.driving import holding, slices, transact
+from asynccache.runtime.driving import all_ended, holding, slices, transact
 
 if TYPE_CHECKING:
-    from asynccache.runtime.clearing import Clearing
     from asynccache.runtime.driver import Driver
+    from asynccache.runtime.outbox import Clearing
     from asynccache.runtime.prefetching import Prefetching
     from asynccache.worker.contract import Worker
 
@@ -31,7 +31,7 @@ async def drain(driver: Driver) -> Unsaved:
         await transact(driver, driver.core.drain)
         if not driver.saving:
             break
-        statuses = await driver.ops.all(tuple(driver.saving))
+        statuses = await all_ended(driver.ops, tuple(driver.saving))
         failures = 0 if Status.DONE in statuses else failures + 1
     return await unsaved(driver)
 
@@ -72,7 +72,7 @@ async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space
     stored = await _survey(driver, space, Survey.hashes) if worker.has_stores else []
     await transact(driver, lambda: driver.core.invalidate(space))
     if worker.has_stores:
-        await driver.ops.all(tuple(driver.saving))
+        await all_ended(driver.ops, tuple(driver.saving))
         await worker.delete(stored)
 
 
@@ -94,7 +94,7 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, c
     try:
         await transact(driver, invalidate)
         under_way = driver.saving - clearing.held
-        await driver.ops.all((*under_way, *prefetching.operations()))
+        await all_ended(driver.ops, (*under_way, *prefetching.operations()))
         await worker.clear()
     finally:
         clearing.end()

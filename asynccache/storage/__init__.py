@@ -7,29 +7,29 @@ users and for the authors of backends. This package imports neither the core nor
 
 from __future__ import annotations
 
-from asynccache.settle import completed, settled
-from asynccache.storage.blocking_threads import Workers
-from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit
-from asynccache.storage.checked import CheckedStore
+from asynccache.settle import Workers, completed, settled
+from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
+from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
+    Collectable,
+    Collected,
+    Listable,
     PageKey,
+    Probeable,
     Record,
     Result,
     StorageBackend,
+    Stored,
     StoreLayout,
 )
-from asynccache.storage.listing import Collectable, Collected, Listable, Stored
 from asynccache.storage.opening import CheckableClass, backend_class, check_store, check_stores, open_store
-from asynccache.storage.options import StoreOptions, take_options
 from asynccache.storage.pages import Closed, Pages
-from asynccache.storage.probing import Probeable
-from asynccache.storage.records import RECORD_SCHEMA
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
-from asynccache.storage.url import ParsedUrl, Place, parse_place, parse_size, parse_url
-from asynccache.storage.watching import Tell, Watchable
+from asynccache.storage.url import ParsedUrl, Place, StoreOptions, parse_place, parse_size, parse_url, take_options
 from asynccache.storage.weights import weights_digest
+from asynccache.storage.wrapping import Tell, Watchable
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",

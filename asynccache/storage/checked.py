@@ -5,6 +5,19 @@ does not verify is CORRUPT: it counts as missing and is deleted from the backend
 that fails as a whole, or misses its deadline, is FAILED for every key. ``call_guard`` has the rest of what protects the
 cache from a store that fails.
 
+A record is a 64-byte header and the page's payload. The header, little-endian:
+
+    offset  size
+         0     4  magic, b"acKV"
+         4     2  schema of this header (1)
+         6     2  flags, 0
+         8     8  payload length in bytes
+        16    32  storage key
+        48    16  xxh3_128 of the payload, big-endian as the library returns it
+
+A record verifies if its header equals, byte for byte, the header that its key and payload would get now. So a change of
+any bit of header or payload is found, and a record that was stored under another key does not verify.
+
 Law of buffers: when a call returns or raises, for whatever reason, nothing touches the buffers any more that were
 passed in. A deadline cancels the backend's call, and by contract that call ends only after the backend has let go of
 them. So the answer FAILED may come later than the deadline; when it comes, the buffers are free.
@@ -16,18 +29,21 @@ on the event loop.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import mmap
+import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from xxhash import xxh3_128_digest
+
 from asynccache import checks
+from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError
-from asynccache.settle import settled
-from asynccache.storage.blocking_threads import MOST_THREADS, Workers
-from asynccache.storage.breaker import Breaker
-from asynccache.storage.call_guard import CallGuard, CallSort
+from asynccache.settle import MOST_THREADS, Workers, settled
+from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -37,11 +53,69 @@ from asynccache.storage.contract import (
     StorageBackend,
     StoreLayout,
     check_layout,
+    probe,
 )
-from asynccache.storage.options import MOST_CALLS
-from asynccache.storage.probing import probe
-from asynccache.storage.records import seal, verify
 from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
+from asynccache.storage.url import MOST_CALLS
+
+MAGIC = b"acKV"
+SCHEMA = 1
+
+_HEADER = struct.Struct("<4sHHQ32s16s")
+assert _HEADER.size == HEADER_BYTES
+
+RECORD_SCHEMA = hashlib.sha256(b"asynccache record 1: magic, schema, flags, length, key, xxh3_128").digest()
+
+
+def header_of(key: bytes, payload: memoryview) -> bytes:
+    """Return the header of ``payload`` when it is stored under ``key``: 64 bytes."""
+    return _HEADER.pack(MAGIC, SCHEMA, 0, payload.nbytes, key, xxh3_128_digest(payload))
+
+
+def seal(keys: Sequence[PageKey], records: Sequence[Record]) -> None:
+    """Fill in each record's header for its key and payload."""
+    for key, record in zip(keys, records, strict=True):
+        record.header[:] = header_of(key.key, record.payload)
+
+
+def verify(keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
+    """Return for each record whether it is undamaged and belongs to its key."""
+    return [r.header.tobytes() == header_of(k.key, r.payload) for k, r in zip(keys, records, strict=True)]
+
+
+def store_layout(pools: Iterable[PoolSpec]) -> StoreLayout:
+    """Return what a backend is told about ``pools``. Logical pools have no bytes, so nothing of them is stored, and
+    they are left out."""
+    return StoreLayout({spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}, RECORD_SCHEMA)
+
+
+def storage_key(prefix_hash: bytes, digest: bytes) -> bytes:
+    """Return the storage key, 32 bytes, of the page with this prefix hash in the pool with this ``pool_digest``."""
+    return hashlib.sha256(prefix_hash + digest).digest()
+
+
+def pool_digest(
+    spec: PoolSpec,
+    page_size: int,
+    *,
+    layout: str = "page_first",
+    shard: str | None = None,
+) -> bytes:
+    """Return a digest of all that must be equal for two caches to exchange the bytes of this pool: its name, dtype,
+    layout, page size in tokens and bytes, the model's layers in it, and the part of every page that this rank has.
+
+    ``shard`` names that part; by default it is the spec's. The number of pages and the pool whose slots index this one
+    do not change the bytes, so they are not in the digest.
+    """
+    covers = ",".join(map(str, spec.model_layers))
+    part = spec.shard if shard is None else shard
+    fields = (spec.name, spec.dtype, layout, part, str(page_size), str(spec.bytes_per_page), covers)
+    digest = hashlib.sha256(RECORD_SCHEMA)
+    for field in fields:
+        data = field.encode()
+        digest.update(len(data).to_bytes(4, "little") + data)
+    return digest.digest()
+
 
 HEADER_POOL = "#headers"
 MOST_HEADERS = 1 << 24

@@ -7,13 +7,16 @@ it on the way in, whatever the backend claims.
 Every call is batched and answers per key, in order. A call never raises for one key's sake: that key is FAILED. It
 raises ``BackendError`` (``Unavailable``, ``Timeout``) when the whole call could not be made. Cancelling a call returns
 only after the backend has let go of every buffer that was passed in.
+
+Some parts of a backend are optional: ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
+ls|stat|verify|gc``), and the cache itself never calls them; ``Probeable`` is for the breaker's probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from asynccache import checks
 
@@ -128,3 +131,71 @@ class StorageBackend(Protocol):
         """Finish or abandon the calls in flight and release all resources. Calling it twice is fine. Calls
         with keys that come later raise ``BackendError``."""
         ...
+
+
+class Stored(NamedTuple):
+    """One stored page. ``size`` is the bytes of header and payload together. ``written`` is the unix time at which it
+    was stored, or 0.0 if the backend does not know."""
+
+    key: bytes
+    size: int
+    written: float
+
+
+class Collected(NamedTuple):
+    """The things that one call of ``collect`` has removed. ``pages``: pages that were stored too long ago. ``waste``:
+    objects that are no pages and of no use, such as orphans and half-written objects. ``size``: the bytes of both
+    together."""
+
+    pages: int = 0
+    waste: int = 0
+    size: int = 0
+
+
+@runtime_checkable
+class Listable(Protocol):
+    """A backend whose pages can be listed."""
+
+    def listing(self) -> AsyncIterator[Sequence[Stored]]:
+        """Yield all stored pages, in batches. Pages that are put or deleted meanwhile may or may not be among them.
+
+        Raises:
+            BackendError: the store cannot be listed now. Cancelling it changes nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class Collectable(Protocol):
+    """A backend from which waste can be removed."""
+
+    async def collect(self, older_than: float | None) -> Collected:
+        """Remove waste. If ``older_than`` is given, also remove pages that were written more than so many seconds ago.
+
+        Pages that are read or written meanwhile are never damaged. Cancelling it leaves the rest for the next call.
+        """
+        ...
+
+
+@runtime_checkable
+class Probeable(Protocol):
+    """A backend with a call that only asks its store for a sign of life. Optional: of a backend without it an answer of
+    ``exists`` is taken for one."""
+
+    async def probe(self) -> None:
+        """Return when the store has answered anything at all. Cancelling it is safe.
+
+        Raises:
+            BackendError: it does not answer.
+        """
+        ...
+
+
+async def probe(backend: StorageBackend, keys: Sequence[PageKey]) -> list[Result]:
+    """Ask ``backend`` for a sign of life: by its ``probe`` if it has one, else by ``exists`` of ``keys``. Returns a
+    result for each key, MISS after a ``probe``. Raises what the backend's call raises; cancelling it cancels that
+    call."""
+    if not isinstance(backend, Probeable):
+        return await backend.exists(keys)
+    await backend.probe()
+    return [Result.MISS] * len(keys)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
+from asynccache.storage.checked import RECORD_SCHEMA
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.loop_thread import PendingCall, StoreThread, StoreVerb
-from asynccache.storage.records import RECORD_SCHEMA
 from asynccache.storage.rows import Rows
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
-from asynccache.storage.blocking_threads import Workers
+from asynccache.settle import Workers
 from asynccache.storage.contract import PageKey, Result
 
 PROMOTION_POOL = "#promotions"

@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache.errors import Timeout
-from asynccache.storage.contract import HEADER_BYTES, PageKey, Record, Result
-from asynccache.storage.listing import Listable, Stored
+from asynccache.storage.contract import HEADER_BYTES, Listable, PageKey, Record, Result, Stored
 
 Verify = Callable[[Sequence[PageKey], Sequence[Record]], Awaitable[list[bool]]]
 """Returns for each record whether it is undamaged and belongs to its key. The pool's name in a key may be empty, since

@@ -17,11 +17,11 @@ from typing import Any
 
 from asynccache import checks
 from asynccache.errors import ConfigError
-from asynccache.storage.breaker import BreakerState, best_off
+from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
-from asynccache.storage.options import StoreOptions, check_name
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, LackingPages, Promotions
+from asynccache.storage.url import StoreOptions, check_name
 
 StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
 

@@ -1,14 +1,18 @@
-"""Backends around a backend. ``WrappedBackend`` passes every call on; its subclasses override what they change."""
+"""Backends around a backend. ``WrappedBackend`` passes every call on; its subclasses override what they change.
+
+One of them watches which keys a store holds, for KV events. Where nobody watches, it costs nothing. A backend that
+knows when its own index changes is ``Watchable``: it tells every change itself, and what it has told is true at every
+moment. Any other backend, say a server to which others write and which evicts on its own, is wrapped in
+``WatchedBackend``, which tells what the backend's answers show: a key is stored once a put, a get or an exists has hit
+it, and gone once one of them has missed it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, is_shared
-
-if TYPE_CHECKING:
-    from asynccache.storage.watching import Tell
 
 
 class WrappedBackend:
@@ -72,3 +76,81 @@ class BorrowedBackend(WrappedBackend):
 
     async def aclose(self) -> None:
         """Do nothing: the backend's owner closes it. There is nothing to cancel."""
+
+
+Tell = Callable[[bool, Sequence[bytes]], None]
+"""``tell(there, keys)`` hears that these keys are stored from now on (True), or that they have gone (False). It is
+called on the event loop, in the order of the changes, and must return soon."""
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A backend that tells which keys it holds. Optional."""
+
+    def watch(self, tell: Tell | None) -> None:
+        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
+        ...
+
+
+class WatchedBackend(WrappedBackend):
+    """A wrapper that tells ``tell`` what the answers of ``inner`` show of its keys."""
+
+    def __init__(self, inner: StorageBackend, tell: Tell) -> None:
+        super().__init__(inner)
+        self._tell: Tell | None = tell
+        self._there: set[bytes] = set()
+
+    def stop(self) -> None:
+        """Tell nothing from now on."""
+        self._tell = None
+        self._there.clear()
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """The same as the method of ``inner``."""
+        results = await self.inner.exists(keys)
+        self._note(keys, results)
+        return results
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """The same as the method of ``inner``."""
+        results = await self.inner.get(keys, records)
+        self._note(keys, results)
+        return results
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """The same as the method of ``inner``."""
+        results = await self.inner.put(keys, records)
+        self._note(keys, results)
+        return results
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """The same as the method of ``inner``."""
+        results = await self.inner.delete(keys)
+        self._note(keys, [Result.FAILED if result is Result.FAILED else Result.MISS for result in results])
+        return results
+
+    async def clear(self) -> None:
+        """The same as the method of ``inner``."""
+        await self.inner.clear()
+        self._change(False, list(self._there))
+
+    def _note(self, keys: Sequence[PageKey], results: Sequence[Result]) -> None:
+        there = self._there
+        pairs = list(zip(keys, results, strict=False))  # CheckedStore refuses a wrong number of answers
+        self._change(False, [k.key for k, r in pairs if r is Result.MISS and k.key in there])
+        self._change(True, [k.key for k, r in pairs if r is Result.HIT and k.key not in there])
+
+    def _change(self, there: bool, keys: Sequence[bytes]) -> None:
+        if keys and self._tell is not None:
+            (self._there.update if there else self._there.difference_update)(keys)
+            self._tell(there, keys)
+
+
+def watch(backend: StorageBackend, tell: Tell) -> tuple[StorageBackend, Callable[[], None]]:
+    """Begin to tell ``tell`` which keys ``backend`` holds. Returns the backend to use from now on, which may be a
+    wrapper, and a function that ends the telling."""
+    if isinstance(backend, Watchable):
+        backend.watch(tell)
+        return backend, lambda: backend.watch(None)
+    watched = WatchedBackend(backend, tell)
+    return watched, watched.stop

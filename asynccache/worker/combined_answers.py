@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
-from asynccache.storage.breaker import BreakerState
+from asynccache.storage.call_guard import BreakerState
 from asynccache.storage.contract import Result
 from asynccache.worker.contract import StoredBatch
 from asynccache.worker.messages import CallFailed, PagesWritten

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupStorage, Move, Status, StoredPages
-from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status, StoredPages
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
-from asynccache.storage.options import StoreOptions, check_name
+from asynccache.storage.url import StoreOptions, check_name
 from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
 from asynccache.worker.contract import (
@@ -49,8 +48,7 @@ from asynccache.worker.watched_keys import WatchedKeys
 
 if TYPE_CHECKING:
     from asynccache.worker.admitting_ranks import Workers
-    from asynccache.worker.contract import DevicePool
-    from asynccache.worker.embedder import EmbedderParts
+    from asynccache.worker.contract import DevicePool, EmbedderParts
     from asynccache.worker.link import RankLink
 
 T = TypeVar("T")

@@ -5,21 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
-
-from asynccache.memory.device import Event
-from asynccache.worker.work import Work
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-
-class QueuedWork(NamedTuple):
-    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
-
-    work: Work
-    after: Sequence[Event]
-    at: float
 
 
 class Inbox(Generic[T]):

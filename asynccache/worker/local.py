@@ -13,27 +13,22 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from asynccache.config import CacheConfig, PoolSpec
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, CopyFailed
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device_names import parse_device
-from asynccache.memory.mover import Mover
+from asynccache.memory.device import Event, parse_device
+from asynccache.memory.pools import Mover
 from asynccache.settle import completed
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from asynccache.storage.tiers import TieredStore
-from asynccache.worker.contract import CopyKind, Reports, StoreEntry, Work
-from asynccache.worker.embedder import MOMENT, EmbedderParts
-from asynccache.worker.local_batches import LocalBatch, LocalBatches
+from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, StoreEntry, Work
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.stages.backup_host import BackupHostStage
-from asynccache.worker.stages.load_back import LoadBackStage
-from asynccache.worker.stages.reading import ReadingStage
-from asynccache.worker.stages.writing import WritingStage
+from asynccache.worker.stages import BackupHostStage, LoadBackStage, ReadingStage, WritingStage
 from asynccache.worker.stores import OpenStores
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Device, Event
     from asynccache.memory.pools import DevicePool
-    from asynccache.worker.stages.load_back import Copying
+    from asynccache.worker.stages import Copying
     from asynccache.worker.stats import StageMeter
 
 DELETE_PAGES = 32
@@ -115,6 +110,69 @@ async def close_all(
                 mover.close()
             if device is not None and own:
                 await device.aclose()
+
+
+SWEEP = 64
+"""How many batches may be known, beyond twice those that were not over after the last sweep, before the next one. A
+sweep forgets the batches that are over."""
+
+
+class LocalBatch:
+    """One batch that ends with ``event``; see ``BatchInFlight``."""
+
+    __slots__ = ("done", "event", "number")
+
+    def __init__(self, number: int, event: Event) -> None:
+        self.number = number
+        self.event = event
+        self.done = event.done
+
+    def __repr__(self) -> str:
+        return f"LocalBatch({self.number}, {'over' if self.done() else 'not over'})"
+
+    async def wait(self) -> None:
+        """Return when the batch is over, well or not. Cancelling it stops the waiting."""
+        try:
+            await self.event.wait()
+        except CopyFailed:
+            return
+
+
+class LocalBatches:
+    """The batches that may not be over, by number. An event that is named again is the same batch."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, LocalBatch] = {}
+        self._by_event: dict[int, LocalBatch] = {}
+        self._last = 0
+        self._sweep_at = SWEEP
+
+    def __repr__(self) -> str:
+        return f"LocalBatches({len(self)} may not be over)"
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def of(self, event: Event) -> LocalBatch:
+        """Return the batch that ends with ``event``."""
+        known = self._by_event.get(id(event))  # its batch keeps the event alive, so nothing else has that id
+        if known is not None:
+            return known
+        if len(self._batches) >= self._sweep_at:
+            self._sweep()
+        self._last += 1
+        batch = self._batches[self._last] = self._by_event[id(event)] = LocalBatch(self._last, event)
+        return batch
+
+    def events(self, numbers: Sequence[int]) -> list[Event]:
+        """Return the events of those batches that are not over."""
+        batches = (self._batches.get(number) for number in numbers)
+        return [batch.event for batch in batches if batch is not None and not batch.done()]
+
+    def _sweep(self) -> None:
+        self._batches = {number: batch for number, batch in self._batches.items() if not batch.done()}
+        self._by_event = {id(batch.event): batch for batch in self._batches.values()}
+        self._sweep_at = 2 * len(self._batches) + SWEEP
 
 
 class LocalWorker:

@@ -21,7 +21,7 @@ import msgspec
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core.plan import BackupStorage, Status, StoredPages
 from asynccache.errors import RankFailure
-from asynccache.storage.options import StoreOptions
+from asynccache.storage.url import StoreOptions
 from asynccache.worker.contract import ReadOrder, StoreQuestion, Work
 
 Places = tuple[int, int, int]

@@ -16,11 +16,10 @@ import numpy as np
 
 from asynccache.config import PoolSpec
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import Move
+from asynccache.core.plan import SLOT_BYTES, Move
 from asynccache.core.settings import ComponentKind
-from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey
-from asynccache.storage.records import pool_digest, storage_key
+from asynccache.storage.checked import pool_digest, storage_key
 
 FULL = int(ComponentKind.FULL)
 

@@ -34,9 +34,9 @@ from asynccache.worker.sent_batches import EngineBatch, SentBatches
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
-    from asynccache.worker.embedder import EmbedderParts
+    from asynccache.worker.contract import EmbedderParts
     from asynccache.worker.local import LocalWorker
-    from asynccache.worker.stages.load_back import Copying
+    from asynccache.worker.stages import Copying
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from asynccache.worker.inbox import ChangeSignal
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event
-    from asynccache.worker.stages.load_back import Copying
+    from asynccache.worker.stages import Copying
 
 End = Callable[["EngineBatch", object, str], None]
 

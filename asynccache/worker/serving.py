@@ -17,7 +17,7 @@ from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import messages as m
-from asynccache.worker.embedder import EmbedderParts
+from asynccache.worker.contract import EmbedderParts
 from asynccache.worker.group import OPENING
 from asynccache.worker.link import Wire
 from asynccache.worker.rank_performer import Performer

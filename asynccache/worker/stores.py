@@ -10,9 +10,9 @@ from functools import partial
 from typing import Protocol
 
 from asynccache.storage import StoreLayout
-from asynccache.storage.attaching import close_unattached, open_all, open_attached
+from asynccache.storage.opening import close_unattached, open_all, open_attached
 from asynccache.storage.tiers import AttachedStore, TieredStore
-from asynccache.storage.watching import watch
+from asynccache.storage.wrapping import watch
 from asynccache.worker.contract import Storage, StoreEntry
 
 Told = Callable[[int, bool, Sequence[bytes]], None]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from asynccache.core.keys import HASH_BYTES
-from asynccache.storage.records import storage_key
+from asynccache.storage.checked import storage_key
 
 Report = Callable[[int, bool, Sequence[bytes]], None]
 

@@ -15,7 +15,7 @@ from asynccache.cli.machine import device_faults
 from asynccache.cli.main import main
 from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import DELAY
 
 BLOCK = 512

@@ -16,7 +16,7 @@ from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
 from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
-from asynccache.worker.stages.backup_host import BackupHostStage
+from asynccache.worker.stages import BackupHostStage
 from tests.cli.trace_kit import made_trace
 
 pytestmark = pytest.mark.slow(0.7)

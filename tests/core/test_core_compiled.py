@@ -209,7 +209,7 @@ def test_only_places_in_line_have_an_order_and_comparing_them_cannot_fail() -> N
              if isinstance(node, ast.FunctionDef) and node.name in orders]  # fmt: skip
     made = [(path.name, node.name) for path, tree in trees() for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef) and any("order" in ast.unparse(one) for one in node.decorator_list)]
-    assert (found, made) == ([("line.py", "return self.ticket < other.ticket")], [])
+    assert (found, made) == ([("driver.py", "return self.ticket < other.ticket")], [])
 
 
 @pytest.mark.parametrize("number", [2**62, 2**63 - 1, 2**63, 2**64, 2**80])

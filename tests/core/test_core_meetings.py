@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynccache.core import invalidation
+from asynccache.core import passes
 from asynccache.core.cache import Grant, LeaseRequest, Skip
 from asynccache.core.plan import BackupHost, Clone, LoadBack, More, Status
 from tests.simulated.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_is_not_the_leases_own_changes_nothing() -> None:
 
 
 def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invalidation, "_SLICE", 32)    # fewer than there are pinned nodes
+    monkeypatch.setattr(passes, "_SWEEP_SLICE", 32)    # fewer than there are pinned nodes
     run = runtime(device=1024, host=0)
     held = []
     for i in range(40):

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from asynccache.core.slots import SlotPool
+from asynccache.core.ledger import SlotPool
 from asynccache.errors import InvariantViolation
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from asynccache.memory.cuda.device import CudaDevice, open_device
 from asynccache.memory.cuda.settings import CudaSettings
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from tests.cuda.gpu import GPU
 from tests.cuda.simulated_cuda import SimulatedCuda
 

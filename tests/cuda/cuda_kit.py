@@ -11,7 +11,7 @@ from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import CudaEngineStream
 from asynccache.memory.device import Event
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 DMA, KERNEL = CudaSettings(kernel_below=0), CudaSettings(kernel_below=1 << 62)

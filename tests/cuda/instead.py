@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asynccache.memory.cuda.device import CudaDevice, open_device
 from asynccache.memory.cuda.driver_protocol import CudaDriver
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 _simulated: list[SimulatedCuda] = []

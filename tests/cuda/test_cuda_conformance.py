@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asynccache.memory.device import PageCopy
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.memory import test_devices as every_device
 from tests.memory import test_mover as the_mover

@@ -16,7 +16,7 @@ from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import CopyDirection, Spans, Table
 from asynccache.memory.cuda.settings import CudaSettings
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda

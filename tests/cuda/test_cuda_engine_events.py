@@ -15,7 +15,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.streams import ADOPTED_AT_MOST
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, submitted

@@ -17,7 +17,7 @@ from asynccache.cli.main import main
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths
 from asynccache.memory.cuda.settings import CudaSettings
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL
 from tests.cuda.gpu import GPU

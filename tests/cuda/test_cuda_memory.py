@@ -17,8 +17,7 @@ from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import pinned
 from asynccache.memory.cuda.pinned import pinned_tensor
-from asynccache.memory.mover import Mover
-from asynccache.memory.pools import BLOCK
+from asynccache.memory.pools import BLOCK, Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda

@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, submitted
 from tests.memory.small_pools import fill_device, host_page, move, pool

@@ -15,7 +15,7 @@ from asynccache.memory.cuda import events as cuda_events
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import STICKY, DriverError
 from asynccache.memory.device import Event
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda

@@ -17,7 +17,7 @@ from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.events import CudaContext, CudaEvent
 from asynccache.memory.cuda.streams import APART, CAP, CudaEngineStream, CudaStream, QueueFill
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda

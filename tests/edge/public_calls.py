@@ -61,7 +61,7 @@ from asynccache.storage import (
     weights_digest,
 )
 from asynccache.worker import RankWorker, Topology
-from asynccache.worker.embedder import EmbedderParts as NothingGiven
+from asynccache.worker.contract import EmbedderParts as NothingGiven
 from asynccache.worker.rank_performer import Performer
 from tests.edge.edge_kit import (
     Case,

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.storage import StorageBackend
 from tests import warm
 from tests.engine.engine_models import VOCABULARY, make

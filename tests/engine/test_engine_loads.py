@@ -23,8 +23,7 @@ from asynccache_hf import BatchRequest, ContinuousBatching, Counts, PrefixCache,
 from asynccache import AsyncCache, Lease, LoadFailed, PrefetchPolicy
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.faults import Fates, Faults
-from asynccache.memory.host_copies import Hitch
+from asynccache.memory.host_copies import Fates, Faults, Hitch
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests import warm

@@ -8,7 +8,7 @@ import random
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import FaultyBackend
 from tests.engine.engine_kit import PAGE, Served, prompt, served, settled
 from tests.engine.engine_models import FAMILIES, WINDOW

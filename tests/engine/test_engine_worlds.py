@@ -12,7 +12,7 @@ from asynccache_shim.board import SchedulerConfig
 from asynccache_shim.request import Finish, Limits, Request
 from asynccache_shim.scheduler import Scheduler
 
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import FaultyBackend
 from tests.engine.engine_kit import Served, judged, prompt, served
 from tests.engine.engine_models import FAMILIES

@@ -21,7 +21,7 @@ from asynccache.events import Mirror, Notice, StorageReport
 from asynccache.events.announcer import Announcer, block_hash
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_url
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import PAGE, compute, local, parts, serve, settings, settled, text

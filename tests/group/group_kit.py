@@ -20,7 +20,7 @@ from asynccache.config import Component
 from asynccache.core import audit
 from asynccache.core.plan import Status
 from asynccache.memory.device import PageCopy, Stream
-from asynccache.memory.faults import Fates, Faults
+from asynccache.memory.host_copies import Fates, Faults
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import Topology

@@ -28,7 +28,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
 from asynccache.core.tree import Node
 from asynccache.errors import AsyncCacheError, RankFailure
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime.lease import Lease
 from asynccache.worker import Topology
 from tests.group.engine_bytes import Task, task_for

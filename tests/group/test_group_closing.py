@@ -11,7 +11,7 @@ import pytest
 
 from asynccache import CacheClosed, RankFailure
 from asynccache.errors import BackendError
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.settle import completed
 from asynccache.worker import RankWorker, Topology
 from asynccache.worker.group import LATE, OPENING

@@ -21,14 +21,13 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import RankFailure
 from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
-from asynccache.worker import combined_answers, watched_keys
+from asynccache.worker import combined_answers, stages, watched_keys
 from asynccache.worker import messages as m
 from asynccache.worker.contract import StoredBatch, Work
 from asynccache.worker.group import AwaitedAnswers, WorkerGroup
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.sent_batches import EngineBatch, SentBatches
 from asynccache.worker.serving import WorkerEnd
-from asynccache.worker.stages import reading, writing
 from tests.group import test_group_bytes, test_group_calls
 from tests.group.random_worlds import Climate, draw, play
 from tests.simulated.links import SimulatedLink
@@ -307,7 +306,7 @@ def one_replica_writes_everywhere(patch: Patch) -> None:
         if ours:
             await self._put_in(ours, shared=True)
 
-    patch.setattr(writing._Batch, "_put", put)
+    patch.setattr(stages._Batch, "_put", put)
 
 
 def every_replica_writes(patch: Patch) -> None:
@@ -316,12 +315,12 @@ def every_replica_writes(patch: Patch) -> None:
     async def put(self: Any, part: Sequence[Any]) -> None:
         await self._put_in(part, shared=True)
 
-    patch.setattr(writing._Batch, "_put", put)
+    patch.setattr(stages._Batch, "_put", put)
 
 
 def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:
     """Not all that the head names is written."""
-    plain = writing._Batch._put_in
+    plain = stages._Batch._put_in
 
     async def put_in(self: Any, part: Sequence[Any], *, shared: bool) -> None:
         last = part[-1]
@@ -330,7 +329,7 @@ def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:
         if some := [*part[:-1], *([fewer] if fewer.keys else ())]:
             await plain(self, some, shared=shared)
 
-    patch.setattr(writing._Batch, "_put_in", put_in)
+    patch.setattr(stages._Batch, "_put_in", put_in)
 
 
 # prefetches
@@ -360,7 +359,7 @@ def pools_are_not_aligned(patch: Patch) -> None:
 
 def who_has_no_bytes_has_no_page(patch: Patch) -> None:
     """A worker without bytes of a pool says that the pool's pages are missing."""
-    patch.setattr(reading, "_nothing_lacks", lambda hashes: bytes([Result.MISS]) * (len(hashes) // HASH_BYTES))
+    patch.setattr(stages, "_nothing_lacks", lambda hashes: bytes([Result.MISS]) * (len(hashes) // HASH_BYTES))
 
 
 # the end

@@ -18,8 +18,8 @@ from asynccache.core.plan import Move
 from asynccache.errors import CopyFailed
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice, CpuEvent
-from asynccache.memory.faults import Faults
-from asynccache.memory.mover import Mover
+from asynccache.memory.host_copies import Faults
+from asynccache.memory.pools import Mover
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]

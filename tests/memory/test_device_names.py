@@ -9,7 +9,7 @@ import pytest
 from asynccache.cli.parsing import check_device
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
-from asynccache.memory.device_names import OPTIONS, DeviceName, parse_device
+from asynccache.memory.device import OPTIONS, DeviceName, parse_device
 
 
 @pytest.mark.parametrize(("text", "name", "shown"), [

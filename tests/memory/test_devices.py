@@ -13,8 +13,8 @@ import pytest
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.faults import Faults
-from asynccache.memory.mover import Mover
+from asynccache.memory.host_copies import Faults
+from asynccache.memory.pools import Mover
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 from tests.simulated.device import SimulatedDevice
 

@@ -12,8 +12,8 @@ import pytest
 from asynccache.errors import CopyFailed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Event
-from asynccache.memory.faults import Faults
-from asynccache.memory.mover import Mover
+from asynccache.memory.host_copies import Faults
+from asynccache.memory.pools import Mover
 from tests.memory.small_pools import move, pool
 
 

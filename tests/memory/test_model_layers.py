@@ -12,7 +12,7 @@ from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import PageCopy
 from asynccache.memory.host_copies import host_to_device_parts, host_to_device_steps
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 
 # A model of five layers: full attention in 1 and 4, windows in 0, 2 and 3, and two tensors of layer 4 in a sidecar.
 CONFIG = CacheConfig(

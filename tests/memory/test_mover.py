@@ -13,7 +13,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.device import Stream
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from asynccache.memory.signals import HAPPENED
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 from tests.simulated.device import SimulatedDevice, SimulatedStream

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from asynccache.errors import ConfigError
-from asynccache.memory.faults import Faults
-from asynccache.memory.mover import Mover
+from asynccache.memory.host_copies import Faults
+from asynccache.memory.pools import Mover
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import simulate

@@ -24,11 +24,11 @@ from asynccache import (
     Mamba,
     SlidingWindow,
 )
-from asynccache.core import backfilling, duel, eviction, invalidation, reuse, slots, surveys, transfers
+from asynccache.core import duel, eviction, ledger, passes, reuse, transfers
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime import cache_parts as parts_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
@@ -714,13 +714,13 @@ def grained(steps: int) -> Iterator[None]:
     usual = CacheConfig.core
     with (
         patch.object(CacheConfig, "core", small),
-        patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
-        patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
+        patch.object(transfers, "_SLICE", steps), patch.object(passes, "_SWEEP_SLICE", steps),
+        patch.object(passes, "_SURVEY_SLICE", steps), patch.object(passes, "_BACKFILL_SLICE", steps),
         patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
         patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
         patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
         patch.object(duel, "_FEWEST", 4), patch.object(duel, "_ALARM", 4.0),
-        patch.object(slots, "_SHORT", 4), patch.object(parts_module, "REMEMBERED", 4),
+        patch.object(ledger, "_SHORT", 4), patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield
 

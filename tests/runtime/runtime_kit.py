@@ -16,9 +16,9 @@ from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
 from asynccache.runtime.cache_parts import CacheParts
-from asynccache.runtime.driving import holding
-from asynccache.runtime.hashing import extend_chain, namespace_digest
+from asynccache.runtime.driving import first_ended, holding
 from asynccache.runtime.lease import Lease
+from asynccache.runtime.tokens import extend_chain, namespace_digest
 from asynccache.storage import StorageBackend
 from asynccache.worker.local import LocalWorker
 from tests.waiting import turns as turns
@@ -93,7 +93,7 @@ async def settled(cache: AsyncCache) -> None:
             driver.apply_outcomes()
         if not len(driver.ops):
             return
-        await driver.ops.any(tuple(driver.ops)[:1])
+        await first_ended(driver.ops, tuple(driver.ops)[:1])
 
 
 def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:

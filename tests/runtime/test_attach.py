@@ -18,7 +18,7 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.runtime import attaching
 from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage import opening as opening_module
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from tests.runtime.runtime_kit import PAGE, opened, parts, push_out, serve, settings, settled, text, turns, until
 
 

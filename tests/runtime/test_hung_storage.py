@@ -13,7 +13,7 @@ from asynccache import AsyncCache
 from asynccache.core.audit import check
 from asynccache.runtime.lease_wait import GRACE
 from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import parts, settings, text
 from tests.simulated.backend import Hostility, SimulatedBackend

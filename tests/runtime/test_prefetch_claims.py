@@ -11,7 +11,6 @@ import pytest
 
 from asynccache import AsyncCache, CacheFull, PrefetchStatus
 from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip, Wait
-from asynccache.runtime import claims
 from asynccache.runtime import prefetching as prefetch
 from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend
@@ -97,7 +96,7 @@ async def test_a_handle_that_is_cancelled_or_dropped_keeps_nothing() -> None:
 
 @pytest.mark.asyncio
 async def test_a_handle_that_no_lease_takes_keeps_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "HELD_FOR", 0.05)
+    monkeypatch.setattr("asynccache.runtime.prefetch.HELD_FOR", 0.05)
     async with warm(host=16, device=12) as (cache, _):
         holder = await cache.lease(text(12, seed=9)).__aenter__()
         handles = [cache.prefetch(text(PAGES, seed, extra=1)) for seed in range(2)]

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from asynccache.runtime.driver import TreeLock
 from asynccache.runtime.driving import acquire, holding
-from asynccache.runtime.treelock import TreeLock
 from tests.runtime.runtime_kit import turns
 
 

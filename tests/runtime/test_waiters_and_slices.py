@@ -13,13 +13,12 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import More, Status, Wait
-from asynccache.runtime import hashing
-from asynccache.runtime.claims import HandleClaims
+from asynccache.runtime import tokens as tokens_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding
-from asynccache.runtime.hashing import Chain, namespace_digest
-from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, PrefetchHandle
+from asynccache.runtime.prefetch import CachedOnArrival, HandleClaims, Prefetch, PrefetchHandle
 from asynccache.runtime.saving_and_forgetting import unsaved
+from asynccache.runtime.tokens import Chain, namespace_digest
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 
@@ -48,13 +47,13 @@ async def test_small_pages_are_hashed_on_the_loop_a_few_at_a_time_and_large_ones
     monkeypatch: pytest.MonkeyPatch, page_size: int, on_the_loop: bool
 ) -> None:
     calls: list[tuple[int, int]] = []
-    extend = hashing.extend_chain
+    extend = tokens_module.extend_chain
 
     def spy(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
         calls.append((threading.get_ident(), stop - start))
         return extend(parent, key, start, stop, page_bytes)
 
-    monkeypatch.setattr(hashing, "extend_chain", spy)
+    monkeypatch.setattr(tokens_module, "extend_chain", spy)
     pages = 200
     await Chain(namespace_digest("m", page_size), page_size).extend(np.arange(page_size * pages, dtype="<i4").tobytes())
     assert sum(size for _, size in calls) == pages * page_size * 4

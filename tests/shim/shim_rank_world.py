@@ -21,7 +21,7 @@ from asynccache_shim.scheduled_request import ScheduledRequest
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
 from asynccache.core import audit
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
 from asynccache.worker import Topology

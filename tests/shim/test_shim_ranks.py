@@ -22,7 +22,7 @@ from asynccache_shim.payload import PayloadWriter
 from asynccache_shim.shards import Shards
 
 from asynccache import AsyncCache, BatchFailed, ConfigError, Lease, RankFailure
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime import cache as cache_module
 from asynccache.worker import Topology
 from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation, serving

@@ -14,7 +14,7 @@ from asynccache_shim import Finish, Limits, Request, Scheduler, SchedulerConfig,
 
 from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.testing.slow_backend import SlowBackend
 from tests.shim.shim_kit import (
     PAGE,

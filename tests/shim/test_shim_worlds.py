@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from asynccache import AsyncCache
 from asynccache.core.leases import Leases
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from tests.shim.shim_kit import PAGE, config, continuation, serving
 
 pytestmark = pytest.mark.slow(3)

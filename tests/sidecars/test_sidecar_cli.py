@@ -13,7 +13,7 @@ from asynccache.cli.options import resolve_options
 from asynccache.cli.sizing import configure
 from asynccache.config import CacheConfig
 from asynccache.errors import ConfigError
-from asynccache.memory import mover
+from asynccache.memory import pools
 from asynccache.runtime.fetching import Fetch
 
 pytestmark = pytest.mark.slow(0.6)
@@ -121,12 +121,12 @@ def test_stress_is_clean_with_faults_and_cancellations(tmp_path: Path) -> None:
 
 
 def test_a_sidecar_that_is_not_moved_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_component = mover._by_component
+    by_component = pools._by_component
 
     def without(pools: Any) -> Any:
         return {c: [s for s in specs if s.name != "idx"] for c, specs in by_component(pools).items()}
 
-    monkeypatch.setattr(mover, "_by_component", without)
+    monkeypatch.setattr(pools, "_by_component", without)
     report = stress(tmp_path, "--sidecars", "idx:full:8", status=1)
     assert report["verify"]["mismatches"] > 0
 

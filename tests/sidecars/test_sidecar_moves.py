@@ -16,7 +16,7 @@ import torch
 from asynccache import AsyncCache, ConfigError
 from asynccache.core.settings import ComponentKind
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.mover import Mover
+from asynccache.memory.pools import Mover
 from asynccache.memory.signals import HAPPENED
 from tests.memory.small_pools import device_page, fill_device, host_page, move
 from tests.sidecars.sidecar_kit import STACKS, deepseek, indexed, of, solid, stack

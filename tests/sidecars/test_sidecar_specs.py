@@ -11,7 +11,7 @@ from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Re
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
-from asynccache.storage.records import pool_digest, store_layout
+from asynccache.storage.checked import pool_digest, store_layout
 from asynccache.worker.pool_layout import PoolMap
 from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.memory import mover
+from asynccache.memory import pools
 from asynccache.runtime.fetching import Fetch
 from tests.simulated.world import WrongBytes, draw_climate, play
 
@@ -47,10 +47,10 @@ def test_sidecars_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_sidecar_that_is_not_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_component = mover._by_component
+    by_component = pools._by_component
 
     def without(pools: Any) -> Any:
         return {c: [s for s in specs if s.name != "side0"] for c, specs in by_component(pools).items()}
 
-    monkeypatch.setattr(mover, "_by_component", without)
+    monkeypatch.setattr(pools, "_by_component", without)
     assert notice() is not None

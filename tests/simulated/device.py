@@ -18,7 +18,7 @@ import torch
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory import host_copies as batch
 from asynccache.memory.device import Event, PageCopy, Stream
-from asynccache.memory.faults import Fates, Faults
+from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import available_memory, check_room
 
 

@@ -22,8 +22,7 @@ from random import Random
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker.admitting_ranks import Workers
-from asynccache.worker.contract import Device, Storage
-from asynccache.worker.embedder import EmbedderParts
+from asynccache.worker.contract import Device, EmbedderParts, Storage
 from asynccache.worker.messages import Hello, encode
 from asynccache.worker.rank_performer import Shard
 from asynccache.worker.rank_worker import RankWorker

@@ -22,7 +22,7 @@ from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Mamba, Si
 from asynccache.core import audit
 from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
 from asynccache.errors import CacheFull, LoadFailed
-from asynccache.memory.faults import Faults
+from asynccache.memory.host_copies import Faults
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import PrefetchHandle

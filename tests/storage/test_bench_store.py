@@ -21,7 +21,7 @@ from asynccache.cli.charts import cell, text
 from asynccache.cli.main import main
 from asynccache.errors import BackendError
 from asynccache.storage import RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, checked, open_store
-from asynccache.storage.records import seal
+from asynccache.storage.checked import seal
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from asynccache.storage import REFUSED, Breaker, BreakerState, Permit
-from asynccache.storage.breaker import CallReport, best_off
+from asynccache.storage.call_guard import CallReport, best_off
 
 
 def opened(now: float = 0.0) -> Breaker:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import FileHandles, FileRun, RunsMoved, ThreadIO, read_runs
-from asynccache_backends.file.blocks import BLOCK_BYTES, PageGroup, group_bytes
-from asynccache_backends.file.index import FileIndex
-from asynccache_backends.file.reads import BATCHES, GroupStretch, find_stretches, plan_reads
-from asynccache_backends.file.segments import list_segments
+from asynccache_backends.file.backend import BATCHES, GroupStretch, find_stretches, plan_reads
+from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, ThreadIO, read_runs
+from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, group_bytes, list_segments
 from asynccache_backends.file.settings import usual_segment
+from asynccache_backends.file.state import FileIndex
 
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url

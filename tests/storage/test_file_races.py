@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import FileHandles, FileRun, RunsMoved, ThreadIO
+from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, ThreadIO
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.blocks import BLOCK_BYTES
 from asynccache_backends.file.folder import Manifest, _digest
-from asynccache_backends.file.segments import list_segments
+from asynccache_backends.file.segments import BLOCK_BYTES, list_segments
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.blocks import ENTRY_BYTES, PageGroup, pack_block
 from asynccache_backends.file.files import Folder
 from asynccache_backends.file.folder import Manifest, _digest
+from asynccache_backends.file.segments import ENTRY_BYTES, PageGroup, pack_block
 from asynccache_backends.file.snapshot import MAGIC, pack
 from xxhash import xxh3_64_hexdigest, xxh3_128_digest
 

@@ -13,7 +13,7 @@ from asynccache import AsyncCache
 from asynccache.errors import Timeout
 from asynccache.runtime.saving_and_forgetting import HOPELESS_ROUNDS
 from asynccache.storage import CheckedStore, PageKey, Record, Result
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import settings, text
 from tests.simulated.backend import Hostility, SimulatedBackend

@@ -31,7 +31,7 @@ from asynccache.storage import (
     completed,
     parse_url,
 )
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import local, serve, settings, text

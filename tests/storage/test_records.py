@@ -10,7 +10,7 @@ import pytest
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.storage import PageKey, Record
-from asynccache.storage.records import header_of, pool_digest, seal, storage_key, store_layout, verify
+from asynccache.storage.checked import header_of, pool_digest, seal, storage_key, store_layout, verify
 from asynccache.testing.backend_suite import aligned, page_key
 
 SPEC = PoolSpec(

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.blocks import BLOCK_BYTES
+from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import ConfigError, Unavailable

@@ -13,9 +13,9 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError
 from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, open_store, opening
-from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.storage.tiers import AttachedStore, TieredStore
+from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.simulated.backend import SimulatedBackend

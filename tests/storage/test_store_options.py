@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccache.errors import ConfigError
-from asynccache.storage.options import StoreOptions, take_options
-from asynccache.storage.url import parse_url
+from asynccache.storage.url import StoreOptions, parse_url, take_options
 
 
 def test_all_of_them_are_taken_out_and_the_rest_is_left_to_the_backend() -> None:

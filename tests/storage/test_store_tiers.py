@@ -13,9 +13,9 @@ import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
-from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import LackingPages, PromotionRing
 from asynccache.storage.tiers import AttachedStore, TieredStore
+from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.loop import SimulatedLoop, simulate

@@ -12,8 +12,8 @@ import weakref
 import pytest
 
 from asynccache.errors import Unavailable
+from asynccache.settle import Workers
 from asynccache.storage import settled
-from asynccache.storage.blocking_threads import Workers
 
 
 def names() -> list[str]:
@@ -130,7 +130,7 @@ async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
 
 def test_who_forgets_to_close_can_still_end() -> None:
     code = (
-        "import asyncio\nfrom asynccache.storage.blocking_threads import Workers\n"
+        "import asyncio\nfrom asynccache.settle import Workers\n"
         "async def main():\n    workers = Workers(2, 'x')\n    print(await workers.call(int, '5'))\n"
         "asyncio.run(main())\n"
     )

@@ -20,7 +20,7 @@ from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.main import main
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.storage import StoreLayout, check_store, check_stores, open_store, opening, parse_place
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 
 PAGE = 4
 FULL = Full(bytes_per_token=1024, device_tokens=256, host_tokens=256)

@@ -15,7 +15,7 @@ import pytest
 from asynccache import CacheConfig, Full, Sidecar
 from asynccache.errors import ConfigError
 from asynccache.storage import Listable, open_store
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from tests.sidecars.sidecar_kit import opened, serve, stack, text
 from tests.stores.each import KINDS, fresh_seed, store_url
 

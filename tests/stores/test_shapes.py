@@ -17,7 +17,7 @@ from asynccache import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
 from asynccache.storage import PageKey, Result, open_store
-from asynccache.storage.records import store_layout
+from asynccache.storage.checked import store_layout
 from asynccache.worker.pool_layout import PoolMap
 from tests.sidecars.sidecar_kit import deepseek, everything, needed, opened, page_hashes, serve, solid, stack, text
 from tests.stores.each import KINDS, fresh_seed, store_url

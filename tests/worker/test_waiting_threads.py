@@ -16,7 +16,7 @@ from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker import messages as m
-from asynccache.worker.embedder import EmbedderParts
+from asynccache.worker.contract import EmbedderParts
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.work import CopyKind, Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynccache.storage.records import storage_key
+from asynccache.storage.checked import storage_key
 from asynccache.worker.watched_keys import WatchedKeys
 
 PAGE = bytes(range(32))

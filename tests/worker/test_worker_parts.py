@@ -15,10 +15,9 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Result
 from asynccache.worker import Topology
 from asynccache.worker.contract import ReadOrder, StoredBatch, StoreQuestion
-from asynccache.worker.local_batches import SWEEP, LocalBatches
+from asynccache.worker.local import SWEEP, LocalBatches
 from asynccache.worker.pool_layout import PoolMap
-from asynccache.worker.stages.reading import ReadingStage
-from asynccache.worker.stages.writing import BATCH_PAGES, WritingStage
+from asynccache.worker.stages import BATCH_PAGES, ReadingStage, WritingStage
 
 PAGES = 4
 HASHES = b"".join(bytes([page]) * HASH_BYTES for page in range(PAGES))

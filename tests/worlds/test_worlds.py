@@ -14,7 +14,7 @@ import pytest
 
 from asynccache.errors import CopyFailed
 from asynccache.runtime.engine_batches import EngineBatches, Fences, RetireStage, not_over
-from asynccache.runtime.publishing import Publishing
+from asynccache.runtime.lease import Publishing
 from asynccache.worker.contract import BatchInFlight
 from tests.simulated.loop import Deadlock
 from tests.simulated.world import WrongBytes, play

@@ -26,9 +26,8 @@ from asynccache.memory.cuda.events import CudaContext, CudaEvent, CudaGate
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.cuda.streams import AdoptingStream, CudaEngineStream, CudaStream, event_pointer, stream_pointer
-from asynccache.memory.device import Event, PageCopy, Stream
-from asynccache.memory.device_names import parse_device
-from asynccache.memory.faults import Fates, Faults
+from asynccache.memory.device import Event, PageCopy, Stream, parse_device
+from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import available_memory, check_room
 from asynccache.memory.signals import HAPPENED, Happened
 

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import (
+    HEADER_BYTES,
+    KEY_BYTES,
     REFUSED,
     Breaker,
     Collected,
@@ -37,22 +40,90 @@ from asynccache.storage import (
     completed,
     settled,
 )
-from asynccache_backends.file.aio import BatchIO, RunsMoved, ThreadIO
-from asynccache_backends.file.blocks import PageGroup
-from asynccache_backends.file.files import Folder
+from asynccache_backends.file.files import FileRun, Folder, RunsMoved, ThreadIO
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest, note_capacity, noted_capacity
 from asynccache_backends.file.janitor import Janitor
-from asynccache_backends.file.listing import stored_pages, written_before
-from asynccache_backends.file.operations import OpenCalls
-from asynccache_backends.file.reads import ReadBatch, find_stretches, plan_reads
 from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
-from asynccache_backends.file.segments import Segment, segment_name, supports_direct
+from asynccache_backends.file.segments import PageGroup, Segment, segment_name, supports_direct
 from asynccache_backends.file.settings import settings_of
-from asynccache_backends.file.state import GroupWrite, StoreState
+from asynccache_backends.file.state import FileIndex, GroupWrite, StoreState
 from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
+
+MOST_BATCH = 4 << 20
+LEAST_BATCH = 1 << 20
+BATCHES = 4
+
+
+class GroupStretch(NamedTuple):
+    """Pages of one group that lie next to each other, the first at index ``page``. ``which`` has for each page the
+    position of its key in the get."""
+
+    group: PageGroup
+    page: int
+    which: list[int]
+
+
+class ReadBatch(NamedTuple):
+    """One call of the I/O: stretches of pages of one length in one segment. ``runs`` has the bytes and buffers of
+    each."""
+
+    segment: int
+    length: int
+    stretches: list[GroupStretch]
+    runs: list[FileRun]
+
+
+def find_stretches(
+    index: FileIndex, keys: Sequence[PageKey], records: Sequence[Record]
+) -> tuple[list[GroupStretch], list[int]]:
+    """Return the stretches in which the stored pages of ``keys`` lie, in the order in which they were written; and the
+    positions of keys whose page has another length than their record."""
+    stretches: list[GroupStretch] = []
+    wrong: list[int] = []
+    expected = -1
+    for slot, i in sorted(index.slots(keys)):
+        if slot != expected:
+            group, page = index.at(slot)
+            which: list[int] = []
+        if records[i].payload.nbytes != group.length:
+            wrong.append(i)
+            expected = -1
+            continue
+        if not which:
+            stretches.append(GroupStretch(group, page, which))
+        which.append(i)
+        expected = slot + 1
+    return stretches, wrong
+
+
+def plan_reads(stretches: Sequence[GroupStretch], records: Sequence[Record]) -> list[ReadBatch]:
+    """Divide the stretches into batches. These have 1 to 4 MiB, so that each is worth a call; within that there are
+    about as many as can run at the same time."""
+    total = sum(stretch.group.length * len(stretch.which) for stretch in stretches)
+    limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
+    batches: list[ReadBatch] = []
+    segment = length = room = 0
+    left = list(reversed(stretches))
+    while left:
+        stretch = left.pop()
+        group, page, which = stretch
+        if room < group.length or length != group.length or segment != group.segment:
+            segment, length, room = group.segment, group.length, max(limit, group.length)
+            batch = ReadBatch(segment, length, [], [])
+            batches.append(batch)
+        size = len(which) * length
+        if size > room:
+            fits = room // length
+            left.append(GroupStretch(group, page + fits, which[fits:]))
+            stretch = GroupStretch(group, page, which[:fits])
+            which, size = stretch.which, fits * length
+        batch.stretches.append(stretch)
+        batch.runs.append(FileRun(group.payload_offset(page), size, [records[i].payload for i in which]))
+        room -= size
+    return batches
 
 
 class _Put(NamedTuple):
@@ -67,6 +138,34 @@ class _Put(NamedTuple):
     results: list[Result]
     fresh: dict[int, list[int]]
     writings: list[tuple[GroupWrite, list[int]]]
+
+
+class OpenCalls:
+    """Every call runs in ``with operations:``, which raises Unavailable once the store is closed. ``name`` is what
+    errors call the store."""
+
+    def __init__(self, name: str) -> None:
+        self.closed = False
+        self._name = name
+        self._running = 0
+        self._drained: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> None:
+        if self.closed:
+            raise Unavailable(f"{self._name} is closed")
+        self._running += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._running -= 1
+        if self._drained is not None and not self._running:
+            self._drained.set_result(None)
+
+    async def close(self) -> None:
+        """Refuse new calls, and wait until none is under way. Cancelling it does not shorten the waiting."""
+        self.closed = True
+        if self._running:
+            self._drained = asyncio.get_running_loop().create_future()
+            await settled([self._drained])
 
 
 class FileBackend:
@@ -436,7 +535,7 @@ COUNTERS = (
 )
 
 
-def _release(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
+def _release(state: StoreState | None, io: ThreadIO, lock: FolderLock) -> None:
     """Close every file, end the threads, and unlock the folder. No call may be under way."""
     for segment in state.log.segments.values() if state else ():
         segment.drop()
@@ -451,3 +550,18 @@ def _use_direct(folder: Folder, wanted: str) -> bool:
     if wanted == "on" and not possible:
         raise ConfigError(f"storage option direct='on': folder {str(folder.path)!r} does not support O_DIRECT")
     return possible
+
+
+def stored_pages(group: PageGroup) -> list[Stored]:
+    """Return the live pages of a group."""
+    size = HEADER_BYTES + group.length
+    return [Stored(group.entry(page)[:KEY_BYTES], size, float(group.written)) for page in group.live()]
+
+
+def written_before(groups: Sequence[PageGroup], until: float) -> Iterator[tuple[PageGroup, int]]:
+    """Yield every live page that is known to have been written before the unix time ``until``: its group and its index
+    there."""
+    for group in groups:
+        if 0 < group.written < until:
+            for page in group.live():
+                yield group, page

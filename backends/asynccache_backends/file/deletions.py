@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 from xxhash import xxh3_64_intdigest
 
-from asynccache_backends.file.blocks import PageGroup
 from asynccache_backends.file.files import Folder
+from asynccache_backends.file.segments import PageGroup
 
 NAME = "deletions.log"
 _PLACE = struct.Struct("<QQQ")

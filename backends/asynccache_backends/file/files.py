@@ -1,4 +1,5 @@
-"""The files of one store: plain, private files, which are reached through the descriptor of their folder.
+"""The files of one store: plain, private files, which are reached through the descriptor of their folder, and the bytes
+of pages on their way between them and memory.
 
 Laws:
 * Every name is looked up in the folder that was opened. If that folder is renamed or replaced while a store uses it,
@@ -7,16 +8,23 @@ Laws:
   file, ``NotPlain`` is raised, and the thing is neither opened nor followed nor removed.
 * A file has the permissions that follow from the folder's ``mode`` from its first byte on, whatever the process's
   umask is.
+* The pages of gets and puts are moved by ``ThreadIO`` and by nothing else. It takes large batches; the system calls
+  release the GIL, and beside them a thread does nothing in Python for each page.
 
-All functions block.
+All functions block, but for the methods of ``ThreadIO``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from asynccache.storage import Workers
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -207,3 +215,122 @@ def _set_mode(file: int | str, found: os.stat_result, mode: int, dir_fd: int | N
         os.chmod(file, wanted, dir_fd=dir_fd)
     except OSError:  # the file system is read-only or has no permissions; whoever has to write will fail with a reason
         return
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class FileHandles(NamedTuple):
+    """Two descriptors of one file. ``direct`` bypasses the system's page cache; it is None if O_DIRECT is not used."""
+
+    buffered: int
+    direct: int | None
+
+
+class FileRun(NamedTuple):
+    """A run of ``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they
+    are read into or written from."""
+
+    offset: int
+    length: int
+    buffers: Sequence[memoryview]
+
+
+class RunsMoved(NamedTuple):
+    """The outcome of some runs.
+
+    ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
+    None. ``misaligned``: whether the system refused the buffers for direct I/O, so that buffered I/O was used.
+    """
+
+    bytes: list[int]
+    error: OSError | None
+    misaligned: bool
+
+
+class ThreadIO:
+    """File I/O in the background, on threads which make up to ``threads`` system calls at a time. It refers to files
+    and buffers until the future of their call is done. These futures never raise: an error is part of their value."""
+
+    def __init__(self, threads: int = 4) -> None:
+        self._workers = Workers(threads, "asynccache-file")
+
+    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
+        """Write one run, by one pwritev or as many as it takes. If not all of it was written, the outcome has an
+        error."""
+        return self._workers.call(write_run, files, run)
+
+    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
+        """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
+        bytes, which is no error."""
+        return self._workers.call(read_runs, files, runs)
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
+        """Call a function that blocks, and return what it returns; an ``OSError`` is returned, not raised."""
+        return self._workers.call(lambda: _caught(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the threads. No call may be in flight."""
+        self._workers.close()
+
+
+def write_run(files: FileHandles, run: FileRun) -> RunsMoved:
+    """Write a run, by direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
+    moved = _move(os.pwritev, files, [run])
+    if moved.error is None and moved.bytes[0] < run.length:
+        return moved._replace(error=OSError(errno.EIO, "short write"))
+    return moved
+
+
+def read_runs(files: FileHandles, runs: Sequence[FileRun]) -> RunsMoved:
+    """Read each run up to its end or the end of the file."""
+    return _move(os.preadv, files, runs)
+
+
+def _move(
+    move: Callable[[int, Sequence[memoryview], int], int], files: FileHandles, runs: Sequence[FileRun]
+) -> RunsMoved:
+    fd = files.buffered if files.direct is None else files.direct
+    counts: list[int] = []
+    error: OSError | None = None
+    for run in runs:
+        try:
+            try:
+                counts.append(_whole(move, fd, run))
+            except OSError as refusal:
+                if refusal.errno != errno.EINVAL or fd == files.buffered:
+                    raise
+                fd = files.buffered
+                counts.append(_whole(move, fd, run))
+        except OSError as failure:
+            error = failure
+            counts.append(0)
+    return RunsMoved(counts, error, files.direct is not None and fd == files.buffered)
+
+
+def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: FileRun) -> int:
+    """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved."""
+    moved = move(fd, run.buffers, run.offset)
+    while moved < run.length:
+        count = move(fd, _after(run.buffers, moved), run.offset + moved)
+        if count == 0:
+            break
+        moved += count
+    return moved
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """Return ``buffers`` without their first ``count`` bytes."""
+    for i, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def _caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | OSError:
+    try:
+        return function(*args, **kwargs)
+    except OSError as error:
+        return error

@@ -19,10 +19,18 @@ from typing import ParamSpec, TypeVar
 from asynccache.errors import Unavailable
 from asynccache.storage import completed, settled
 from asynccache_backends.file import deletions, snapshot
-from asynccache_backends.file.aio import FileRun
-from asynccache_backends.file.blocks import PageGroup, group_bytes
+from asynccache_backends.file.files import FileRun
 from asynccache_backends.file.folder import replace_file
-from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend, segment_name
+from asynccache_backends.file.segments import (
+    GROUP_BYTES,
+    PageGroup,
+    Segment,
+    create_segment,
+    cut,
+    extend,
+    group_bytes,
+    segment_name,
+)
 from asynccache_backends.file.state import StoreState
 
 SAVE_EVERY = 8

@@ -13,10 +13,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynccache_backends.file import deletions, snapshot
-from asynccache_backends.file.blocks import BLOCK_BYTES, MAGIC, PageGroup, parse_block, round_up
 from asynccache_backends.file.files import Folder
-from asynccache_backends.file.index import FileIndex
-from asynccache_backends.file.segments import Segment, list_segments, open_segment
+from asynccache_backends.file.segments import (
+    BLOCK_BYTES,
+    MAGIC,
+    PageGroup,
+    Segment,
+    list_segments,
+    open_segment,
+    parse_block,
+    round_up,
+)
+from asynccache_backends.file.state import FileIndex
 
 _SCAN_BYTES = 1 << 20
 _LEAST_SNAPSHOT = 64 << 20

@@ -11,8 +11,8 @@ import os
 import aiofiles
 
 from asynccache.storage import KEY_BYTES, PageKey, Record
-from asynccache_backends.file.blocks import BLOCK_BYTES, PageGroup, group_bytes, parse_block
 from asynccache_backends.file.files import Folder
+from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, group_bytes, parse_block
 
 
 async def read_group(folder: Folder, name: str, group: PageGroup) -> memoryview:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from asynccache.errors import ConfigError
 from asynccache.storage import ParsedUrl, StoreLayout
-from asynccache_backends.file.blocks import BLOCK_BYTES, group_bytes
 from asynccache_backends.file.files import PRIVATE
+from asynccache_backends.file.segments import BLOCK_BYTES, group_bytes
 
 OPTIONS = ("capacity", "direct", "mode", "segment")
 DIRECT = ("auto", "on", "off")

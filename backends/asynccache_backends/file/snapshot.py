@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from asynccache_backends.file.blocks import HEAD_BYTES, PageGroup, block_bytes, pack_block, parse_block
 from asynccache_backends.file.files import Folder, NotPlain
+from asynccache_backends.file.segments import HEAD_BYTES, PageGroup, block_bytes, pack_block, parse_block
 
 NAME = "index.snapshot"
 MAGIC = b"acINDEX\x01"

@@ -1,4 +1,10 @@
-"""The mutable state of one open store, and the two steps of every write. It is changed only on the event loop.
+"""The mutable state of one open store: the index, the segments, and the two steps of every write. It is changed only on
+the event loop.
+
+The index says where each key's page lies; it is rebuilt from the files at every start. A key's place is a *slot*, one
+integer: the number of its group and the index of its page in that group. A page takes about 280 bytes of memory: its
+key as the key of a dict, its entry in the group's directory, and the slot. A deleted page keeps its place in its group
+until the segment is reclaimed.
 
 A group is written in two steps. ``begin_write`` takes its place in the active segment and hands the bytes to the I/O.
 When they are in the file, ``end_write`` adds the group to the index. Between the two steps the buffers belong to the
@@ -11,14 +17,135 @@ import asyncio
 import mmap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from asynccache_backends.file.aio import BatchIO, FileHandles, FileRun, RunsMoved
-from asynccache_backends.file.blocks import BLOCK_BYTES, PageGroup, pack_block
-from asynccache_backends.file.files import Folder
-from asynccache_backends.file.index import FileIndex
-from asynccache_backends.file.segments import Segment, SegmentLog
+from asynccache.storage import KEY_BYTES, PageKey, Tell
+from asynccache_backends.file.files import FileHandles, FileRun, Folder, RunsMoved, ThreadIO
+from asynccache_backends.file.segments import BLOCK_BYTES, MAX_PAGES, PageGroup, Segment, SegmentLog, pack_block
+
+_PAGE_BITS = 6
+_PAGE_MASK = (1 << _PAGE_BITS) - 1
+assert MAX_PAGES <= _PAGE_MASK  # so that consecutive slots are always pages of the same group
+
+
+class FileIndex:
+    """The index. ``pages`` and ``bytes`` count the pages that are stored and the bytes of their payloads. ``tell``
+    hears of keys that are added and removed. ``has(key)`` is a faster ``key in index``."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.tell: Tell | None = None
+        self._slots: dict[bytes, int] = {}
+        self._groups: dict[int, PageGroup] = {}
+        self._segments: dict[int, list[int]] = {}
+        self._next = 0
+        self.has = self._slots.__contains__
+
+    def __repr__(self) -> str:
+        return f"FileIndex(pages={self.pages}, groups={len(self._groups)}, segments={len(self._segments)})"
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slots
+
+    @property
+    def pages(self) -> int:
+        """How many pages are stored."""
+        return len(self._slots)
+
+    def groups(self) -> list[PageGroup]:
+        """Return all groups, segment by segment."""
+        return [self._groups[n] for numbers in self._segments.values() for n in numbers]
+
+    def groups_of(self, segment: int) -> list[PageGroup]:
+        """Return the groups of one segment, in the order in which they were added."""
+        return [self._groups[n] for n in self._segments.get(segment, ())]
+
+    def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
+        """Return, for each key that is stored, its slot and its position in ``keys``. Pages that lie next to each other
+        in the file have consecutive slots."""
+        slots = self._slots
+        return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
+
+    def at(self, slot: int) -> tuple[PageGroup, int]:
+        """Return the group of a slot, and the index of the page in that group."""
+        return self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK
+
+    def add(self, group: PageGroup) -> None:
+        """Add the pages of a group that were not deleted. A key that has a place already gets the new one."""
+        base = self._next << _PAGE_BITS
+        self._groups[self._next] = group
+        self._segments.setdefault(group.segment, []).append(self._next)
+        self._next += 1
+        fresh, slots, dead = [], self._slots, group.dead
+        for page, key in enumerate(group.keys()):
+            if not dead >> page & 1:
+                if key not in slots:
+                    fresh.append(key)
+                else:
+                    self._drop(key)
+                slots[key] = base + page
+        self.bytes += group.length * (group.count - dead.bit_count())
+        if self.tell is not None:
+            self.tell(True, fresh)
+
+    def keys(self) -> list[bytes]:
+        """Return all stored keys."""
+        return list(self._slots)
+
+    def forget(self, key: bytes) -> tuple[PageGroup, int] | None:
+        """Remove a key, and mark its page as dead. Returns the page's group and index, or None if the key is not
+        stored."""
+        place = self._drop(key)
+        if place is not None and self.tell is not None:
+            self.tell(False, (key,))
+        return place
+
+    def _drop(self, key: bytes) -> tuple[PageGroup, int] | None:
+        slot = self._slots.pop(key, None)
+        if slot is None:
+            return None
+        group, page = self.at(slot)
+        group.dead |= 1 << page
+        self.bytes -= group.length
+        return group, page
+
+    def forget_at(self, group: PageGroup, page: int) -> tuple[PageGroup, int] | None:
+        """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
+        now."""
+        key = group.entry(page)[:KEY_BYTES]
+        slot = self._slots.get(key)
+        return None if slot is None or self.at(slot) != (group, page) else self.forget(key)
+
+    def drop_segment(self, segment: int) -> None:
+        """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of
+        its groups."""
+        left = []
+        for number in self._segments.pop(segment, ()):
+            group = self._groups.pop(number)
+            for page, key in enumerate(group.keys()):
+                if not group.dead >> page & 1:
+                    del self._slots[key]
+                    left.append(key)
+                    self.bytes -= group.length
+            group.dead = (1 << group.count) - 1
+        if self.tell is not None:
+            self.tell(False, left)
+
+    def apply_deletions(self, deaths: Iterable[tuple[int, int, int]]) -> int:
+        """Remove the pages that the log of deletions names, as (segment, offset, bit set of dead pages). For recovery.
+        Returns how many entries name a group that does not exist any more."""
+        stale = 0
+        places = {(group.segment, group.offset): group for group in self._groups.values()}
+        for segment, offset, mask in deaths:
+            group = places.get((segment, offset))
+            if group is None:
+                stale += 1
+                continue
+            for page, key in enumerate(group.keys()):
+                if mask >> page & 1 and not group.dead >> page & 1:
+                    self.forget(key)
+        return stale
 
 
 class GroupWrite(NamedTuple):
@@ -35,7 +162,9 @@ class StoreState:
     ``segment_bytes``: the size of a new one. ``unsaved_bytes``: what was written since the last snapshot, and would
     have to be scanned."""
 
-    def __init__(self, folder: Folder, seed: int, io: BatchIO, capacity: int, segment_bytes: int, direct: bool) -> None:
+    def __init__(
+        self, folder: Folder, seed: int, io: ThreadIO, capacity: int, segment_bytes: int, direct: bool
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.seed = seed
         self.io = io

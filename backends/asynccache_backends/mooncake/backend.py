@@ -32,7 +32,7 @@ from asynccache.storage import (
     completed,
     settled,
 )
-from asynccache_backends.file.operations import OpenCalls
+from asynccache_backends.file.backend import OpenCalls
 from asynccache_backends.mooncake import codes as meaning
 from asynccache_backends.mooncake.client import library
 from asynccache_backends.mooncake.listing import object_names

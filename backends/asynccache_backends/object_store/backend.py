@@ -35,7 +35,7 @@ from asynccache.storage import (
     Workers,
     settled,
 )
-from asynccache_backends.file.operations import OpenCalls
+from asynccache_backends.file.backend import OpenCalls
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import NoRoom, ObjectClient
 from asynccache_backends.object_store.collect import Collector

@@ -1,0 +1,123 @@
+"""Which of our files a page passes on its way to disk, and on its way back: ``python .ci/ways.py``.
+
+Each way is taken once, in one process, on the source of the core, with the CPU device and a ``file:`` store:
+
+* commit to disk: one request's ``lease.commit`` in an open cache, until storage has its pages.
+* disk to device: ``prefetch`` of the same prompt in a fresh cache over the same folder; when it has ended, a lease that
+  takes the handle, until ``loaded``.
+
+Counted are the files of asynccache and of the backends of which a function is called on a way, in any thread, by
+Python's own profile. Imports, opening and closing a cache, and making a configuration are not on a way. The files are
+printed in the order in which they are first called, each with its lines of code and the first function called of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import threading
+from inspect import CO_OPTIMIZED
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from code_lines import code_lines
+
+if TYPE_CHECKING:
+    from asynccache import AsyncCache
+
+ROOT = Path(__file__).resolve().parent.parent
+HOUSES = ("asynccache", "backends")
+PAGE = 16
+PROMPT = list(range(1000))
+QUIET = 0.5
+"""Seconds after a commit within which its pages are on disk. Waiting for them calls nothing of ours."""
+
+
+class Way:
+    """The files called on one way: each with the first of its functions that was called, in order."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, str] = {}
+
+    def note(self, frame: FrameType) -> None:
+        """Note the file whose function begins, if it is ours. Bodies of modules and classes are no functions."""
+        path, code = Path(frame.f_code.co_filename), frame.f_code
+        if code.co_flags & CO_OPTIMIZED and path.is_relative_to(ROOT):
+            name = path.relative_to(ROOT)
+            if name.parts[0] in HOUSES:
+                self.first.setdefault(str(name), code.co_qualname)
+
+    def tell(self, title: str) -> None:
+        """Print the files, and how many they are."""
+        sys.stdout.write(f"{title}: {len(self.first)} files\n")
+        for name, function in self.first.items():
+            sys.stdout.write(f"{code_lines(ROOT / name):6,}  {name:56} {function}\n")
+        sys.stdout.write("\n")
+
+
+class Ways:
+    """The profile of all threads. Calls are noted for ``way`` while there is one; threads that are made before a way
+    begins have the profile, too."""
+
+    def __init__(self) -> None:
+        self.way: Way | None = None
+
+    def begin(self) -> None:
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and self.way is not None:
+            self.way.note(frame)
+
+
+def cache_in(folder: str) -> AsyncCache:
+    """Return a cache, not open yet, with a store in ``folder``."""
+    from asynccache import AsyncCache, CacheConfig, Full
+
+    kv = Full(bytes_per_token=1024, layers=4, device_tokens=4096, host_tokens=16384)
+    return AsyncCache(
+        CacheConfig(model="ways", components=(kv,), page_size=PAGE, storage=f"file:{folder}?capacity=64MiB")
+    )
+
+
+async def take(ways: Ways, folder: str) -> tuple[Way, Way]:
+    """Take both ways, and return what was called on each."""
+    to_disk, to_device = Way(), Way()
+    async with cache_in(folder) as cache:
+        async with cache.lease(PROMPT) as lease:
+            ways.way = to_disk
+            await lease.commit(PROMPT)
+            await asyncio.sleep(QUIET)
+            ways.way = None
+        stored = cache.statistics().storage["pages"]
+        assert stored == len(PROMPT) // PAGE, f"{stored} pages are on disk: QUIET is too short"
+    async with cache_in(folder) as cache:
+        ways.way = to_device
+        handle = cache.prefetch(PROMPT)
+        await handle
+        async with cache.lease(PROMPT, prefetch=handle) as lease:
+            await lease.loaded()
+            ways.way = None
+            assert lease.hits.storage == len(PROMPT) // PAGE * PAGE, lease.hits
+    return to_disk, to_device
+
+
+def main() -> None:
+    """Take both ways twice, since the first time imports; print those of the second time."""
+    os.environ["ASYNCCACHE_PURE"] = "1"                # a compiled function has no frame
+    sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
+    ways = Ways()
+    ways.begin()
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            to_disk, to_device = asyncio.run(take(ways, folder))
+    to_disk.tell("commit to disk")
+    to_device.tell("disk to device")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Passes over all nodes, in slices: a question to every live node (``Survey``), the forgetting of namespaces
+(``Invalidation``), and what the tree knows made known to a store that was attached just now (``Backfill``).
+
+Laws:
+* Whoever asks a question holds the tree lock from the first slice to the last. So no node splits meanwhile, and none is
+  asked twice or left out. Nodes may leave between two slices, and the survey goes on without them.
+* Nobody matches below a dead root, and what hangs there goes leaf by leaf as it comes free.
+* A backfill visits every node that is there from its beginning to its end, even if nodes split, leave and come between
+  two slices, so nobody has to hold the tree lock for it. What comes meanwhile goes to the store by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from asynccache.core.holds import Claims
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.ledger import DEVICE, HOST
+from asynccache.core.plan import Cleared, Medium, More, Plan
+from asynccache.core.room import RoomMaker
+from asynccache.core.settings import Access
+from asynccache.core.states import PRESENT
+from asynccache.core.transfers import Transfers
+from asynccache.core.tree import Node, Root
+from asynccache.core.world import World
+
+_SURVEY_SLICE = 512
+
+
+class Unsaved(NamedTuple):
+    """How many pages of FULL a close would lose. ``host``: pages that neither the host nor a store has. ``storage``:
+    pages that the host has and no store; 0 if no store is written."""
+
+    host: int
+    storage: int
+
+
+class Survey:
+    """One walk over the nodes of the namespace ``space``, or of all namespaces (None). Ask one question of it, again
+    and again: it answers ``More`` until the walk is over, and then the result."""
+
+    def __init__(self, world: World, space: bytes | None) -> None:
+        self._world = world
+        roots = world.roots.values() if space is None else [r for r in (world.roots.get(space),) if r is not None]
+        self._todo: list[Node] = list(roots)
+        self._unsaved = [0, 0]
+        self._hashes: list[bytes] = []
+
+    def unsaved(self) -> Unsaved | More:
+        """Count what would be lost if the process ended now."""
+        for node in self._some():
+            if not self._world.stored(node) & 1:
+                self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
+        if self._todo:
+            return More(self._world.plan())
+        host, storage = self._unsaved
+        return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
+
+    def hashes(self) -> list[bytes] | More:
+        """Return the prefix hash of every page, 32 bytes each."""
+        for node in self._some():
+            self._hashes += [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
+        return More(self._world.plan()) if self._todo else self._hashes
+
+    def _some(self) -> list[Node]:
+        """Return the next nodes of the walk. Roots have no pages and are left out."""
+        nodes: list[Node] = []
+        while self._todo and len(nodes) < _SURVEY_SLICE:
+            node = self._todo.pop()
+            self._todo.extend((node.children or {}).values())
+            if node.parent is not None:
+                nodes.append(node)
+        return nodes
+
+
+_SWEEP_SLICE = 256
+
+
+class Invalidation:
+    """Takes namespaces out of a world."""
+
+    def __init__(self, world: World, room: RoomMaker) -> None:
+        self._world = world
+        self._room = room
+        self._pass = self._dead_nodes()
+
+    def invalidate(self, space: bytes | None, claims: Claims) -> Plan | More:
+        """See ``CacheCore.invalidate``."""
+        world = self._world
+        if space is None and world.roots and world.config.publish:
+            world.effect(Cleared())
+            for dead in world.dead_roots:
+                dead.mute = True
+        for key in [space] if space is not None else list(world.roots):
+            root = world.roots.pop(key, None)
+            if root is not None:
+                root.dead, root.mute = True, space is None
+                world.dead_roots.append(root)
+                self._pass = self._dead_nodes()
+        claims.drop_dead()
+        return More(world.plan()) if self.sweep() else world.plan()
+
+    def sweep(self) -> bool:
+        """Drop nodes below dead roots that nothing pins any more: a slice of the pass over them, and if that pass ends,
+        the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
+        every pass ends."""
+        world = self._world
+        if not world.dead_roots:
+            return False
+        left = self._drop_some(_SWEEP_SLICE)
+        if not left:
+            return True
+        self._pass = self._dead_nodes()
+        self._drop_some(left)
+        world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
+        return False
+
+    def _drop_some(self, steps: int) -> int:
+        """Go on with the pass for ``steps`` nodes. Return how many of these steps are left; 0 unless the pass has
+        ended."""
+        for node in islice(self._pass, steps):
+            self._drop(node)
+            steps -= 1
+        return steps
+
+    def _dead_nodes(self) -> Iterator[Node]:
+        """Yield all nodes below dead roots. Nodes may leave and split meanwhile."""
+        for root in tuple(self._world.dead_roots):
+            yield from self._leaves(root)
+
+    def _leaves(self, root: Root) -> Iterator[Node]:
+        """Yield the nodes below ``root``, each after its children."""
+        stack = [(node, False) for node in (root.children or {}).values()]
+        while stack:
+            node, seen = stack.pop()
+            if seen or node.children is None:
+                yield node
+                continue
+            stack.append((node, True))
+            stack.extend((child, False) for child in list(node.children.values()))
+
+    def _drop(self, node: Node) -> None:
+        for tier in (DEVICE, HOST):
+            place = tier * self._world.count
+            if node.parent is not None and self._world.is_candidate(node, place):
+                self._room.evict(node, place)
+
+
+_BACKFILL_SLICE = 128
+
+
+class Filled(NamedTuple):
+    """A slice of a pass. ``plan`` has the operations that it began. ``over``: True if it was the last slice."""
+
+    plan: Plan
+    over: bool
+
+
+class Backfill:
+    """One pass. It names every page to the KV events. ``store``: True if what the host has is also stored, even if
+    another store has it."""
+
+    def __init__(self, world: World, transfers: Transfers, *, store: bool) -> None:
+        self._world = world
+        self._transfers = transfers
+        self._store = store
+        self._began = world.ledger.next
+        self._todo: list[tuple[Node, Node]] = []
+        for root in world.roots.values():
+            self._push(root)
+
+    def some(self, ops: int, pages: int) -> Filled:
+        """Do the next slice, which begins about ``ops`` operations on about ``pages`` pages of FULL and no more."""
+        world, began, begun_pages = self._world, self._world.ledger.next, 0
+        for _ in range(_BACKFILL_SLICE):
+            if not self._todo:
+                break
+            size = world.pages(self._todo[-1][0], 0)
+            if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
+                break
+            before = world.ledger.next
+            self._visit(*self._todo.pop())
+            begun_pages += size if world.ledger.next > before else 0
+        return Filled(world.plan(), not self._todo)
+
+    def _push(self, above: Node) -> None:
+        self._todo.extend((node, above) for node in (above.children or {}).values())
+
+    def _visit(self, node: Node, above: Node) -> None:
+        """Visit ``node``, and the pieces that were split off it since it was found below ``above``."""
+        if node.parent is None or node.root.dead:
+            return
+        self._push(node)
+        pieces = [node]
+        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
+            pieces.append(prefix)
+        for piece in reversed(pieces):
+            self._world.publish(Medium.STORAGE, True, piece)
+            if self._store:
+                self._transfers.store([piece], self._began)

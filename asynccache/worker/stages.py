@@ -1,0 +1,444 @@
+"""The transfer stages of a worker: ``backup_host`` (device to host), ``load_back`` (host to device, and the private
+copies on the device), ``backup_storage`` (writing to the stores) and ``prefetch`` (reading from them).
+
+The first two have queues, and tasks that serve them. Queues have no bound, because the core bounds the operations in
+flight. Laws:
+
+* A backup is one batched copy per wake-up; its event decides every operation in it.
+* A submission of load_back is one batched load, layer by layer, and the clones behind it. Clones run on a stream of
+  their own, and each waits for the load that it needs.
+* A submission is a plain function: ``wait_layer`` needs the event of a layer at once, so it submits what is queued and
+  does not wait for the stage's task.
+* If a batched load fails, every load in it fails: an engine whose work was ordered behind its layers may have read
+  them.
+* Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
+  worker writes.
+* Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
+  mostly finds the rest; it is no proof. Of an operation that has failed, nothing more is written. The head decides
+  which operations make a batch, and when a batch is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from asynccache.config import PoolSpec
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status
+from asynccache.errors import CopyFailed
+from asynccache.memory.device import Event
+from asynccache.storage import PageKey, Result
+from asynccache.worker.contract import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work
+from asynccache.worker.inbox import Inbox
+from asynccache.worker.pool_layout import PoolMap
+from asynccache.worker.stats import StageMeter
+
+if TYPE_CHECKING:
+    from asynccache.memory.pools import Mover
+
+
+class QueuedWork(NamedTuple):
+    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
+
+    work: Work
+    after: Sequence[Event]
+    at: float
+
+
+class BackupHostStage:
+    """A queue of backups and the task that performs them. ``post``: called with the outcome of each work. ``clock``:
+    returns seconds."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        post: Callable[[Status, Sequence[int]], None],
+        size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._mover = mover
+        self._post = post
+        self._size_of = size_of
+        self._clock = clock
+        self._inbox: Inbox[QueuedWork] = Inbox()
+        self.meter = StageMeter()
+
+    def __repr__(self) -> str:
+        return f"BackupHostStage({len(self._inbox)} queued, {self.meter!r})"
+
+    def __len__(self) -> int:
+        return sum(len(queued.work.ops) for queued in self._inbox)
+
+    def put(self, work: Work, after: Sequence[Event]) -> None:
+        """Queue ``work``; its outcome is posted exactly once."""
+        self._inbox.put(QueuedWork(work, after, self._clock()))
+
+    async def run(self) -> None:
+        """Copy batch after batch, for ever. Cancelling it abandons the outcome, never a buffer in use: the device
+        finishes what was submitted."""
+        while True:
+            await self._inbox.filled()
+            batch = self._inbox.take()
+            moves = [move for queued in batch for move in queued.work.moves]
+            after = list(dict.fromkeys(event for queued in batch for event in queued.after))
+            status = await _copied(self._mover.backup(moves, after))
+            self._report(batch, moves, status)
+
+    def _report(self, batch: Sequence[QueuedWork], moves: Sequence[Move], status: Status) -> None:
+        count = sum(len(queued.work.ops) for queued in batch)
+        if status is Status.DONE:
+            self.meter.count(count, *self._size_of(moves))
+        else:
+            self.meter.errors += count
+        now = self._clock()
+        for queued in batch:
+            self.meter.took(now - queued.at, len(queued.work.ops))
+            self._post(status, queued.work.ops)
+
+
+class Copying(NamedTuple):
+    """Operations that the device copies together. ``layers[i]``: fires when layer i of them is there; empty for a
+    private copy. ``done``: fires when all is there. ``needs``: fires when the load that a private copy is made of is
+    there; None: it has ended, or there is none. ``queued``: seconds of the stage's clock."""
+
+    ops: Sequence[int]
+    layers: Sequence[Event]
+    done: Event
+    needs: Event | None
+    queued: float
+
+    def layer(self, i: int) -> Event:
+        """Return the event of layer ``i``. A private copy arrives as a whole."""
+        return self.layers[i] if self.layers else self.done
+
+
+class _Line:
+    """The works that wait to be submitted to one stream, and the copies that are on it, both in order."""
+
+    def __init__(self) -> None:
+        self.inbox: Inbox[QueuedWork] = Inbox()
+        self.flying: deque[Copying] = deque()
+        self.filled = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"{len(self)} queued, {sum(len(copying.ops) for copying in self.flying)} on the device"
+
+    def __len__(self) -> int:
+        return sum(len(queued.work.ops) for queued in self.inbox)
+
+
+class LoadBackStage:
+    """The queues of loads and of private copies, and the tasks that await what is on the device. The two have a stream
+    each, so that private copies, which are short, wait for the loads that they need and for no others. ``post``: called
+    with the outcome of each work. ``clock``: returns seconds. ``fail``: called with what the device raised when it
+    refused a copy."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        post: Callable[[Status, Sequence[int]], None],
+        size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
+        clock: Callable[[], float],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._mover = mover
+        self._post = post
+        self._size_of = size_of
+        self._clock = clock
+        self._fail = fail
+        self._loads = _Line()
+        self._clones = _Line()
+        self._by_op: dict[int, Copying] = {}
+        self.meter = StageMeter()
+
+    def __repr__(self) -> str:
+        return f"LoadBackStage(loads {self._loads!r}; clones {self._clones!r}; {self.meter!r})"
+
+    def __len__(self) -> int:
+        return len(self._loads) + len(self._clones)
+
+    def put(self, work: Work, after: Sequence[Event]) -> None:
+        """Queue ``work``; its outcome is posted exactly once."""
+        line = self._clones if work.kind is CopyKind.CLONE else self._loads
+        line.inbox.put(QueuedWork(work, after, self._clock()))
+        line.filled.set()
+
+    def copying(self, op: int) -> Copying | None:
+        """Submit what is queued, and return the copy that ``op`` is part of; None once ``op`` has ended."""
+        self.submit_now()
+        return self._by_op.get(op)
+
+    def submit_now(self) -> None:
+        """``submit``. If the device refuses a batch, its loads are lost, and that is the end of the cache. ``fail`` is
+        called before anybody can ask for these loads and take them for loads that have ended."""
+        try:
+            self.submit()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def submit(self) -> None:
+        """Hand all that is queued to the device: one batch of loads, then the clones."""
+        loads = self._loads.inbox.take()
+        if loads:
+            self._submit_loads(loads)
+        for queued in self._clones.inbox.take():
+            self._submit_clones(*queued)
+
+    def _submit_loads(self, loads: Sequence[QueuedWork]) -> None:
+        moves = [move for queued in loads for move in queued.work.moves]
+        after = list(dict.fromkeys(event for queued in loads for event in queued.after))
+        events = self._mover.load(moves, after)
+        self.meter.count(sum(len(queued.work.ops) for queued in loads), *self._size_of(moves))
+        for work, _, at in loads:
+            self._fly(self._loads, Copying(work.ops, events.layers, events.done, None, at))
+
+    def _submit_clones(self, work: Work, after: Sequence[Event], at: float) -> None:
+        source = self._by_op.get(work.source)
+        needs = source.done if source is not None else None
+        event = self._mover.clone(work.moves, after if needs is None else (*after, needs))
+        self._fly(self._clones, Copying(work.ops, (), event, needs, at))
+
+    def _fly(self, line: _Line, copying: Copying) -> None:
+        line.flying.append(copying)
+        line.filled.set()
+        self._by_op.update(dict.fromkeys(copying.ops, copying))
+
+    async def run(self) -> None:
+        """Submit loads and await them, for ever. Cancelling it abandons outcomes, never a buffer in use: the device
+        finishes what was submitted."""
+        await self._serve(self._loads)
+
+    async def run_clones(self) -> None:
+        """The same as ``run``, for the private copies."""
+        await self._serve(self._clones)
+
+    async def _serve(self, line: _Line) -> None:
+        while True:
+            await self._something(line)
+            self.submit_now()
+            await self._land(line)
+
+    async def _something(self, line: _Line) -> None:
+        """Return when there is something to submit or to await. The queue may be empty even so: ``wait_layer`` has
+        submitted what was in it."""
+        while not line.flying and not len(line.inbox):
+            line.filled.clear()
+            await line.filled.wait()
+
+    async def _land(self, line: _Line) -> None:
+        copying = line.flying[0]
+        status = await _copied(copying.done, copying.needs)
+        line.flying.popleft()
+        for op in copying.ops:
+            del self._by_op[op]
+        if status is Status.FAILED:
+            self.meter.errors += len(copying.ops)
+        self.meter.took(self._clock() - copying.queued, len(copying.ops))
+        self._post(status, copying.ops)
+
+
+async def _copied(*events: Event | None) -> Status:
+    """Return how copies ended, when all of these events have: FAILED if one of them failed. A private copy of a load
+    that failed has failed, too."""
+    try:
+        for event in events:
+            if event is not None:
+                await event.wait()
+    except CopyFailed:
+        return Status.FAILED
+    return Status.DONE
+
+
+BATCH_PAGES = 128
+
+
+class WritableStore(Protocol):
+    """The part of ``TieredStore`` that this stage uses."""
+
+    async def put(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
+    ) -> list[Result]: ...
+    def writers(self, *, shared: bool = True) -> Sequence[object]: ...
+
+
+class WriteRun(NamedTuple):
+    """Neighbouring pages of one operation in one pool, which are written together. ``ours``: True if this worker writes
+    them to the stores that workers share. ``full``: True if they count as pages of FULL."""
+
+    op: int
+    ours: bool
+    keys: list[PageKey]
+    payloads: list[memoryview]
+    full: bool
+
+
+class WritingStage:
+    """Writes batches. Mutable state: the batches that were given up while they were written, by first operation."""
+
+    def __init__(self, store: WritableStore, pools: PoolMap) -> None:
+        self._store = store
+        self._pools = pools
+        self._given_up: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"WritingStage({self._pools!r})"
+
+    def give_up(self, op: int) -> None:
+        """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way."""
+        self._given_up.add(op)
+
+    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
+        """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
+        pages."""
+        first = batch[0].op
+        try:
+            return await _Batch(self._store, self._pools, batch).write(lambda: first in self._given_up)
+        finally:
+            self._given_up.discard(first)
+
+
+class _Batch:
+    """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
+    operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
+
+    def __init__(self, store: WritableStore, pools: PoolMap, batch: Sequence[BackupStorage]) -> None:
+        self._store = store
+        self._pools = pools
+        self._batch = batch
+        self.left = {effect.op: self._weight(effect) for effect in batch}
+        self.failed: set[int] = set()
+        self.pages = self.full_pages = self.bytes = 0
+
+    async def write(self, given_up: Callable[[], bool]) -> StoredBatch:
+        for pools in self._pools.written:
+            for part in self._parts(pools):
+                await self._put(part)
+                if given_up():
+                    self.failed.update(op for op, left in self.left.items() if left)
+        return StoredBatch(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
+
+    async def _put(self, part: Sequence[WriteRun]) -> None:
+        theirs = [run for run in part if not run.ours]
+        if len(theirs) < len(part):
+            await self._put_in([run for run in part if run.ours], shared=True)
+        if not theirs:
+            return
+        if self._store.writers(shared=False) or not self._store.writers():
+            await self._put_in(theirs, shared=False)
+        else:  # all stores are shared: another worker writes them
+            for run in theirs:
+                self.left[run.op] -= len(run.keys)
+
+    async def _put_in(self, part: Sequence[WriteRun], *, shared: bool) -> None:
+        keys = [key for run in part for key in run.keys]
+        payloads = [payload for run in part for payload in run.payloads]
+        results = await self._store.put(keys, payloads, shared=shared)
+        begin = 0
+        for run in part:
+            count = len(run.keys)
+            hits = results[begin : begin + count].count(Result.HIT)
+            begin += count
+            self.left[run.op] -= hits
+            self.pages += hits
+            self.full_pages += hits * run.full
+            self.bytes += hits * run.payloads[0].nbytes
+            if hits < count:
+                self.failed.add(run.op)
+
+    def _weight(self, effect: BackupStorage) -> int:
+        """Return how many pages ``effect`` writes, in all pools."""
+        return sum(
+            len(pages.slots) // SLOT_BYTES * len(pools.get(pages.component, ()))
+            for pools in self._pools.written
+            for pages in effect.pages
+        )
+
+    def _parts(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[list[WriteRun]]:
+        """Yield the pages of ``pools``, at most ``BATCH_PAGES`` at a time, without those of operations that have failed
+        by then."""
+        part: list[WriteRun] = []
+        room = BATCH_PAGES
+        for effect in self._batch:
+            for component, hashes, slots in effect.pages:
+                for spec in pools.get(component, ()):
+                    begin, count = 0, len(slots) // SLOT_BYTES
+                    while begin < count and effect.op not in self.failed:
+                        end = min(count, begin + room)
+                        part.append(self._run(effect.op, spec, hashes, slots, slice(begin, end)))
+                        room -= end - begin
+                        begin = end
+                        if not room:
+                            yield part
+                            part, room = [], BATCH_PAGES
+        if part:
+            yield part
+
+    def _run(self, op: int, spec: PoolSpec, hashes: bytes, slots: bytes, which: slice) -> WriteRun:
+        begin, end = which.start, which.stop
+        keys = self._pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
+        payloads = self._pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+        return WriteRun(op, spec.writes, keys, payloads, bool(self._pools.counts(spec.name)))
+
+
+class ReadableStore(Protocol):
+    """The part of ``TieredStore`` that this stage uses."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
+    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
+
+
+class ReadingStage:
+    """Looks up and reads pages, at most ``BATCH_PAGES`` pages of a pool in one call of the store."""
+
+    def __init__(self, store: ReadableStore, pools: PoolMap) -> None:
+        self._store = store
+        self._pools = pools
+
+    def __repr__(self) -> str:
+        return f"ReadingStage({self._pools!r})"
+
+    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
+        """See ``Worker.ask``."""
+        return [await self._ask(question) for question in asked]
+
+    async def _ask(self, asked: StoreQuestion) -> bytes:
+        if not self._pools.has(asked.pool):
+            return _nothing_lacks(asked.hashes)
+        answers = bytearray()
+        keys = self._pools.keys(*asked)
+        for at in range(0, len(keys), BATCH_PAGES):
+            answers += bytes(await self._store.exists(keys[at : at + BATCH_PAGES]))
+        return bytes(answers)
+
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+        """See ``Worker.read``."""
+        answers: list[bytes] = []
+        for pool, hashes, slots in reads:
+            pages = _run(answers[-1]) if run and answers else len(hashes) // HASH_BYTES
+            answers.append(await self._read(pool, hashes[: pages * HASH_BYTES], slots[: pages * SLOT_BYTES]))
+        return answers
+
+    async def _read(self, pool: str, hashes: bytes, slots: bytes) -> bytes:
+        if not self._pools.has(pool):
+            return _nothing_lacks(hashes)
+        answers = bytearray()
+        entries = list(self._pools.entries(pool, hashes, slots))
+        for at in range(0, len(entries), BATCH_PAGES):
+            part = entries[at : at + BATCH_PAGES]
+            answers += bytes(await self._store.get([key for key, _ in part], [payload for _, payload in part]))
+        return bytes(answers)
+
+
+def _nothing_lacks(hashes: bytes) -> bytes:
+    """The answer for a pool of which this worker has no bytes: a HIT for each page, since other workers' answers
+    decide."""
+    return bytes([Result.HIT]) * (len(hashes) // HASH_BYTES)
+
+
+def _run(answer: bytes) -> int:
+    """Return how many pages of ``answer`` come before the first that is not a HIT."""
+    return len(answer) - len(answer.lstrip(bytes([Result.HIT])))
