@@ -1,4 +1,4 @@
-"""How long operations take between a head and its workers, over TCP on this machine: ``python -m benchmarks.ranks``.
+"""The time that operations take between a head and its workers, over TCP: ``python -m benchmarks.ranks``.
 
 The head of a real group hands operations to workers, each in a process of its own. A worker takes an operation as it
 always does, but ends the copy at once, without touching a byte. So what is measured is the way there and back, with

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
-from asynccache.cli.bench_raw import OpenRaw, RawClient, copy, page_memory, raw_client
+from asynccache.cli.bench_raw import MeasuredClient, OpenRaw, copy, page_memory, raw_client
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.meter import spread
@@ -64,8 +64,8 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class PassMeter:
-    """What one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass, CPU time
-    of all threads of this process; ``flush``: seconds after that until the pages were durable."""
+    """The time that one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass,
+    CPU time of all threads of this process; ``flush``: seconds after that until the pages were durable."""
 
     pages: int
     page_bytes: int
@@ -137,7 +137,7 @@ class PageSet(NamedTuple):
         return PassMeter(len(self.source), self.page_bytes)
 
     def mismatches(self) -> int:
-        """How many pages were not read back as they were put."""
+        """The number of pages that were not read back as they were put."""
         return sum(not np.array_equal(np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8))
                    for source, target in zip(self.source, self.target, strict=True))
 
@@ -305,13 +305,13 @@ class StoreClient:
         store.checks = checks
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """See ``RawClient``."""
+        """See ``MeasuredClient``."""
         names = [PageKey(POOL, key) for key in keys]
         self._put += names
         self._insist(await self.store.put(names, values))
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """See ``RawClient``."""
+        """See ``MeasuredClient``."""
         self._insist(await self.store.get([PageKey(POOL, key) for key in keys], into))
 
     async def exists(self, keys: Sequence[bytes]) -> None:
@@ -331,7 +331,7 @@ class StoreClient:
                 f"the store failed for {failed} of {len(results)} pages; its error: {self.store.last_error!r}")
 
 
-Client = RawClient | StoreClient
+Client = MeasuredClient | StoreClient
 
 
 class Pass(NamedTuple):

@@ -103,7 +103,7 @@ def requests(tally: Tally, running: int, elapsed: float) -> Iterator[tuple[str, 
 
 
 def verified(tally: Tally, verify: bool) -> str:
-    """How many pages were compared with what they must hold, and whether they did."""
+    """The number of pages that were compared with what they must hold, and whether all were right."""
     wrong = f"{number(tally.mismatches)} WRONG" if tally.mismatches else "all right"
     return f"{number(tally.verified)}, {wrong}" if verify else "nothing is verified"
 

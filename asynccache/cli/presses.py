@@ -18,7 +18,7 @@ PATIENT = 3
 
 
 class Next(Enum):
-    """What a press does besides being counted and told."""
+    """The meaning of a press, besides being counted and told."""
 
     NOTHING = "nothing, but the third press raises KeyboardInterrupt"
     SKIPS = "raises KeyboardInterrupt, which ends the present step"

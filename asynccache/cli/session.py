@@ -98,7 +98,7 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
 
 
 def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
-    """What Ctrl-C does: the first press admits no more requests, the second cancels those that run."""
+    """Do what Ctrl-C asks for: the first press admits no more requests, the second cancels those that run."""
     if count == 1:
         runner.stop()
         watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"

@@ -19,7 +19,7 @@ import pytest
 from asynccache.cli import bench_tree
 from asynccache.cli.main import main
 from asynccache.cli.reports import page, run, svg
-from asynccache.cli.reports.svg import Axis, Drawing, Mark, Row, Series
+from asynccache.cli.reports.svg import Axis, DotRow, Drawing, Mark, Series
 from asynccache.cli.text import milliseconds
 from tests.docs import docs_programs
 from tests.workers import made_once
@@ -226,7 +226,7 @@ def test_names_of_marks_do_not_lie_on_each_other() -> None:
 
 def test_labels_stay_inside_the_drawing() -> None:
     across = Axis("", 1, 10, lambda v: f"{v:g} milliseconds", at=(1.0, 10.0))
-    drawn = svg.rows(across, [Row("row", [("l1", 3.0)])])
+    drawn = svg.rows(across, [DotRow("row", [("l1", 3.0)])])
     for x, words in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>([^<]*)<', "".join(drawn.parts)):
         assert len(words) * 3.3 - 0.5 <= float(x) <= svg.WIDTH + 0.5 - len(words) * 3.3, words
 
