@@ -60,6 +60,7 @@ def execute(settings: RunSettings, presses: Presses | None = None) -> int:
     display = choose(settings.quiet)
     session = _session(settings)(settings, display, presses)
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
+        runner.get_loop().set_exception_handler(presses.loop_error)
         result = runner.run(session.run())
     if settings.json is not None or settings.report is not None:
         with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # Ctrl-C skips these figures
