@@ -1,4 +1,4 @@
-"""What ``Pages`` costs beyond the asynchronous stores below it: ``python benchmarks/pages.py [URL]``.
+"""The cost of ``Pages`` beyond the asynchronous stores below it: ``python benchmarks/pages.py [URL]``.
 
 Both move the same pages through the same kind of store, each with an event loop in a thread of its own. They take turns
 in one process, so that other work of the machine slows both alike; the medians over the rounds are printed. The
@@ -26,7 +26,7 @@ VERBS = ("exists", "put", "get")
 GOAL = 3.0
 
 
-class Load:
+class PageLoad:
     """The pages that are moved: ``pages`` of them in each call, and ``calls`` calls in a round. Each round has new
     keys."""
 
@@ -48,7 +48,7 @@ class Load:
         return (time.process_time() - began) / self.calls / self.pages * 1e6
 
 
-def by_pages(pages: Pages, load: Load) -> dict[str, float]:
+def by_pages(pages: Pages, load: PageLoad) -> dict[str, float]:
     """Run a round through ``Pages``; returns µs of CPU time for each page, by operation."""
     keys = load.fresh()
 
@@ -68,7 +68,7 @@ def by_pages(pages: Pages, load: Load) -> dict[str, float]:
     return {"exists": load.cpu(exists), "put": put_cpu, "get": load.cpu(get)}
 
 
-def by_stores(runner: asyncio.Runner, store: TieredStore, load: Load) -> dict[str, float]:
+def by_stores(runner: asyncio.Runner, store: TieredStore, load: PageLoad) -> dict[str, float]:
     """Run the same round through the asynchronous stores; returns the same."""
     keys = [[PageKey("pages", key) for key in some] for some in load.fresh()]
 
@@ -91,7 +91,7 @@ def by_stores(runner: asyncio.Runner, store: TieredStore, load: Load) -> dict[st
         return {"exists": exists_cpu, "put": put_cpu, "get": load.cpu(lambda: runner.run(get()))}
 
 
-def measure(url: str | None, load: Load, rounds: int) -> list[tuple[str, float, float, float]]:
+def measure(url: str | None, load: PageLoad, rounds: int) -> list[tuple[str, float, float, float]]:
     """For each operation: µs of CPU time for each page of the stores, of ``Pages``, and the difference. The first round
     warms up and is not counted."""
     stores: dict[str, list[float]] = {verb: [] for verb in VERBS}
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=50, metavar="N", help="calls in a round (default: 50)")
     parser.add_argument("--rounds", type=int, default=25, metavar="N", help="rounds that are counted (default: 25)")
     args = parser.parse_args(arguments)
-    load = Load(args.pages, parse_size("--page-bytes", args.page_bytes), args.calls)
+    load = PageLoad(args.pages, parse_size("--page-bytes", args.page_bytes), args.calls)
     lines = [f"{args.pages} pages of {load.page_bytes} bytes in a call; µs of CPU for each page; goal: own <= {GOAL}",
              f"{'':8}{'stores':>10}{'Pages':>10}{'own':>10}"]  # fmt: skip
     for verb, stores, pages, own in measure(args.url, load, args.rounds):

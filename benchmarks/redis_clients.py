@@ -37,8 +37,8 @@ class Client(NamedTuple):
     get: Move
 
 
-class Pages:
-    """What is moved: ``total`` bytes in pages of ``size``; where they come from and where they go to."""
+class MovedPages:
+    """The pages that are moved: ``total`` bytes in pages of ``size``; where they come from and where they go to."""
 
     def __init__(self, size: int, total: int) -> None:
         count = total // size
@@ -58,7 +58,7 @@ class Pages:
         return [slice(at, at + self.batch) for at in range(0, len(self.keys), self.batch)]
 
 
-async def clients(url: str, pages: Pages) -> list[Client]:
+async def clients(url: str, pages: MovedPages) -> list[Client]:
     """All of them, connected; they end with the process."""
     bare, layout = await raw(parse_url(url)), StoreLayout({"pages": pages.size}, RECORD_SCHEMA)
     library = redis.asyncio.Redis.from_url(url)
@@ -105,7 +105,7 @@ async def clients(url: str, pages: Pages) -> list[Client]:
     ]
 
 
-async def moved(move: Move, pages: Pages) -> tuple[float, float]:
+async def moved(move: Move, pages: MovedPages) -> tuple[float, float]:
     """GB/s, and CPU in µs a page, of moving all pages, ``CALLS`` calls at a time."""
     batches = iter(pages.batches)
 
@@ -120,7 +120,7 @@ async def moved(move: Move, pages: Pages) -> tuple[float, float]:
 
 
 async def run(url: str, size: int, total: int, rounds: int) -> None:
-    pages = Pages(size, total)
+    pages = MovedPages(size, total)
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     server = redis.asyncio.Redis.from_url(url)
     for client in [client for _ in range(rounds) for client in await clients(url, pages)]:

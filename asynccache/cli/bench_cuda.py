@@ -120,7 +120,7 @@ async def layer_wise(device: Any, index: int, rounds: int) -> Figures:
                 host_tokens=(2 * PAGES + 8) * PAGE_TOKENS)  # fmt: skip
     config = CacheConfig(model="bench", components=(full,), page_size=PAGE_TOKENS, device=device.name)
     async with AsyncCache(config, device=device) as cache:
-        prompts = _Prompts(cache, device, products)
+        prompts = _TwoPrompts(cache, device, products)
         for _ in range(4):  # both are computed, backed up and pushed out, then loaded: all is warm
             await prompts.serve(0)
         load = min([await prompts.serve(0) for _ in range(rounds)])
@@ -136,7 +136,7 @@ async def layer_wise(device: Any, index: int, rounds: int) -> Figures:
             "wait_layer_max_us": round(waits.max, 2)}  # fmt: skip
 
 
-class _Prompts:
+class _TwoPrompts:
     """Two prompts that are served by turns. ``waits``: how many seconds each ``wait_layer`` kept the caller.
     ``loaded``: how many tokens each of the last two leases had from the host."""
 

@@ -23,8 +23,8 @@ from asynccache.storage import ParsedUrl, parse_url, take_options
 GROUP = "asynccache.raw_clients"
 
 
-class RawClient(Protocol):
-    """What a raw client does. Keys have 32 bytes and are new in every round; values and buffers are page-aligned."""
+class MeasuredClient(Protocol):
+    """A raw client. Keys have 32 bytes and are new in every round; values and buffers are page-aligned."""
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """Store each value under its key, or raise any error."""
@@ -39,12 +39,12 @@ class RawClient(Protocol):
         ...
 
 
-OpenRaw = Callable[[], Awaitable[RawClient]]
+OpenRaw = Callable[[], Awaitable[MeasuredClient]]
 
 
 def raw_client(url: str, direct: bool, size: int) -> OpenRaw | None:
-    """What opens the raw client of the store at ``url``; None if there is no such client, or no room on the disk for
-    its ``size`` bytes. ``direct``: the client of a file store uses O_DIRECT."""
+    """The function that opens the raw client of the store at ``url``; None if there is no such client, or no room on
+    the disk for its ``size`` bytes. ``direct``: the client of a file store uses O_DIRECT."""
     _, parsed = take_options(parse_url(url))
     if parsed.scheme == "file":
         return _file(parsed, direct, size)
@@ -53,7 +53,7 @@ def raw_client(url: str, direct: bool, size: int) -> OpenRaw | None:
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if parsed.scheme not in found:
         return None
-    load: Callable[[ParsedUrl], Awaitable[RawClient]] = found[parsed.scheme].load()
+    load: Callable[[ParsedUrl], Awaitable[MeasuredClient]] = found[parsed.scheme].load()
     return lambda: load(parsed)
 
 
@@ -64,8 +64,8 @@ def _file(url: ParsedUrl, direct: bool, size: int) -> OpenRaw | None:
     return _opened(lambda: FileClient(folder, size, direct))
 
 
-def _opened(make: Callable[[], RawClient]) -> OpenRaw:
-    async def open_it() -> RawClient:
+def _opened(make: Callable[[], MeasuredClient]) -> OpenRaw:
+    async def open_it() -> MeasuredClient:
         return make()
 
     return open_it

@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 
-from asynccache.cli.bench_raw import OpenRaw, copy, page_memory, raw_client
+from asynccache.cli.bench_raw import MeasuredClient, OpenRaw, copy, page_memory, raw_client
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.meter import spread
@@ -64,8 +64,8 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class PassMeter:
-    """What one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass, CPU time
-    of all threads of this process; ``flush``: seconds after that until the pages were durable."""
+    """The time that one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass,
+    CPU time of all threads of this process; ``flush``: seconds after that until the pages were durable."""
 
     pages: int
     page_bytes: int
@@ -110,7 +110,7 @@ def summary(passes: Sequence[PassMeter], *, moves: bool = True) -> dict[str, Any
     return {**rate, **found} if moves else found
 
 
-class Load(NamedTuple):
+class PageSet(NamedTuple):
     """The pages of a measurement. ``source``: what is put; ``target``: where they are read to; both lie in ``memory``.
     ``batch``: pages in one call."""
 
@@ -120,31 +120,35 @@ class Load(NamedTuple):
     target: list[memoryview]
     batch: int
 
-    @property
-    def pages(self) -> int:
-        return len(self.source)
+    @classmethod
+    def made(cls, size: int, total: int, batch: int | None) -> Self:
+        """Pages of ``size`` bytes, ``total`` bytes together, all different."""
+        pages, rng = total // size, Random(size)
+        memory = page_memory(2 * pages, size)
+        both = [memory[at : at + size] for at in range(0, 2 * pages * size, size)]
+        pattern = np.frombuffer(rng.randbytes(1 << 20), np.uint8)
+        for i, page in enumerate(both[:pages]):
+            view = np.frombuffer(page, np.uint8)
+            view[:] = np.resize(pattern, size)
+            view[:8] = np.frombuffer(i.to_bytes(8, "little"), np.uint8)[: view[:8].size]
+        return cls(size, memory, both[:pages], both[pages:], batch or max(1, min(BATCH_PAGES, BATCH_BYTES // size)))
 
-    def batches(self, order: Sequence[int]) -> list[list[int]]:
-        """The pages of ``order``, cut into calls."""
-        return [list(order[at : at + self.batch]) for at in range(0, len(order), self.batch)]
+    def meter(self) -> PassMeter:
+        return PassMeter(len(self.source), self.page_bytes)
 
     def mismatches(self) -> int:
-        """How many pages were not read back as they were put."""
+        """The number of pages that were not read back as they were put."""
         return sum(not np.array_equal(np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8))
                    for source, target in zip(self.source, self.target, strict=True))
 
-
-class Measurement(NamedTuple):
-    """What is measured: the store at ``url`` with ``options`` added, beside the raw client ``raw`` (None: there is
-    none), with the pages of ``load``. ``concurrency``: calls at a time."""
-
-    url: str
-    options: dict[str, str]
-    load: Load
-    variants: list[str]
-    raw: OpenRaw | None
-    rounds: int
-    concurrency: int
+    def reference(self, act: Callable[[memoryview, memoryview], object]) -> Figures:
+        """The figures of one thread that calls ``act(source, target)`` for each page."""
+        meter = self.meter()
+        with meter.running():
+            for source, target in zip(self.source, self.target, strict=True):
+                with meter.call():
+                    act(source, target)
+        return summary([meter])
 
 
 class Switched(CheckedStore):
@@ -208,26 +212,20 @@ def run(args: argparse.Namespace, tell: Tell | None = None) -> Figures:
 def _measured(args: argparse.Namespace, url: str, sizes: Sequence[int], total: int, tell: Tell) -> Figures:
     results = []
     for size in sizes:
-        load = _load(size, total, args.batch)
-        figures: Figures = {"page_bytes": size, "pages": load.pages, "pages_per_call": load.batch,
-                            "raw": {"memcpy": _memcpy(load), "checksum": _checksum(load)}}
+        pages = PageSet.made(size, total, args.batch)
+        references = {"memcpy": pages.reference(lambda source, target: copy(target, source)),
+                      "checksum": pages.reference(lambda source, target: header_of(bytes(32), source))}
+        figures: Figures = {"page_bytes": size, "pages": len(pages.source), "pages_per_call": pages.batch,
+                            "raw": references}  # fmt: skip
         for mode, options in _modes(url).items():
-            plan = _plan(args, url, options, load, mode == "direct" and size % 4096 == 0)
+            raw = raw_client(url, mode == "direct" and size % 4096 == 0, total)
             with asyncio.Runner(loop_factory=loop_factory(args.loop)) as runner:
-                figures[mode] = runner.run(_rounds(plan, tell))
-            _compare(figures[mode], figures["raw"]["checksum"]["cpu_us_per_page"])
+                figures[mode] = runner.run(_rounds(args, pages, (url, options), raw, tell))
+            _compare(figures[mode], references["checksum"]["cpu_us_per_page"])
         results.append(figures)
     settings = {"url": str(parse_url(url)), "concurrency": args.concurrency, "rounds": args.repeat, "loop": args.loop,
                 "bytes": total, "verify": args.verify}
     return {"bench": "store", "settings": settings, "cores": os.cpu_count(), "sizes": results}
-
-
-def _plan(args: argparse.Namespace, url: str, options: dict[str, str], load: Load, direct: bool) -> Measurement:
-    raw = raw_client(url, direct, load.page_bytes * load.pages)
-    variants = [OFF, ON] if args.verify == "both" else [args.verify]
-    return Measurement(url, options, load, variants if raw is None else [RAW, *variants], raw, args.repeat,
-    args.concurrency)
-
 
 
 def _modes(url: str) -> dict[str, dict[str, str]]:
@@ -238,151 +236,141 @@ def _modes(url: str) -> dict[str, dict[str, str]]:
     return {"buffered": {"direct": "off"}, "direct": {"direct": "auto"}}
 
 
-def _load(size: int, total: int, batch: int | None) -> Load:
-    pages, rng = total // size, Random(size)
-    memory = page_memory(2 * pages, size)
-    both = [memory[at : at + size] for at in range(0, 2 * pages * size, size)]
-    source, target = both[:pages], both[pages:]
-    pattern = np.frombuffer(rng.randbytes(1 << 20), np.uint8)
-    for i, page in enumerate(source):
-        view = np.frombuffer(page, np.uint8)
-        view[:] = np.resize(pattern, size)
-        view[:8] = np.frombuffer(i.to_bytes(8, "little"), np.uint8)[: view[:8].size]
-    return Load(size, memory, source, target, batch or max(1, min(BATCH_PAGES, BATCH_BYTES // size)))
-
-
-def _memcpy(load: Load) -> Figures:
-    """How long one thread takes to copy every page."""
-    meter = PassMeter(load.pages, load.page_bytes)
-    with meter.running():
-        for source, target in zip(load.source, load.target, strict=True):
-            with meter.call():
-                copy(target, source)
-    return summary([meter])
-
-
-def _checksum(load: Load) -> Figures:
-    """How long one thread takes to make every page's header, which has the checksum."""
-    meter, key = PassMeter(load.pages, load.page_bytes), bytes(32)
-    with meter.running():
-        for source in load.source:
-            with meter.call():
-                header_of(key, source)
-    return summary([meter])
-
-
-async def _open(plan: Measurement) -> Switched:
+async def _open(url: str, options: dict[str, str], pages: PageSet, concurrency: int) -> Switched:
     """Open the store as ``open_store`` does, but as one whose checksums can be turned off."""
-    parsed = parse_url(plan.url, plan.options)
+    parsed = parse_url(url, options)
     if parsed.scheme == "none":
-        raise ConfigError(f"storage={plan.url!r} is no store to measure")
+        raise ConfigError(f"storage={url!r} is no store to measure")
     common, own = take_options(parsed)
-    layout = StoreLayout({POOL: plan.load.page_bytes}, RECORD_SCHEMA)
+    layout = StoreLayout({POOL: pages.page_bytes}, RECORD_SCHEMA)
     backend = await backend_class(own.scheme).open(own, layout)
-    store = Switched(backend, layout, timeout=TIMEOUT, concurrency=max(common.concurrency, 2 * plan.concurrency))
-    store.register(POOL, plan.load.memory)
+    store = Switched(backend, layout, timeout=TIMEOUT, concurrency=max(common.concurrency, 2 * concurrency))
+    store.register(POOL, pages.memory)
     return store
 
 
-async def _rounds(plan: Measurement, tell: Tell) -> Figures:
-    """Measure all rounds. Returns each variant's figures by operation, and the ratios to the raw client's rates.
-    Cancelling closes the store and the raw client."""
-    store = await _open(plan)
-    wrong = 0
+async def _rounds(
+    args: argparse.Namespace, pages: PageSet, at: tuple[str, dict[str, str]], raw: OpenRaw | None, tell: Tell
+) -> Figures:
+    """Measure all rounds. ``at``: the store's URL, and options that are added to it; ``raw``: None if there is no raw
+    client. Returns each variant's figures by operation, and the ratios to the raw client's rates. Cancelling closes the
+    store and the raw client."""
+    store = await _open(*at, pages, args.concurrency)
+    wrong, variants = 0, [OFF, ON] if args.verify == "both" else [args.verify]
     try:
-        without_raw = None if plan.raw is None else await Pass(plan, "raw", tell).refused()
-        variants = [variant for variant in plan.variants if without_raw is None or variant != RAW]
-        found: dict[str, list[dict[str, PassMeter]]] = {variant: [] for variant in variants}
-        for n in range(plan.rounds):
-            for i in range(len(variants)):
-                variant = variants[(n + i) % len(variants)]
-                pages = f"{shown(plan.load.page_bytes)} pages"
-                one = Pass(plan, f"{pages}, round {n + 1} of {plan.rounds}, {variant}", tell)
-                found[variant].append(await (one.raw() if variant == RAW else one.ours(store, variant == ON)))
-                wrong += plan.load.mismatches()
+        without_raw = None if raw is None else await _refused(raw, pages)
+        names = variants if raw is None or without_raw is not None else [RAW, *variants]
+        found: dict[str, list[dict[str, PassMeter]]] = {name: [] for name in names}
+        for n in range(args.repeat):
+            for i in range(len(names)):
+                name = names[(n + i) % len(names)]
+                told = f"{shown(pages.page_bytes)} pages, round {n + 1} of {args.repeat}, {name}"
+                if name == RAW and raw is not None:
+                    client: Client = await raw()
+                else:
+                    client = StoreClient(store, checks=name == ON, most=name == variants[-1])
+                found[name].append(await Pass(client, pages, args.concurrency, told, tell).measured())
+                wrong += pages.mismatches()
         stats = {name: value for name, value in store.stats().items() if name in ("direct", "errors", "corrupt_pages")}
     finally:
         await store.aclose()
-    figures: Figures = {variant: {op: summary([one[op] for one in passes], moves=op != "exists") for op in passes[0]}
-                        for variant, passes in found.items()}
+    figures: Figures = {name: {op: summary([one[op] for one in passes], moves=op != "exists") for op in passes[0]}
+                        for name, passes in found.items()}
     return {**figures, "ratio": _ratios(found), "stats": stats, "mismatches": wrong, "without_raw": without_raw}
+
+
+async def _refused(raw: OpenRaw, pages: PageSet) -> str | None:
+    """Try the raw client with one put and one get. Returns why it cannot be used; None if it can. Cancelling closes the
+    client."""
+    keys = _fresh_keys(len(pages.source[: pages.batch]))
+    try:
+        client = await raw()
+        try:
+            await client.put(keys, pages.source[: pages.batch])
+            await client.get(keys, pages.target[: pages.batch])
+        finally:
+            await client.aclose()
+    except Exception as error:                         # whatever fails in the client, the store can still be measured
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class StoreClient:
+    """The store, called as a raw client is. ``checks``: with checksums. ``most``: gets in random order and ``exists``
+    are measured as well."""
+
+    def __init__(self, store: Switched, *, checks: bool, most: bool) -> None:
+        self.store, self.most = store, most
+        self._put: list[PageKey] = []
+        store.checks = checks
+
+    async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        """See ``MeasuredClient``."""
+        names = [PageKey(POOL, key) for key in keys]
+        self._put += names
+        self._insist(await self.store.put(names, values))
+
+    async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        """See ``MeasuredClient``."""
+        self._insist(await self.store.get([PageKey(POOL, key) for key in keys], into))
+
+    async def exists(self, keys: Sequence[bytes]) -> None:
+        """Look the pages up, or raise a BackendError. Cancelling is as for the store."""
+        self._insist(await self.store.exists([PageKey(POOL, key) for key in keys]))
+
+    async def aclose(self) -> None:
+        """Delete what was put, so that the store is as it was. Cancelling may leave pages."""
+        for at in range(0, len(self._put), BATCH_PAGES):
+            await self.store.delete(self._put[at : at + BATCH_PAGES])
+        if isinstance(self.store.backend, Collectable):
+            await self.store.backend.collect(None)
+
+    def _insist(self, results: Sequence[Result]) -> None:
+        if failed := len(results) - results.count(Result.HIT):
+            raise BackendError(
+                f"the store failed for {failed} of {len(results)} pages; its error: {self.store.last_error!r}")
+
+
+Client = MeasuredClient | StoreClient
 
 
 class Pass(NamedTuple):
     """One variant in one round. ``name``: what the progress says of it."""
 
-    plan: Measurement
+    client: Client
+    pages: PageSet
+    concurrency: int
     name: str
     tell: Tell
 
-    async def refused(self) -> str | None:
-        """Try the raw client with one put and one get. Returns why it cannot be used; None if it can. Cancelling closes
-        the client."""
-        assert self.plan.raw is not None
-        load = self.plan.load
-        keys = _fresh_keys(len(load.source[: load.batch]))
+    async def measured(self) -> dict[str, PassMeter]:
+        """Measure all operations of the client on new keys, and close it. Cancelling closes it as well."""
+        client, source, target = self.client, self.pages.source, self.pages.target
+        keys, order = _fresh_keys(len(source)), range(len(source))
         try:
-            client = await self.plan.raw()
-            try:
-                await client.put(keys, load.source[: load.batch])
-                await client.get(keys, load.target[: load.batch])
-            finally:
-                await client.aclose()
-        except Exception as error:                     # whatever fails in the client, the store can still be measured
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    async def raw(self) -> dict[str, PassMeter]:
-        """Measure put and get of the raw client. Cancelling closes the client."""
-        assert self.plan.raw is not None
-        load, keys = self.plan.load, _fresh_keys(self.plan.load.pages)
-        client = await self.plan.raw()
-        try:
-            async def put(which: list[int]) -> None:
-                await client.put([keys[i] for i in which], [load.source[i] for i in which])
-
-            async def get(which: list[int]) -> None:
-                await client.get([keys[i] for i in which], [load.target[i] for i in which])
-
-            return {"put": await self._drive("put", put), "get": await self._drive("get", get)}
+            meters = {"put": await self._drive("put", order, lambda which: client.put(
+                [keys[i] for i in which], [source[i] for i in which]))}
+            if isinstance(client, StoreClient):
+                began = time.perf_counter()
+                await client.store.flush()
+                meters["put"].flush = time.perf_counter() - began
+            get = lambda which: client.get([keys[i] for i in which], [target[i] for i in which])  # noqa: E731
+            meters["get"] = await self._drive("get", order, get)
+            if isinstance(client, StoreClient) and client.most:
+                exists = client.exists
+                shuffled = Random(1).sample(order, len(order))
+                meters["get_shuffled"] = await self._drive("get shuffled", shuffled, get)
+                meters["exists"] = await self._drive("exists", order, lambda which: exists([keys[i] for i in which]))
+            return meters
         finally:
             await client.aclose()
 
-    async def ours(self, store: Switched, checks: bool) -> dict[str, PassMeter]:
-        """Measure all operations of the store. Cancelling deletes what was put."""
-        store.checks = checks
-        load, keys = self.plan.load, [PageKey(POOL, key) for key in _fresh_keys(self.plan.load.pages)]
-
-        async def put(which: list[int]) -> None:
-            _insist(await store.put([keys[i] for i in which], [load.source[i] for i in which]), store)
-
-        async def get(which: list[int]) -> None:
-            _insist(await store.get([keys[i] for i in which], [load.target[i] for i in which]), store)
-
-        async def exists(which: list[int]) -> None:
-            _insist(await store.exists([keys[i] for i in which]), store)
-
-        try:
-            meters = {"put": await self._drive("put", put)}
-            began = time.perf_counter()
-            await store.flush()
-            meters["put"].flush = time.perf_counter() - began
-            meters["get"] = await self._drive("get", get)
-            if checks or ON not in self.plan.variants:
-                shuffled = Random(1).sample(range(load.pages), load.pages)
-                meters["get_shuffled"] = await self._drive("get shuffled", get, shuffled)
-                meters["exists"] = await self._drive("exists", exists)
-            return meters
-        finally:
-            await _remove(store, keys, load.batch)
-
     async def _drive(
-        self, name: str, call: Callable[[list[int]], Awaitable[None]], order: Sequence[int] | None = None
+        self, name: str, order: Sequence[int], call: Callable[[Sequence[int]], Awaitable[None]]
     ) -> PassMeter:
         """Make the calls for all pages, ``concurrency`` calls at a time; returns what they took."""
-        load = self.plan.load
-        meter = PassMeter(load.pages, load.page_bytes)
-        left = load.batches(range(load.pages) if order is None else order)
+        meter, step = self.pages.meter(), self.pages.batch
+        left = [order[at : at + step] for at in range(0, len(order), step)]
         batches = iter(left)
 
         async def worker() -> None:
@@ -392,25 +380,12 @@ class Pass(NamedTuple):
                 self.tell(f"{self.name}: {name}, {100 * len(meter.latencies) // len(left)} %")
 
         with meter.running():
-            await asyncio.gather(*(worker() for _ in range(self.plan.concurrency)))
+            await asyncio.gather(*(worker() for _ in range(self.concurrency)))
         return meter
-
-
-async def _remove(store: CheckedStore, keys: Sequence[PageKey], batch: int) -> None:
-    """Delete what was put, so that the store is as it was."""
-    for at in range(0, len(keys), batch):
-        await store.delete(keys[at : at + batch])
-    if isinstance(store.backend, Collectable):
-        await store.backend.collect(None)
 
 
 def _fresh_keys(count: int) -> list[bytes]:
     return [os.urandom(32) for _ in range(count)]
-
-
-def _insist(results: Sequence[Result], store: CheckedStore) -> None:
-    if failed := len(results) - results.count(Result.HIT):
-        raise BackendError(f"the store failed for {failed} of {len(results)} pages; its error: {store.last_error!r}")
 
 
 def _ratios(found: dict[str, list[dict[str, PassMeter]]]) -> Figures:

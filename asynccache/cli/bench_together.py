@@ -33,7 +33,7 @@ Serve = Callable[[Tokens, int], Tokens]
 """A function that continues each prompt by a number of tokens, and returns these."""
 
 
-class Load(NamedTuple):
+class RequestLoad(NamedTuple):
     """What is served: ``requests`` at once, with ``prompt`` tokens and ``new`` new tokens each."""
 
     requests: int
@@ -42,7 +42,7 @@ class Load(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """How many tokens of a prompt are cached in the runs with hits: seven eighths, in whole pages."""
+        """The tokens of a prompt that are cached in the runs with hits: seven eighths, in whole pages."""
         return self.prompt * 7 // 8 // PAGE * PAGE
 
     @property
@@ -60,7 +60,7 @@ class Times(NamedTuple):
     speed: dict[str, list[float]]
 
 
-def measure(model: Any, load: Load, rounds: int, took: Callable[[str, float], None]) -> Times:
+def measure(model: Any, load: RequestLoad, rounds: int, took: Callable[[str, float], None]) -> Times:
     """Measure all ways in ``rounds`` rounds. ``took`` is called with the name of a way and its seconds until all
     requests have their first token, as soon as they are known.
 
@@ -70,7 +70,7 @@ def measure(model: Any, load: Load, rounds: int, took: Callable[[str, float], No
     """
     names = [way for both in load.ways.values() for way in both]
     times = Times({way: [] for way in names}, {way: [] for way in names})
-    prompts = _Prompts(load, int(model.config.vocab_size))
+    prompts = _RandomPrompts(load, int(model.config.vocab_size))
     for _ in range(rounds):
         with _alone(model, load) as alone, _on_pages(model, load) as ours:
             for serve in (alone, ours):
@@ -99,10 +99,10 @@ def _compared(texts: Tokens, new: int, serves: dict[str, Serve]) -> dict[str, tu
     return took
 
 
-class _Prompts:
+class _RandomPrompts:
     """Makes random prompts, the same ones in each run."""
 
-    def __init__(self, load: Load, vocabulary: int) -> None:
+    def __init__(self, load: RequestLoad, vocabulary: int) -> None:
         self._load = load
         self._vocabulary = vocabulary
         self._random = random.Random(0)
@@ -119,12 +119,12 @@ class _Prompts:
         return [self._random.randrange(self._vocabulary) for _ in range(count)]
 
 
-def _room(load: Load) -> int:
-    """How many pages hold everything that a round computes."""
+def _room(load: RequestLoad) -> int:
+    """The number of pages that hold everything that a round computes."""
     return 5 * load.requests * -(-(load.prompt + load.new) // PAGE)
 
 
-def _generation(load: Load) -> Any:
+def _generation(load: RequestLoad) -> Any:
     return transformers.GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
@@ -146,7 +146,7 @@ def continued(manager: Any, texts: Tokens, new: int) -> Tokens:
 
 
 @contextmanager
-def _alone(model: Any, load: Load) -> Iterator[Serve]:
+def _alone(model: Any, load: RequestLoad) -> Iterator[Serve]:
     blocks = ContinuousBatchingConfig(page_size=PAGE, num_blocks=_room(load), max_batch_tokens=STEP)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it recommends psutil
     manager = model.init_continuous_batching(generation_config=_generation(load), continuous_batching_config=blocks)
@@ -159,7 +159,7 @@ def _alone(model: Any, load: Load) -> Iterator[Serve]:
 
 
 @contextmanager
-def _on_pages(model: Any, load: Load) -> Iterator[Serve]:
+def _on_pages(model: Any, load: RequestLoad) -> Iterator[Serve]:
     sizes: dict[str, Any] = {"page_size": PAGE, "device_tokens": _room(load) * PAGE, "host_tokens": 0,
                              "step_tokens": STEP}  # fmt: skip
     with ContinuousBatching(model, **sizes, generation_config=_generation(load), name="bench") as batching:

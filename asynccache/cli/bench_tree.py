@@ -4,18 +4,15 @@ There are two workloads, which can be compared with other systems. *shared*: 200
 continuations of 512 tokens each, shuffled. *turns*: 40 conversations of 40 turns of 64 tokens; each is a path of 40
 nodes. The wall and CPU time of every operation is taken by itself. What happens between two timings (completing
 backups, making keys) is in no figure. The hashes of pages are made before, because the runtime makes them. Imports no
-torch. If the compiled core runs, the pure one is measured as well, in a process of its own.
+torch. ``benchmarks/tree.py`` of the repository measures more: how that changes with the size of the tree, the memory of
+nodes that left, what counting for metrics costs, and the pure core beside the compiled one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 import tracemalloc
 from array import array
@@ -28,12 +25,12 @@ from typing import Any, TypeVar
 
 from asynccache import compiled
 from asynccache.cli.charts import Chart, Row
-from asynccache.cli.parsing import choice, integer, listed
+from asynccache.cli.parsing import choice, listed
 from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
-from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
 
 _T = TypeVar("_T")
@@ -49,7 +46,7 @@ MEMORY_NODES = 20_000
 WINDOW = 1024
 FREEZE_EVERY = 4096
 HASH = bytes(32)
-REMEMBERED = 16_384             # how many evicted nodes the core remembers, as in a running cache
+GROWTH_PAGE, GROWTH_PAGES = 16, 4    # tokens of a page, and pages of a node, where trees are compared by their size
 BETWEEN_S = 0.37                # seconds from one request to the next, on the clock that the core is told
 
 OPERATIONS = {
@@ -93,8 +90,8 @@ class Timer:
     def figures(self) -> Figures:
         """Return the figures: the number of calls, and times in microseconds."""
         return {"calls": len(self.wall)} | {
-            name: {"mean": _us(sum(values) / len(values)), "p50": _us(median_high(values)),
-                   "p99": _us(sorted(values)[len(values) * 99 // 100]), "max": _us(max(values))}
+            name: {"mean": microseconds(sum(values) / len(values)), "p50": microseconds(median_high(values)),
+                   "p99": microseconds(sorted(values)[len(values) * 99 // 100]), "max": microseconds(max(values))}
             for name, values in (("wall", self.wall), ("cpu", self.cpu))
         }  # fmt: skip
 
@@ -117,7 +114,8 @@ def timer() -> Timer:
 _own: list[tuple[int, int]] = []
 
 
-def _us(nanoseconds: float) -> float:
+def microseconds(nanoseconds: float) -> float:
+    """Return nanoseconds as microseconds with two digits after the point."""
     return round(nanoseconds / 1000, 2)
 
 
@@ -300,148 +298,6 @@ def measure_shape(kind: str, page: int, eviction: str) -> Figures:
     }
 
 
-# metrics
-
-
-def measure_metrics(rounds: int, progress: Progress) -> Figures:
-    """Measure how much counting for metrics adds to all calls together and to an eviction, as shares.
-
-    Two trees, one with and one without it, are called in turns, so that other work of the machine slows both alike.
-    Most of the metrics are always counted; what a running cache has in addition is a memory of evicted nodes, from
-    which it knows the reason of a miss. In the sum over all calls, an operation counts with its median CPU time, as
-    often as it is called.
-    """
-    both: list[dict[str, Timer]] = [{name: timer() for name in ("insert", "match", "pin", "evict")} for _ in range(2)]
-    for number in range(rounds):
-        progress(f"metrics off and on, round {number + 1} of {rounds}")
-        _side_by_side(both)
-        gc.unfreeze()
-        gc.collect()
-    off, on = ({name: len(one.cpu) * median_high(one.cpu) for name, one in timers.items()} for timers in both)
-    adds = sum(on.values()) / sum(off.values()) - 1
-    return {"rounds": rounds, "off_us": {name: _us(value) for name, value in off.items()},
-            "on_us": {name: _us(value) for name, value in on.items()}, "all_adds": round(adds, 4),
-            "evict_adds": round(on["evict"] / off["evict"] - 1, 4), "goal": 0.02}  # fmt: skip
-
-
-def _side_by_side(both: Sequence[dict[str, Timer]]) -> None:
-    """Run *shared* on both trees in turns: insert all keys, look some of them up, then evict."""
-    keys = shared()
-    size = PROMPTS * PROMPT + len(keys) * CONTINUATION
-    beds = [Bed("full", 16, size, host=False, remember=remember) for remember in (0, REMEMBERED)]
-    pairs = list(zip(beds, both, strict=True))
-    for number, key in enumerate(keys):
-        for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
-            lease = bed.lease(key)
-            bed.complete(timers["insert"].call(partial(bed.commit, lease, key)))
-            bed.complete(bed.core.release(lease))
-    for number, key in enumerate(keys[:500]):
-        for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
-            time_hits(bed, [key], timers["match"], timers["pin"])
-    ask = LeaseRequest(SPACE, b"", 0, EVICTED, EVICTED, 0)
-    for number in range(60):
-        for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
-            assert isinstance(timers["evict"].call(partial(bed.core.lease, ask)), Grant)
-
-
-# growth
-
-
-GROWTH_PAGE, GROWTH_PAGES, FANOUT, SAMPLE = 16, 4, 16, 4000
-
-
-class Forest:
-    """A tree that grows to any size: prompts of four pages, each with sixteen continuations of four pages."""
-
-    def __init__(self, kind: str, nodes: int, eviction: str) -> None:
-        self._random = Random(nodes)
-        self._prompt = b""
-        self._left = 0
-        spare = 2 * SAMPLE * GROWTH_PAGES * GROWTH_PAGE
-        self.bed = Bed(
-            kind, GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE + spare, host=False, states=nodes + SAMPLE,
-            slice_steps=SLICE_STEPS, eviction=eviction,
-        )  # fmt: skip
-        self.keys: list[bytes] = []
-
-    def key(self) -> bytes:
-        """Return the next key to insert."""
-        if not self._left:
-            self._prompt = self._random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4)
-            self._left = FANOUT
-        self._left -= 1
-        key = self._prompt + self._random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4)
-        if self._random.random() < SAMPLE / 20_000 or len(self.keys) < SAMPLE:
-            self.keys.append(key)
-        return key
-
-    def sample(self, count: int) -> list[bytes]:
-        """Return at most ``count`` of the keys that were inserted."""
-        return self._random.sample(self.keys, min(count, len(self.keys)))
-
-    def grow(self, nodes: int) -> None:
-        """Insert keys until the tree has ``nodes`` nodes."""
-        while self.bed.core.statistics().nodes < nodes:
-            self.bed.insert(self.key())
-
-
-def measure_growth(kind: str, sizes: Sequence[int], eviction: str, progress: Progress) -> list[Figures]:
-    """Time match, pin, insert, release and evict in trees of different sizes."""
-    rows = []
-    for size in sizes:
-        progress(f"{kind}: a tree of {size:,} nodes")
-        rows.append({"nodes": size} | _grown(kind, size, eviction))
-        gc.unfreeze()
-        gc.collect()
-    return rows
-
-
-def _grown(kind: str, size: int, eviction: str) -> Figures:
-    forest = Forest(kind, size, eviction)
-    forest.grow(size)
-    bed = forest.bed
-    told = ("match", "pin", "insert", "release", "evict")
-    worst = ("commit", "complete", "evict", "evict_slice", "freeze", "lease", "release")
-    timers = {name: timer() for name in (*told, *worst)}
-    time_hits(bed, forest.sample(SAMPLE // 4), timers["match"], timers["pin"])
-    for _ in range(SAMPLE // 2):
-        _timed_insert(bed, forest.key(), timers)
-    timers["commit"] = timers["insert"]
-    _fill(bed)
-    ask = LeaseRequest(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
-    for _ in range(SAMPLE // 4):
-        _evict_in_slices(bed, ask, timers["evict"].call)
-    tenth = size // 10 * GROWTH_PAGES * GROWTH_PAGE
-    _evict_in_slices(bed, LeaseRequest(SPACE, b"", 0, tenth, tenth, 0), timers["evict_slice"].call)
-    return {**{name: timers[name].figures() for name in told},
-            "worst_call": {name: timers[name].worst() for name in worst}}
-
-
-Answer = Grant | Wait | More
-
-
-def _evict_in_slices(bed: Bed, ask: LeaseRequest, call: Callable[[Callable[[], Answer]], Answer]) -> None:
-    """Ask for a lease that has to evict, in as many calls as the core divides that into."""
-    while isinstance(answer := call(lambda: bed.core.lease(ask)), More):
-        bed.complete(answer.plan)
-    assert isinstance(answer, Grant)
-
-
-def _timed_insert(bed: Bed, key: bytes, timers: dict[str, Timer]) -> None:
-    lease = timers["lease"].call(lambda: bed.lease(key))
-    plan = timers["insert"].call(lambda: bed.commit(lease, key))
-    timers["complete"].call(lambda: bed.complete(plan))
-    bed.complete(timers["release"].call(lambda: bed.core.release(lease)))
-    timers["freeze"].call(bed.freeze)
-
-
-def _fill(bed: Bed) -> None:
-    """Take all free slots of the device."""
-    free = bed.core.statistics().device[0].free * bed.page
-    swa = bed.core.statistics().device[1].free * bed.page if bed.kind == "all" else free
-    assert isinstance(bed.core.lease(LeaseRequest(SPACE, b"", 0, free, swa, 0)), Grant)
-
-
 # memory
 
 
@@ -467,28 +323,6 @@ def measure_memory(kind: str, eviction: str) -> Figures:
             "payload_per_node": round(payload / count), "free_list_shrunk": freed}  # fmt: skip
 
 
-def measure_ghosts(eviction: str) -> Figures | None:
-    """Measure the bytes of memory for each evicted node that the policy remembers. Returns None for a policy that
-    remembers none. ``most`` among the figures: how many nodes it may remember at this size."""
-    random, nodes = Random(2), MEMORY_NODES // 8
-    bed = Bed("full", GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE, host=False, eviction=eviction)
-    if bed.core.learned() is None:
-        return None
-    ghosts, counts = [], []
-    tracemalloc.start()
-    for rounds in (2, 16):
-        for _ in range(rounds * nodes):
-            bed.insert(random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4))
-        gc.collect()
-        learned = bed.core.learned()
-        assert learned is not None
-        ghosts.append(learned.ghosts)
-        counts.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    return {"nodes": bed.core.statistics().nodes, "ghosts": ghosts[1], "most": 8 * nodes,
-            "bytes_per_ghost": round((counts[1] - counts[0]) / (ghosts[1] - ghosts[0]))}  # fmt: skip
-
-
 def _payload(node: Node) -> int:
     return len(node.key) + len(node.hashes) + sum(map(len, node.slots))
 
@@ -499,73 +333,43 @@ def _payload(node: Node) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
     numbers = [str(i) for i in range(len(SHAPES))]
-    parser.add_argument("--nodes", type=listed(integer(1)), default="1000,10000,100000,1000000", metavar="N,N",
-                        help="numbers of nodes of the trees that are measured; empty: none (default: %(default)s)")
     parser.add_argument("--shapes", type=listed(choice(*numbers)), default=",".join(numbers), metavar="I,I",
                         help="shapes to measure (default: all): "
                              + "; ".join(map("{}: {}".format, numbers, SHAPES)))
     parser.add_argument("--eviction", default="lru", choices=EVICTION_POLICIES,
                         help="the eviction policy (default: %(default)s, for which the goals were set)")
-    parser.add_argument("--metrics", type=integer(0), default=0, metavar="N",
-                        help="instead of all else, measure in N rounds how much counting for metrics adds")
-    parser.add_argument("--this-core", action="store_true",
-                        help="if the compiled core runs, do not measure the pure one as well")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, and return the figures, in microseconds unless a name says otherwise. If the compiled core runs,
-    ``pure`` among them has the figures of the pure core, but not with ``--this-core``."""
-    progress: Progress = (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
-    if args.metrics > 0:
-        found = measure_metrics(args.metrics, progress)
-        adds, evict = 100 * found["all_adds"], 100 * found["evict_adds"]
-        progress(f"metrics add {adds:.2f} % to all calls, {evict:.1f} % to an eviction")
-        return {"bench": "tree", "shapes": {}, "growth": {}, "memory": {}, "metrics": found}
+    """Measure, and return the figures, in microseconds unless a name says otherwise."""
+    progress = reporter(args)
     shapes = {}
     for name, (kind, page) in [list(SHAPES.items())[int(number)] for number in args.shapes]:
         progress(f"{name}: shared, turns, evict")
         shapes[name] = measure_shape(kind, page, args.eviction)
-    kinds = ("full", "all") if args.nodes else ()
-    growth = {kind: measure_growth(kind, args.nodes, args.eviction, progress) for kind in kinds}
-    memory: Figures = {kind: measure_memory(kind, args.eviction) for kind in ("full", "all")}
-    ghosts = measure_ghosts(args.eviction)
-    found = {"bench": "tree", "core": compiled.CORE, "eviction": args.eviction, "python": sys.version.split()[0],
-             "shapes": shapes, "growth": growth, "memory": memory if ghosts is None else {**memory, "ghosts": ghosts}}
-    if compiled.CORE == "compiled" and not args.this_core:
-        progress("the pure core")
-        found["pure"] = _measured_pure(args)
-    return found
+    progress("memory")
+    return {"bench": "tree", "eviction": args.eviction, "python": sys.version.split()[0], "shapes": shapes,
+            "memory": {kind: measure_memory(kind, args.eviction) for kind in ("full", "all")}}
 
 
-def _measured_pure(args: argparse.Namespace) -> Figures:
-    """Return the figures of the pure core, measured in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "tree.json")
-        command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--nodes", ",".join(map(str, args.nodes)),
-                   "--shapes", ",".join(args.shapes), "--eviction", args.eviction, "--quiet", "--json", path]
-        subprocess.run(command, env={**os.environ, "ASYNCCACHE_PURE": "1"}, check=True)
-        with open(path) as file:
-            figures: Figures = json.load(file)
-    return figures
+def reporter(args: argparse.Namespace) -> Progress:
+    """Return the function that is called with a line of progress: it prints the line, or with ``--quiet`` does
+    nothing."""
+    return (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def charts(figures: Figures) -> Iterator[Chart]:
     """Yield a chart for each shape: CPU times beside the goals, which are for the p50 of the compiled core and for the
-    mean of the pure one. Where both cores were measured, the pure one's p50 stands beside them. And one for each kind
-    of tree: how the mean grows with the tree."""
-    judged, pure = "p50" if compiled.CORE == "compiled" else "mean", figures.get("pure", {}).get("shapes")
-    median = f"{compiled.CORE} p50" if pure else "p50"
-    columns = [("mean", "l1"), (median, ""), ("p99", "l2"), ("goal", "limit")]
-    columns += [("pure p50", "plain")] if pure else []
+    mean of the pure one; and one of the memory of a node."""
+    judged = "p50" if compiled.CORE == "compiled" else "mean"
+    columns = (("mean", "l1"), ("p50", ""), ("p99", "l2"), ("goal", "limit"))
     for i, (name, rows) in enumerate(figures["shapes"].items()):
         yield Chart(f"tree-{i}", f"What a call of the core costs, {name}: CPU µs", columns, [
-            Row(row["what"], [*(cpu[one] for one in ("mean", "p50", "p99")), row["goal_us"],
-                              *([pure[name][operation]["cpu"]["p50"]] if pure else [])],
+            Row(row["what"], [*(cpu[one] for one in ("mean", "p50", "p99")), row["goal_us"]],
                 missed=row["goal_us"] is not None and cpu[judged] > row["goal_us"])
-            for operation, row in rows.items() for cpu in [row["cpu"]]
+            for row in rows.values() for cpu in [row["cpu"]]
         ], "CPU time, µs")  # fmt: skip
-    kinds = {"match": "l1", "pin": "l3", "insert": "l2", "evict": "plain"}
-    for kind, sizes in figures["growth"].items():
-        yield Chart(f"growth-{kind}", f"How the cost grows with the tree, {kind}: mean CPU µs", list(kinds.items()), [
-            Row(f"{row['nodes']:,} nodes", [row[name]["cpu"]["mean"] for name in kinds]) for row in sizes
-        ], "CPU time, µs")  # fmt: skip
+    yield Chart("memory", "What a node of the tree takes beside its tokens, slots and hashes: bytes",
+                (("bytes", "l1"), ("goal", "limit")),
+                [Row(kind, [row["bytes_per_node"], row["goal"]], missed=row["bytes_per_node"] > row["goal"])
+                 for kind, row in figures["memory"].items()], "bytes a node")  # fmt: skip

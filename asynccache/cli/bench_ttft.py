@@ -44,7 +44,7 @@ try:
     from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
     from asynccache.cli import bench_together
-    from asynccache.cli.bench_together import Load
+    from asynccache.cli.bench_together import RequestLoad
 except ImportError as error:
     raise ConfigError(f"bench ttft runs a model of transformers: {INSTALL} ({error})") from error
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> Figures:
     for name, unit in (("prefix", PAGE), ("width", 64)):
         if getattr(args, name) % unit:
             raise ConfigError(f"--{name}={getattr(args, name)} must be a multiple of {unit}")
-    load = Load(args.requests, args.prompt, args.new)
+    load = RequestLoad(args.requests, args.prompt, args.new)
     say = _Progress(args.repeats, quiet=args.quiet)
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         bench = Bench(args, args.storage or f"file:{folder}/store?capacity={_store_bytes(args)}")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Figures:
     return {**bench.figures(times), "together": _together(load, together)}
 
 
-def _together(load: Load, times: bench_together.Times) -> Figures:
+def _together(load: RequestLoad, times: bench_together.Times) -> Figures:
     """The figures of the second table as plain values; the medians are shown."""
     milliseconds = {way: [round(s * 1e3, 1) for s in seconds] for way, seconds in times.first.items()}
     speeds = {way: [round(speed, 1) for speed in each] for way, each in times.speed.items()}

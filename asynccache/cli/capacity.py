@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.curve import Curve, PagePath, blocks, curve, points
+from asynccache.cli.curve import HitCurve, PagePath, blocks, curve, points
 from asynccache.cli.optimum import next_uses, optimum
 from asynccache.cli.options import RunSettings
 from asynccache.cli.request import BLOCK_TOKENS
@@ -84,7 +84,7 @@ def _evenly(shown: Sequence[int], i: int) -> int:
 
 
 def compared(
-    requests: Sequence[PagePath], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
+    requests: Sequence[PagePath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> Iterator[dict[str, int]]:
     """For each of ``sizes``: how many lookups ``lru``, the ``policy`` in use and the ``optimum`` answer, in pages.
 
@@ -106,7 +106,7 @@ def _numbered(paths: Iterable[PagePath]) -> Iterator[PagePath]:
         yield PagePath([known.setdefault(key, len(known)) for key in path], looked_up)
 
 
-def _tiers(found: Curve, ratios: _Ratios, tally: Tally, tokens: Mapping[str, float]) -> list[dict[str, Any]]:
+def _tiers(found: HitCurve, ratios: _Ratios, tally: Tally, tokens: Mapping[str, float]) -> list[dict[str, Any]]:
     """A row for each tier whose room is known. ``units``: different pages that this tier and the tiers above it have
     room for together; device and host hold different pages, and storage also holds all that they hold. ``hit_ratio``:
     that of an LRU of this size; ``measured``: that of this tier and the tiers above it in the run."""
@@ -152,8 +152,8 @@ def _said(url: str) -> float:
 
 
 def policy_hits(requests: Sequence[PagePath], capacity: int, eviction: str, times: Sequence[float]) -> int:
-    """How many lookups a device of ``capacity`` blocks answers under the policy named ``eviction``. ``times``: the
-    seconds at which the requests come, ascending.
+    """The number of lookups that a device of ``capacity`` blocks answers under the policy named ``eviction``.
+    ``times``: the seconds at which the requests come, ascending.
 
     The requests go through a core one at a time, at these times, with one page for each block, no host tier, no store
     and no hints. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way.

@@ -132,7 +132,8 @@ def _run_problems(section: str, name: str) -> Iterator[str]:
 
 
 def _storage_problems(loaded: Loaded) -> Iterator[str]:
-    """What opening the stores would refuse; each error names where the setting that it is about came from."""
+    """Yield each error with which a store would refuse to be opened, and where the setting that it is about came
+    from."""
     if loaded.config is None:
         return
     origins = {path: f"{'.'.join(path)}: {origin}" for path, _, origin in loaded.values}

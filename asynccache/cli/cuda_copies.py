@@ -1,4 +1,4 @@
-"""How fast a CUDA device copies pages, and how soon a coroutine knows of it; for ``bench cuda`` and ``doctor``.
+"""Measurements of a CUDA device, for ``bench cuda`` and ``doctor``: the speed of copies, and of waking a coroutine.
 
 Copies are measured for every width of pieces, both ways, by each path, as a share of one large pinned copy. Laws:
 
@@ -58,7 +58,7 @@ async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
             await way.aclose()
 
 
-class Pages:
+class CopyPools:
     """A pool on device and host, of ``size`` bytes on each. Its pages have ``width`` bytes in each layer."""
 
     def __init__(self, device: CudaDevice, size: int, width: int, layers: int = LAYERS) -> None:
@@ -106,7 +106,9 @@ def ended(event: CudaEvent) -> None:
         raise event.failure
 
 
-def rate(device: CudaDevice, pages: Pages, towards: CopyDirection, copies: Sequence[PageCopy], rounds: int) -> float:
+def rate(
+    device: CudaDevice, pages: CopyPools, towards: CopyDirection, copies: Sequence[PageCopy], rounds: int
+) -> float:
     """Return bytes per second: of the best of ``rounds`` rounds, after one that warms up."""
     stream, taken = device.stream("rate"), list[float]()
     for _ in range(rounds + 1):
@@ -119,7 +121,7 @@ def rate(device: CudaDevice, pages: Pages, towards: CopyDirection, copies: Seque
 
 def large(device: CudaDevice, size: int, rounds: int) -> dict[CopyDirection, float]:
     """Return bytes per second of one copy of ``size`` bytes, each way by itself."""
-    pages = Pages(device, size, 1 << 20, layers=1)
+    pages = CopyPools(device, size, 1 << 20, layers=1)
     return {way: rate(device, pages, way, pages.neighbours(), rounds) for way in (CopyDirection.OUT, CopyDirection.IN)}
 
 
@@ -139,7 +141,7 @@ def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
 def table(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Iterator[Figures]:
     """Yield a row for each width and direction: each path's rate in GB/s, and the path that the settings choose."""
     for width in WIDTHS:
-        pages = Pages(device, size, width)
+        pages = CopyPools(device, size, width)
         for towards in (CopyDirection.OUT, CopyDirection.IN):
             copies = pages.scattered()
             rates = {f"{path}_gb_s": _gb(rate(way, pages, towards, copies, rounds)) for path, way in ways.items()}

@@ -24,7 +24,7 @@ from asynccache.cli.trace import TraceRequest, paths_of
 _CHUNK = 4096
 
 
-class Curve(NamedTuple):
+class HitCurve(NamedTuple):
     """``hits[c]``: how many lookups a cache of c pages answers; the last entry holds for every larger cache as well.
     ``lookups``: how many there are in all. ``pages``: how many different pages the requests have."""
 
@@ -33,7 +33,7 @@ class Curve(NamedTuple):
     pages: int
 
     def found(self, capacity: float) -> int:
-        """How many lookups a cache of ``capacity`` pages answers."""
+        """The number of lookups that a cache of ``capacity`` pages answers."""
         return int(self.hits[min(len(self.hits) - 1, max(0, int(capacity)))])
 
 
@@ -98,14 +98,14 @@ class Stack:
             self._sums = np.concatenate([self._sums, np.zeros(more // _CHUNK, dtype=np.int64)])
 
 
-def curve(requests: Iterable[PagePath]) -> Curve:
+def curve(requests: Iterable[PagePath]) -> HitCurve:
     """The curve of ``requests``, from one pass over them."""
     stack, places, lookups = Stack(), array("q"), 0
     for path, looked_up in requests:
         places.extend(stack.places(path[:looked_up]))
         stack.touch(path)
         lookups += looked_up
-    return Curve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(stack))
+    return HitCurve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(stack))
 
 
 def blocks(trace: Sequence[TraceRequest]) -> Iterator[PagePath]:
@@ -113,7 +113,7 @@ def blocks(trace: Sequence[TraceRequest]) -> Iterator[PagePath]:
     return (PagePath(path, len(path)) for path in paths_of(trace))
 
 
-def points(found: Curve, count: int = 60) -> list[int]:
+def points(found: HitCurve, count: int = 60) -> list[int]:
     """At most ``count`` capacities at which to show a curve: evenly spaced on a logarithmic scale, up to the smallest
     that answers as many lookups as any larger one."""
     last = max(1, len(found.hits) - 1)

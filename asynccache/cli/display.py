@@ -1,7 +1,7 @@
 """The display of a run while it lasts: a live panel on a terminal, or a line every few seconds anywhere else.
 
 Everything goes to standard error, so that standard output is left to ``--json -``. The panel is drawn in a thread, from
-a snapshot, because the loop's lateness is being measured and drawing must not add to it. ``Watch`` takes the snapshots,
+a ``Screen``, because the loop's lateness is being measured and drawing must not add to it. ``Watch`` makes the screens,
 and changes nothing.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
@@ -18,50 +19,37 @@ from asynccache.cli.capacity import storage_bytes
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
 from asynccache.cli.runner import RequestRunner
+from asynccache.cli.tally import Tally
 from asynccache.cli.text import ARROWS, bar, milliseconds, number, percent, size
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     from asynccache.runtime.cache import AsyncCache
 
 _PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
+_TOLD = ("requests", "", "hits", "verified", "lag")
+"""The rows that a line of text has as well."""
 
 
-class Snapshot(NamedTuple):
-    """A run at one moment.
-
-    title, clock, note: texts, see ``Watch``. progress: the share of the run that is done, None if it is not known.
-    rate: requests served per second. tokens, hits: prompt tokens, and those that hit on device, host and storage.
-    tiers: name and share of the pages in use. stages: name and bytes per second.
-    lag: p99 and maximum of the loop's lateness in milliseconds. memory: bytes.
-    """
+class Screen(NamedTuple):
+    """A run at one moment, as texts. ``progress``: the share of the run that is done, None if it is not known.
+    ``rows``: name and text of each line, none of which needs more than 40 columns."""
 
     title: str
     clock: str
     progress: float | None
-    served: int
-    running: int
-    cancelled: int
-    failed: int
-    rate: float
-    tokens: int
-    hits: tuple[int, int, int]
-    verified: int
-    mismatches: int
-    tiers: tuple[tuple[str, float], ...]
-    stages: tuple[tuple[str, float], ...]
-    lag: tuple[float, float]
-    memory: int
-    note: str
+    rows: tuple[tuple[str, str], ...]
+    note: str = ""
 
 
 class Watch:
-    """Takes snapshots of one run. ``note``: a line that the display shows below them."""
+    """Makes the screens of one run. ``note``: a line that the display shows below them."""
 
     def __init__(
         self, settings: RunSettings, runner: RequestRunner, meter: Meter, cache: AsyncCache, duration: float | None
@@ -74,34 +62,50 @@ class Watch:
         self._duration = duration
         self._last: tuple[float, dict[str, int]] = (time.monotonic(), {})
 
-    def take(self) -> Snapshot:
-        """A snapshot of the run as it is now."""
-        tally, runner = self._runner.tally, self._runner
-        elapsed = self._meter.elapsed()
+    def take(self) -> Screen:
+        """The screen of the run as it is now."""
+        tally, runner, elapsed = self._runner.tally, self._runner, self._meter.elapsed()
         lag = spread(self._meter.recent(), 1e3)
-        return Snapshot(
-            title=title(self._settings), clock=clock(elapsed, self._duration),
-            progress=progress(elapsed, self._duration, tally.requests, runner.total),
-            served=tally.served, running=runner.running, cancelled=tally.cancelled, failed=tally.failed,
-            rate=tally.served / elapsed if elapsed else 0.0, tokens=tally.tokens,
-            hits=(tally.device, tally.host, tally.storage), verified=tally.verified, mismatches=tally.mismatches,
-            tiers=self._tiers(), stages=self._rates(), lag=(lag.p99, lag.max), memory=peak_rss(), note=self.note,
-        )
+        return Screen(
+            title(self._settings), clock(elapsed, self._duration),
+            progress(elapsed, self._duration, tally.requests, runner.total),
+            (*requests(tally, runner.running, elapsed), *self._tiers(), *self._rates(),
+             ("verified", verified(tally, self._settings.verify)),
+             ("lag", f"p99 {milliseconds(lag.p99)} · max {milliseconds(lag.max)}"), ("memory", size(peak_rss()))),
+            self.note,
+        )  # fmt: skip
 
-    def _tiers(self) -> tuple[tuple[str, float], ...]:
+    def _tiers(self) -> Iterator[tuple[str, str]]:
+        """A row for each tier: the share of its pages that is in use."""
         statistics = self._cache.statistics()
-        shelves = [("L1", statistics.device["full"]), ("L2", statistics.host["full"])]
-        used = [(name, 1 - s.free / s.capacity) for name, s in shelves if s.capacity]
-        room = storage_bytes(self._settings.storage, statistics.storage)
-        return (*used, ("L3", statistics.storage.get("bytes", 0) / room)) if room else tuple(used)
+        rooms = [(name, shelf.capacity - shelf.free, shelf.capacity) for name, shelf in
+                 (("L1", statistics.device["full"]), ("L2", statistics.host["full"]))]  # fmt: skip
+        rooms.append(("L3", int(statistics.storage.get("bytes", 0)),
+                      int(storage_bytes(self._settings.storage, statistics.storage))))  # fmt: skip
+        return ((name, f"{bar(used / room, 10):<10} {100 * used / room:3.0f} %") for name, used, room in rooms if room)
 
-    def _rates(self) -> tuple[tuple[str, float], ...]:
-        """Bytes per second of each stage since the last snapshot."""
+    def _rates(self) -> Iterator[tuple[str, str]]:
+        """A row for each stage: its bytes per second since the last screen."""
         now, moved = time.monotonic(), {name: s.bytes for name, s in self._cache.statistics().stages.items()}
-        before, last = self._last
-        self._last = now, moved
-        seconds = max(now - before, 1e-3)
-        return tuple((ARROWS.get(name, name), (count - last.get(name, 0)) / seconds) for name, count in moved.items())
+        (before, last), self._last = self._last, (now, moved)
+        seconds = max(now - before, 1e-3) * (1 << 20)
+        return ((ARROWS.get(name, name), f"{(count - last.get(name, 0)) / seconds:.1f} MiB/s")
+                for name, count in moved.items())  # fmt: skip
+
+
+def requests(tally: Tally, running: int, elapsed: float) -> Iterator[tuple[str, str]]:
+    """The rows of what was served, how fast, and how much of it was found in the cache."""
+    yield "requests", f"{number(tally.served)} served · {running} running"
+    ended = ((tally.cancelled, "cancelled"), (tally.failed, "failed"))
+    rate = tally.served / elapsed if elapsed else 0.0
+    yield "", f"{rate:.0f}/s" + "".join(f" · {number(count)} {name}" for count, name in ended if count)
+    yield "hits", f"{percent(tally.hit(), tally.tokens)} of tokens"
+
+
+def verified(tally: Tally, verify: bool) -> str:
+    """The number of pages that were compared with what they must hold, and whether all were right."""
+    wrong = f"{number(tally.mismatches)} WRONG" if tally.mismatches else "all right"
+    return f"{number(tally.verified)}, {wrong}" if verify else "nothing is verified"
 
 
 def title(settings: RunSettings) -> str:
@@ -125,9 +129,9 @@ def progress(elapsed: float, duration: float | None, given: int, total: int | No
 
 
 class Display(Protocol):
-    """Shows snapshots until it is cancelled."""
+    """Shows screens until it is cancelled."""
 
-    async def show(self, take: Callable[[], Snapshot]) -> None: ...
+    async def show(self, take: Callable[[], Screen]) -> None: ...
 
 
 def choose(quiet: bool, stream: TextIO | None = None) -> Display:
@@ -143,7 +147,6 @@ def choose(quiet: bool, stream: TextIO | None = None) -> Display:
         return Lines(stream)
     try:
         import rich.live
-        import rich.table
         import rich.text  # noqa: F401  imported now, because later the loop's lateness is measured
         from rich.console import Console
     except ImportError:
@@ -154,7 +157,7 @@ def choose(quiet: bool, stream: TextIO | None = None) -> Display:
 class Silence:
     """Shows nothing."""
 
-    async def show(self, take: Callable[[], Snapshot]) -> None:
+    async def show(self, take: Callable[[], Screen]) -> None:
         """Return at once."""
 
 
@@ -165,7 +168,7 @@ class Lines:
         self._stream = stream
         self._every = every
 
-    async def show(self, take: Callable[[], Snapshot]) -> None:
+    async def show(self, take: Callable[[], Screen]) -> None:
         """Show lines until cancelled."""
         while True:
             await asyncio.sleep(self._every)
@@ -180,7 +183,7 @@ class Panel:
         self._console = console
         self._every = every
 
-    async def show(self, take: Callable[[], Snapshot]) -> None:
+    async def show(self, take: Callable[[], Screen]) -> None:
         """Show the panel until cancelled; then it is erased, and the summary takes its place."""
         from rich.live import Live
 
@@ -199,56 +202,28 @@ class Panel:
                         await asyncio.wait([drawing])
 
 
-def _draw(live: Live, now: Snapshot, width: int) -> None:
+def _draw(live: Live, now: Screen, width: int) -> None:
     live.update(panel(now, width), refresh=True)
 
 
-def line(now: Snapshot) -> str:
-    """A snapshot as one line of text."""
+def line(now: Screen) -> str:
+    """A screen as one line of text."""
     share = "" if now.progress is None else f" {100 * now.progress:3.0f} %"
-    return (f"{now.clock}{share} · {number(now.served)} served · {now.running} running · {now.rate:.1f}/s · "
-            f"hits {percent(sum(now.hits), now.tokens)} of tokens · {number(now.verified)} pages verified · "
-            f"{now.mismatches} wrong · lag p99 {milliseconds(now.lag[0])}")
+    return f"{now.clock}{share} · " + " · ".join(f"{name} {text}".strip() for name, text in now.rows if name in _TOLD)
 
 
-def panel(now: Snapshot, width: int = _WIDTH) -> RenderableType:
-    """A snapshot as a block of at most ``width`` columns and never more than 80."""
-    from rich.console import Group
-    from rich.table import Table
+def panel(now: Screen, width: int = _WIDTH) -> Text:
+    """A screen as a block of at most ``width`` columns and never more than 80."""
     from rich.text import Text
 
     width = min(width, _WIDTH)
-    shown = rows(now)
-    head = Table.grid(padding=(0, 1, 0, 0), expand=True)
-    head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    head.add_column(justify="right", no_wrap=True)
-    head.add_row(Text(now.title, style="bold"), Text(now.clock))
-    body = Table.grid(padding=(0, 2))
-    body.add_column(style="dim", no_wrap=True, min_width=max(len(name) for name, _ in shown))
-    body.add_column(no_wrap=True, overflow="ellipsis")
-    for name, text in shown:
-        body.add_row(Text(name), Text(text))
-    parts: list[RenderableType] = [head]
-    if now.progress is not None:
-        parts.append(Text(bar(now.progress, width), style="green", no_wrap=True))
-    parts.append(body)
-    if now.note:
-        parts.append(Text(now.note, style="yellow"))
-    return Group(*parts)
-
-
-def rows(now: Snapshot) -> list[tuple[str, str]]:
-    """Name and text of each line of the panel: one for each tier and stage, so that none needs more than 40 columns."""
-    wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
-    ended = ((now.cancelled, "cancelled"), (now.failed, "failed"))
-    gone = [f"{number(count)} {name}" for count, name in ended if count]
-    return [
-        ("requests", f"{number(now.served)} served · {now.running} running"),
-        ("", f"{now.rate:.0f}/s" + "".join(f" · {text}" for text in gone)),
-        ("hits", f"{percent(sum(now.hits), now.tokens)} of tokens"),
-        *((name, f"{bar(share, 10):<10} {100 * share:3.0f} %") for name, share in now.tiers),
-        *((name, f"{rate / (1 << 20):.1f} MiB/s") for name, rate in now.stages),
-        ("verified", f"{number(now.verified)}, {wrong}"),
-        ("lag", f"p99 {milliseconds(now.lag[0])} · max {milliseconds(now.lag[1])}"),
-        ("memory", size(now.memory)),
-    ]
+    room = max(0, width - len(now.clock) - 1)
+    cut = now.title if len(now.title) <= room else f"{now.title[: max(0, room - 1)]}…"
+    column = max(len(name) for name, _ in now.rows) + 2
+    parts: Iterable[tuple[str, str]] = (
+        (f"{cut:<{room}} ", "bold"), (now.clock, ""),
+        *([("\n" + bar(now.progress, width), "green")] if now.progress is not None else []),
+        *(part for name, text in now.rows for part in ((f"\n{name:<{column}}", "dim"), (text, ""))),
+        *((f"\n{part}", "yellow") for part in textwrap.wrap(now.note, width)),
+    )
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")

@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What came out of a comparison. ``pages``: how many were compared. ``wrong``: how many of them are missing or
+    """The result of a comparison. ``pages``: how many were compared. ``wrong``: how many of them are missing or
     hold other bytes. ``what``: a description of the first few of those."""
 
     pages: int
@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
 NOTHING = Verdict(0, 0)
 
 
-class Job(NamedTuple):
+class EngineJob(NamedTuple):
     """Work that an engine has begun. ``work``: the event or the number of the batch that ends with it, to be named to
     the cache. ``verdict``: returns what came out, when the work has ended; cancelling that leaves the work running."""
 
@@ -83,13 +83,13 @@ class Job(NamedTuple):
 
 
 class Engine(Protocol):
-    """What fills and verifies pages, in the order in which it is asked to. ``slowdown``: how many times as long its
-    work takes because the machine is busy; 1.0 on an idle machine."""
+    """An engine, which fills and verifies pages in the order in which it is asked to. ``slowdown``: how many times as
+    long its work takes because the machine is busy; 1.0 on an idle machine."""
 
     @property
     def slowdown(self) -> float: ...
 
-    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> Job:
+    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> EngineJob:
         """Begin to compare these pages with what they must hold or, if ``verifies`` is False, to fill them."""
         ...
 
@@ -148,7 +148,7 @@ class StandInEngine:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long the jobs took because the machine was busy: (CPU time + time waiting for a core) / CPU
+        """The factor by which a busy machine made the jobs take longer: (CPU time + time waiting for a core) / CPU
         time, over all jobs so far.
 
         1.0 until the jobs have taken ``ENOUGH_CPU``, where the kernel does not count the wait, and where the pages are
@@ -162,10 +162,10 @@ class StandInEngine:
         """See ``Engine``."""
         self._thread.shutdown()
 
-    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> Job:
+    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> EngineJob:
         """See ``Engine``."""
         future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
-        return Job(event, lambda: _result(future))
+        return EngineJob(event, lambda: _result(future))
 
     def submit(self, job: Callable[[], Verdict]) -> tuple[Future[Verdict], Event]:
         """Queue ``job``. Returns its future and an event that fires when the job has ended, failed, or been dropped

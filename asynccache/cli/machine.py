@@ -1,4 +1,4 @@
-"""What a run works with, as its options say: an event loop, a device, and the faults of ``--faults``. torch and cupy
+"""The parts that a run is given by its options: an event loop, a device, and the faults of ``--faults``. torch and cupy
 are only imported when a device is made."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes the event loop that ``--loop`` names. With None it is uvloop's if that is installed; if it is not, the
-    result is None, which stands for asyncio's default.
+    """The function that makes the event loop that ``--loop`` names. With None it is uvloop's if that is installed; if
+    it is not, the result is None, which stands for asyncio's default.
 
     Raises:
         ConfigError: the loop is not installed.

@@ -26,7 +26,6 @@ BENCHES = {
     "store": "CPU time and bandwidth per page of a store",
     "tree": "time and memory of each operation of the core",
     "runtime": "what an await adds to a call of the core",
-    "ranks": "operations on their way to workers and back, beside a bare TCP echo of the same bytes",
     "cuda": "the CUDA device: copies by fragment, wake-ups, submitting, and what copies cost a computation",
     "ttft": "time to first token of a real model, by the tier that has the prefix",
 }
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _have_streams() -> None:
-    """Where standard output or error is closed, discard what is written to it."""
+    """Discard what is written to standard output or error where that is closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
@@ -169,16 +168,25 @@ def _bench(arguments: list[str]) -> int:
     parser.add_argument("bench", choices=list(BENCHES), metavar="|".join(BENCHES),
                         help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
     chosen: str = parser.parse_args(arguments[:1] or ["--help"]).bench
-    module: Any = import_module(f"asynccache.cli.bench_{chosen}")
-    own = _Parser(prog=f"asynccache bench {chosen}", description=_sentence(BENCHES[chosen]),
+    return bench(import_module(f"asynccache.cli.bench_{chosen}"), arguments[1:], prog=f"asynccache bench {chosen}",
+                 text=BENCHES[chosen])  # fmt: skip
+
+
+def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> int:
+    """Run the benchmark ``module``, and print and write its figures; returns the exit status.
+
+    The module has ``add_arguments(parser)``, ``run(options)``, which returns the figures, and ``charts(figures)``.
+    ``prog``: how the command is called; ``text``: what it measures (default: what the module's docstring begins with).
+    """
+    own = _Parser(prog=prog, description=_sentence(text or (module.__doc__ or " ").partition(":")[0]),
                   conflict_handler="resolve")  # fmt: skip
     own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
                      help="where the figures go (default: -)")
     own.add_argument("--report", metavar="FILE.html", help="also write the figures as one page with plots")
     own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
     module.add_arguments(own)
-    options = own.parse_args(arguments[1:])
-    from asynccache.cli.charts import text
+    options = own.parse_args(arguments)
+    from asynccache.cli.charts import text as table
     from asynccache.cli.output import check_writable, dump, write_page
 
     if options.json is not None:
@@ -189,7 +197,7 @@ def _bench(arguments: list[str]) -> int:
     beside = own.get_default("json") is not None       # then the table stands beside the JSON, and not in its place
     if not options.quiet and (beside or options.json != "-"):
         out = sys.stderr if beside else sys.stdout
-        print(*map(text, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n", file=out)
+        print(*map(table, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n", file=out)
     if options.json is not None:
         dump(figures, options.json)
     if options.report is not None:

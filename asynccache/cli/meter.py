@@ -118,7 +118,7 @@ class Meter:
         self._ended, self._cpu_end = time.monotonic(), time.process_time()
 
     def lag_ms(self) -> Spread:
-        """How late the timer was, in milliseconds."""
+        """The lateness of the timer, in milliseconds."""
         return self._lag.spread(1e3)
 
     def worst_lag(self) -> float:
@@ -127,11 +127,11 @@ class Meter:
         return worst
 
     def recent(self) -> Sequence[float]:
-        """How late the latest 200 ticks were (about the last second), in seconds."""
+        """The lateness of the latest 200 ticks (about the last second), in seconds."""
         return self._recent
 
     def run_queue_ms(self) -> Spread:
-        """How long the loop's thread waited for a core between two ticks, in milliseconds."""
+        """The time that the loop's thread waited for a core between two ticks, in milliseconds."""
         return self._queued.spread(1e3)
 
     def elapsed(self) -> float:

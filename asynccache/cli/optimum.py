@@ -46,9 +46,9 @@ def next_uses(requests: Sequence[PagePath]) -> list[list[int]]:
 
 
 def optimum(requests: Sequence[PagePath], uses: Sequence[Sequence[int]], capacity: int) -> int:
-    """How many lookups the best cache of ``capacity`` blocks answers, when requests are served one at a time. ``uses``:
-    the result of ``next_uses``, which is the same for every capacity. O(n log n) in the number of blocks of all
-    paths."""
+    """The number of lookups that the best cache of ``capacity`` blocks answers if requests are served one by one.
+    ``uses``: the result of ``next_uses``, which is the same for every capacity. O(n log n) in the number of blocks of
+    all paths."""
     held: dict[int, int] = {}
     farthest: list[tuple[int, int, int]] = []
     hits = 0

@@ -198,7 +198,7 @@ class RunSettings:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are. If there are several, each one is a process."""
+        """The number of ranks. If there are several, each one is a process."""
         return self.tp * self.cp * self.pp
 
     def plain(self) -> dict[str, object]:
@@ -302,7 +302,7 @@ class Said(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a file and the environment say: the options by field, and a sentence for each wrong one."""
+    """The options that a file and the environment set: the values by field, and a sentence for each wrong one."""
 
     values: dict[str, Said]
     problems: list[str]

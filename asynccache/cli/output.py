@@ -20,7 +20,7 @@ EVERY = 0.5
 
 
 def debugging() -> bool:
-    """Whether tracebacks are to be printed: ``ASYNCCACHE_DEBUG`` in the environment, which ``--debug`` sets."""
+    """Return whether tracebacks are to be printed: ``ASYNCCACHE_DEBUG`` in the environment, which ``--debug`` sets."""
     return os.environ.get("ASYNCCACHE_DEBUG", "0") not in ("", "0")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asynccache.cli.capacity import compared
-from asynccache.cli.curve import Curve, PagePath, blocks, curve
+from asynccache.cli.curve import HitCurve, PagePath, blocks, curve
 from asynccache.cli.output import Progress, answer, check_writable
 from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, integer, listed
 from asynccache.cli.parsing import number as number_of
@@ -33,8 +33,8 @@ EVICTION = CACHE["eviction"]
 Report = dict[str, Any]
 
 
-class Model(NamedTuple):
-    """What a token costs: its bytes, and the rates at which it is computed and loaded."""
+class TokenCost(NamedTuple):
+    """The cost of a token: its bytes, and the rates at which tokens are computed and loaded."""
 
     bytes_per_token: int
     prefill_tokens_per_s: float
@@ -42,7 +42,7 @@ class Model(NamedTuple):
     storage_gb_per_s: float
 
     def tokens(self, gib: float) -> int:
-        """How many tokens fit into ``gib`` GiB."""
+        """The number of tokens that fit into ``gib`` GiB."""
         return int(gib * GIB // self.bytes_per_token)
 
     def saves(self, tier: str) -> float:
@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
     """The plan as plain values."""
-    model = Model(args.bytes_per_token, args.prefill_tokens_per_s, args.host_gb_per_s, args.storage_gb_per_s)
+    model = TokenCost(args.bytes_per_token, args.prefill_tokens_per_s, args.host_gb_per_s, args.storage_gb_per_s)
     requests = list(blocks(trace))
     found = curve(requests)
     tokens = sum(request.input_length for request in trace)
@@ -130,7 +130,7 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
 
 
 def _hits(
-    requests: Sequence[PagePath], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
+    requests: Sequence[PagePath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> dict[int, dict[str, int]]:
     """The result of ``compared`` for each of ``sizes``, in blocks. Shows its progress on standard error."""
     hits: dict[int, dict[str, int]] = {}
@@ -144,7 +144,7 @@ def _hits(
     return hits
 
 
-def _steps(args: argparse.Namespace, model: Model) -> Iterator[Step]:
+def _steps(args: argparse.Namespace, model: TokenCost) -> Iterator[Step]:
     device = args.device_tokens
     yield Step("device", device * model.bytes_per_token / GIB, device, 0.0)
     host = sorted(args.host_gib)
@@ -156,7 +156,7 @@ def _steps(args: argparse.Namespace, model: Model) -> Iterator[Step]:
 
 
 def _rows(
-    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: Model, tokens: int
+    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: TokenCost, tokens: int
 ) -> Iterator[dict[str, Any]]:
     """The rows of the plan. ``hit_ratio``: under the policy in use. ``saved_s``: prefill saved minus time to load, in
     seconds, of this tier and those above it. What a GiB adds is counted from the next smaller size of the same tier,
@@ -217,7 +217,7 @@ def _notes(report: Report) -> Iterator[str]:
     yield f"of all tiers together, under {report['eviction']}. best: no cache of this size finds more,"
     yield "even if it knows the future. saved: prefill saved minus time to load, all tiers."
     yield "s per GiB: what a GiB of this size adds to the next smaller size of the tier."
-    model = Model(**report["model"])
+    model = TokenCost(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):
         if model.saves(tier) <= 0:
             yield f"Loading a token from {name} takes longer than computing it: {name} saves nothing here."

@@ -64,7 +64,7 @@ def read_sidecars(text: str, page_size: int) -> tuple[SidecarText, ...]:
 
 
 def is_logical(text: str) -> bool:
-    """Whether FULL has no bytes of its own, because all of its KV is in sidecars."""
+    """Return whether FULL has no bytes of its own, because all of its KV is in sidecars."""
     return PRESET in (entry.strip() for entry in text.split(","))
 
 

@@ -1,7 +1,8 @@
 """Ctrl-C during a run: every press is counted, and the run is told of it.
 
 The first press ends the run early and the second cancels the requests that run; both still give a report. The third
-press ends the command by KeyboardInterrupt. Mutable state: how often Ctrl-C was pressed, and what the next press does.
+press ends the command by KeyboardInterrupt, and what that leaves unfinished in the loop is not told. Mutable state: how
+often Ctrl-C was pressed, and what the next press does.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import asyncio
 
 PATIENT = 3
 
 
 class Next(Enum):
-    """What a press does besides being counted and told."""
+    """The meaning of a press, besides being counted and told."""
 
     NOTHING = "nothing, but the third press raises KeyboardInterrupt"
     SKIPS = "raises KeyboardInterrupt, which ends the present step"
@@ -43,6 +47,12 @@ class Presses:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+
+    def loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception handler for event loops. The third press ends the loop within any step of any task, so errors
+        after it are of no use to anybody."""
+        if self.count < PATIENT:
+            loop.default_exception_handler(context)
 
     @contextmanager
     def told_to(self, act: Callable[[int], object]) -> Iterator[None]:

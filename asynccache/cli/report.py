@@ -28,7 +28,7 @@ Report = dict[str, Any]
 
 
 class Leaks(NamedTuple):
-    """What a run has left that should be gone.
+    """Counts of things that a run has left and that should be gone.
 
     device_pages, host_pages: slots of all components that are neither free nor in the tree.
     pins: leases that are still open, and pins that the tree still counts.
@@ -122,7 +122,7 @@ def nodes(core: CacheCore) -> Iterator[Node]:
 
 
 def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
-    """What the cache counted, as plain values for the report."""
+    """The cache's own counters, as plain values for the report."""
     statistics = cache.statistics()
     core, learned = statistics.core, cache.learned()
     return {

@@ -56,7 +56,7 @@ class RunRequest(NamedTuple):
 
 
 class Source(Protocol):
-    """Where requests come from. ``total``: how many there will be; None if the source could go on for ever."""
+    """A source of requests. ``total``: how many there will be; None if the source could go on for ever."""
 
     total: int | None
 

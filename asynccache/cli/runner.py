@@ -84,7 +84,7 @@ class RequestRunner:
 
     @property
     def total(self) -> int | None:
-        """How many requests there will be; None if that is not known."""
+        """The number of requests that there will be; None if that is not known."""
         return self._source.total
 
     async def run(self) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from asynccache.runtime.prefetch import PrefetchHandle
 
 ENTRIES = 32
-"""How often a request takes a lease again because a load has failed, before it fails itself."""
+"""The number of leases that a request takes because the load of the one before has failed, before it fails itself."""
 _CHUNK = {"replay": 16384, "stress": 1024}
 """Tokens that are computed between two commits, by command."""
 _DECODE_CALLS = 4

@@ -60,6 +60,7 @@ def execute(settings: RunSettings, presses: Presses | None = None) -> int:
     display = choose(settings.quiet)
     session = _session(settings)(settings, display, presses)
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
+        runner.get_loop().set_exception_handler(presses.loop_error)
         result = runner.run(session.run())
     if settings.json is not None or settings.report is not None:
         with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # Ctrl-C skips these figures
@@ -98,7 +99,7 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
 
 
 def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
-    """What Ctrl-C does: the first press admits no more requests, the second cancels those that run."""
+    """Do what Ctrl-C asks for: the first press admits no more requests, the second cancels those that run."""
     if count == 1:
         runner.stop()
         watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"

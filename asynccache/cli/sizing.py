@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asynccache.cli.options import RunSettings, Size
 from asynccache.cli.pool_options import is_logical, read_sidecars, replicate
-from asynccache.cli.trace import Survey, TraceRequest
+from asynccache.cli.trace import TraceRequest, TraceSurvey
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError
 
@@ -15,7 +15,9 @@ _TOKENS_PER_STATE = 512
 _STATES_PER_REQUEST = 4
 
 
-def configure(settings: RunSettings, trace: Sequence[TraceRequest] = (), survey: Survey | None = None) -> CacheConfig:
+def configure(
+    settings: RunSettings, trace: Sequence[TraceRequest] = (), survey: TraceSurvey | None = None
+) -> CacheConfig:
     """The configuration of a run's cache. ``trace`` and ``survey``: of the run, which sizes of ``all`` depend on.
 
     Raises:
@@ -25,7 +27,7 @@ def configure(settings: RunSettings, trace: Sequence[TraceRequest] = (), survey:
     return replicate(made, settings.replicated)
 
 
-def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: Survey | None) -> CacheConfig:
+def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey | None) -> CacheConfig:
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
     device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
     logical = is_logical(settings.sidecars)
@@ -57,7 +59,7 @@ def _sidecars(settings: RunSettings) -> tuple[Sidecar, ...]:
     return tuple(hung.sidecar(page, size, layers) for hung in read_sidecars(settings.sidecars, page))
 
 
-def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: Survey) -> int:
+def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey) -> int:
     """Tokens of room with which nothing is evicted: for every page of the trace and for the requests that run.
 
     Counted are the pages of each prompt that no earlier prompt has, one more page where a prompt may leave an earlier

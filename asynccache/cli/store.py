@@ -167,7 +167,7 @@ def _is_meant(url: str) -> bool:
 
 @contextmanager
 def _json_lines(path: str) -> Iterator[Callable[[object], None]]:
-    """What writes a value as a line of JSON to the file ``path``, or for ``-`` to standard output."""
+    """Give a function that writes a value as a line of JSON to the file ``path``, or for ``-`` to standard output."""
     if path == "-":
         yield lambda value: print(json.dumps(value))
         return

@@ -40,7 +40,7 @@ def _without_color(text: str) -> str:
 
 
 def verified(report: Mapping[str, Any]) -> str:
-    """How many pages were compared with what they must hold."""
+    """The number of pages that were compared with what they must hold, as text."""
     return f"{number(report['verify']['pages'])} pages verified" if report["settings"]["verify"] else "no page verified"
 
 
@@ -90,7 +90,7 @@ def _first_token(report: Report) -> Iterator[str]:
 
 
 def _why(report: Report) -> Iterator[str]:
-    """Why the first token came later with the cache than it would have come without it."""
+    """The reasons why the first token came later with the cache than it would have come without it."""
     total, hit = report["tokens"]["total"], sum(report["tokens"]["hit"].values())
     saved = report["ttft_without_cache_mean_ms"] - report["ttft_mean_ms"] + report["wait_mean_ms"]
     yield f"  It came later with the cache: hits saved {milliseconds(saved)} of computing on average,"

@@ -42,8 +42,8 @@ class TraceRequest(NamedTuple):
     blocks: tuple[int, ...]
 
 
-class Survey(NamedTuple):
-    """What a trace implies for a cache that forgets nothing and serves one request at a time. Each field has one entry
+class TraceSurvey(NamedTuple):
+    """Figures of a trace that is served one request at a time by a cache that forgets nothing. Each field has one entry
     for each request.
 
     shared_blocks: full blocks of its prompt that an earlier prompt has under the same prefix.
@@ -124,7 +124,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def survey(trace: Sequence[TraceRequest]) -> Survey:
+def survey(trace: Sequence[TraceRequest]) -> TraceSurvey:
     """Say of each prompt what it shares with earlier and later ones."""
     seen: set[int] = set()
     partial: dict[tuple[int, int], int] = {}
@@ -141,7 +141,7 @@ def survey(trace: Sequence[TraceRequest]) -> Survey:
         fresh.append(new)
     later = _later(paths)
     last = tuple([not path or blocks < len(path) for path, blocks in zip(paths, later, strict=True)])
-    return Survey(tuple(shared), tuple(fresh), last, later)
+    return TraceSurvey(tuple(shared), tuple(fresh), last, later)
 
 
 def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
@@ -156,8 +156,8 @@ def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
 
 
 def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """How many blocks of each path are in a later path. These are a prefix, because a path with a block has all blocks
-    before it as well."""
+    """The number of blocks of each path that are in a later path. These are a prefix, because a path with a block has
+    all blocks before it as well."""
     seen: set[int] = set()
     counts = []
     for path in reversed(paths):
@@ -167,7 +167,7 @@ def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
-    """When each request arrives, in seconds after the start, at ``speed`` times the trace's speed; 0: all at once.
+    """The arrival of each request, in seconds after the start, at ``speed`` times the trace's speed; 0: all at once.
 
     Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
     """
@@ -210,8 +210,8 @@ class TraceSource:
     that it is the last. With ``shared_hints`` it also tells how much of its prompt later requests have."""
 
     def __init__(
-        self, trace: Sequence[TraceRequest], found: Survey, *, speed: float = 0.0, hints: float = 0.0, seed: int = 0,
-        shared_hints: bool = False,
+        self, trace: Sequence[TraceRequest], found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,
+        seed: int = 0, shared_hints: bool = False,
     ) -> None:  # fmt: skip
         rng = random.Random(seed)
         self.total: int | None = len(trace)

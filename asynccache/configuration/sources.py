@@ -24,7 +24,7 @@ PREFIX = "ASYNCCACHE_"
 SECTIONS = ("stress", "replay")
 BACKENDS = "asynccache.backends"
 _DEPTH = {"components": 3, "sidecars": 3, "storage_options": 2}
-"""How long the paths of settings in tables are."""
+"""The length of the paths of settings in tables."""
 _EXAMPLES = {"components": "components.full", "sidecars": "sidecars.NAME", "storage_options": "storage_options"}
 NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM", "PURE", "COMPILE")
 

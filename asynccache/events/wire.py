@@ -80,7 +80,7 @@ class _ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
 
 class Layout(Enum):
-    """How an event is encoded: as a map, which is what vLLM does now, or as an array, which older versions of vLLM did
+    """The encoding of an event: as a map, which is what vLLM does now, or as an array, which older versions of vLLM did
     and SGLang does."""
 
     MAP = "map"

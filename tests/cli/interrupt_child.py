@@ -1,6 +1,7 @@
 """A command that gets signals when it reaches a certain function: ``interrupt_child.py PLACE SIGNALS ARG...``.
 
-``SIGNALS``: their names, such as ``INT,INT`` for Ctrl-C twice, sent one after the other.
+``SIGNALS``: their names, such as ``INT,INT`` for Ctrl-C twice, sent one after the other when a function is called for
+the first time; after a semicolon those of its second call, and so on: ``INT,INT;;INT`` sends the last at the third.
 
 ``PLACE``: ``module:Class.function``, ``import:module`` for the moment when that is imported, or ``exit`` for when the
 command is over and the interpreter is not.
@@ -46,12 +47,12 @@ def found(place: str) -> tuple[Any, str]:
 
 
 def pressing(function: Callable[..., Any], signals: str) -> Callable[..., Any]:
-    """The same function, which presses when it is called for the first time."""
-    left = [signals]
+    """The same function, which presses when it is called for the first time, or as often as ``signals`` says."""
+    left = signals.split(";")
 
     @functools.wraps(function)
     def pressed(*arguments: Any, **named: Any) -> Any:
-        press(left.pop() if left else "")
+        press(left.pop(0) if left else "")
         return function(*arguments, **named)
 
     return pressed

@@ -1,4 +1,4 @@
-"""``asynccache bench ranks`` over real processes: what it counts is exact, what it times is there."""
+"""``benchmarks/ranks.py`` over real processes: what it counts is exact, what it times is there."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from asynccache.cli.bench_ranks import GOAL_CPU_US, PLAN
-from asynccache.cli.main import main
+from asynccache.cli.main import bench
+from asynccache.errors import ConfigError
+from benchmarks import ranks
 
 
-def test_workers_are_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_are_a_number() -> None:
     for word, must in (("0", "between 1 and 4096"), ("two", "an integer")):
-        assert main(["bench", "ranks", "--workers", word]) == 2
-        said = capsys.readouterr().err
-        assert f"--workers={word}: must " in said
-        assert must in said
+        with pytest.raises(ConfigError, match=f"--workers={word}: must .*{must}"):
+            bench(ranks, ["--workers", word], prog="ranks")
 
 
 @pytest.mark.slow(6)
 def test_what_an_operation_takes_beside_an_echo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ranks.json"
-    assert main(["bench", "ranks", "--workers", "2", "--rounds", "50", "--json", str(path)]) == 0
+    assert bench(ranks, ["--workers", "2", "--rounds", "50", "--json", str(path)], prog="ranks") == 0
     figures = json.loads(path.read_text())["workers"]["2"]
     for name in ("one", "plan"):
         one = figures[name]
         assert 0 < one["echo_p50_us"] < one["p99_us"]
         assert one["ratio"] == pytest.approx(one["p50_us"] / one["echo_p50_us"], rel=0.01)
-    assert figures["one"]["bytes"] * PLAN / 2 < figures["plan"]["bytes"] < figures["one"]["bytes"] * PLAN
-    assert 0 < figures["cpu_us"] < 10 * GOAL_CPU_US
+    assert figures["one"]["bytes"] * ranks.PLAN / 2 < figures["plan"]["bytes"] < figures["one"]["bytes"] * ranks.PLAN
+    assert 0 < figures["cpu_us"] < 10 * ranks.GOAL_CPU_US
     said = capsys.readouterr().err
     assert "head's CPU an operation and worker" in said
     assert "2 workers, plan" in said

@@ -91,6 +91,18 @@ def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").read_text() == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_who_insists_while_requests_are_cancelled_sees_no_traceback(loop: str, ranks: str, tmp_path: Path) -> None:
+    """The third press ends the loop within a step of a task, whose error is nobody's."""
+    place, signals = "asynccache.runtime.lease:_give_back", ";;INT,INT;;;INT"
+    command = [sys.executable, interrupt_child.__file__, place, signals, *run(tmp_path), "--loop", loop, "--rate", "0",
+               "--tp", ranks, "--quiet"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "", "")
+
+
 @pytest.mark.parametrize(("place", "status"), [
     ("import:asynccache.cli.main", 130), ("import:asynccache.cli.options", 130), ("import:json", 130),
     ("exit", -signal.SIGINT),

@@ -5,27 +5,41 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from asynccache.cli import text
-from asynccache.cli.display import Lines, Panel, Silence, Snapshot, choose, line, panel
+from asynccache.cli.display import Lines, Panel, Screen, Silence, choose, line, panel, requests, verified
 from asynccache.cli.summary import summary
+from asynccache.cli.tally import Tally
 from asynccache.errors import ConfigError
 
-NOW = Snapshot(
-    title="replay a-rather-long-name-of-a-recorded-conversation-trace.jsonl · full,swa,mamba · pages of 512",
-    clock="1234 of 3600 s", progress=0.345, served=1_234_567, running=512, cancelled=123_456, failed=0, rate=1234.5,
-    tokens=3_000_000, hits=(1_000_000, 500_000, 250_000), verified=123_456_789, mismatches=0,
-    tiers=(("L1", 0.998), ("L2", 0.5)),
-    stages=(("L1→L2", 123e6), ("L2→L1", 1.2e9), ("L2→L3", 0.0), ("L3→L2", 88e6)),
-    lag=(0.31, 123.4), memory=12 << 30, note="interrupted: finishing what runs; press Ctrl-C again to cancel it",
+TALLY = Tally(
+    served=1_234_567, cancelled=123_456, tokens=3_000_000, device=1_000_000, host=500_000, storage=250_000,
+    verified=123_456_789,
 )
 
 
-def drawn(now: Snapshot, width: int) -> list[str]:
+def now(tally: Tally = TALLY, *, verify: bool = True) -> Screen:
+    """A screen with the longest rows that a run may have."""
+    tiers = (("L1", "█████████▉  100 %"), ("L2", "█████        50 %"))
+    rates = (("L1→L2", "117.3 MiB/s"), ("L2→L1", "1144.4 MiB/s"), ("L2→L3", "0.0 MiB/s"), ("L3→L2", "83.9 MiB/s"))
+    return Screen(
+        "replay a-rather-long-name-of-a-recorded-conversation-trace.jsonl · full,swa,mamba · pages of 512",
+        "1234 of 3600 s", 0.345,
+        (*requests(tally, 512, 1000.0), *tiers, *rates, ("verified", verified(tally, verify)),
+         ("lag", "p99 0.31 ms · max 123 ms"), ("memory", "12.0 GiB")),
+        "interrupted: finishing what runs; press Ctrl-C again to cancel it",
+    )  # fmt: skip
+
+
+NOW = now()
+
+
+def drawn(now: Screen, width: int) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(panel(now, width))
     return out.getvalue().rstrip("\n").split("\n")
@@ -36,7 +50,7 @@ def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
     assert max(map(len, lines)) <= 80
     assert len(lines) == 15, lines
     assert "1,234,567 served · 512 running" in lines[2]
-    assert "1234/s · 123,456 cancelled" in lines[3]
+    assert "1235/s · 123,456 cancelled" in lines[3]
     assert "58.3 % of tokens" in lines[4]
     assert "1144.4 MiB/s" in lines[8]
     assert "83.9 MiB/s" in lines[10]
@@ -45,7 +59,7 @@ def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
 
 
 def test_the_panel_survives_a_narrow_terminal_and_no_progress() -> None:
-    lines = drawn(NOW._replace(progress=None, note="", mismatches=3), 40)
+    lines = drawn(now(replace(TALLY, mismatches=3))._replace(progress=None, note=""), 40)
     assert max(map(len, lines)) <= 40
     assert "…" not in "".join(lines[1:])
     for part in ("1,234,567 served · 512 running", "L1        █", "L2→L1     1144.4 MiB/s", "3 WRONG", "max 123 ms"):
@@ -62,8 +76,15 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 def test_a_line_tells_the_same() -> None:
     shown = line(NOW)
-    for part in ("1,234,567 served", "512 running", "58.3 %", "0 wrong", "34 %"):
+    for part in ("1,234,567 served", "512 running", "58.3 %", "all right", "34 %"):
         assert part in shown
+
+
+def test_a_run_that_verifies_nothing_does_not_say_that_all_is_right() -> None:
+    shown = now(Tally(), verify=False)
+    for text_ in (line(shown), "\n".join(drawn(shown, 80))):
+        assert "nothing is verified" in text_
+        assert "right" not in text_
 
 
 class Terminal(io.StringIO):
@@ -88,7 +109,7 @@ async def test_a_display_draws_until_it_is_cancelled(terminal: bool) -> None:
     taken = asyncio.Event()
     count = 0
 
-    def take() -> Snapshot:
+    def take() -> Screen:
         nonlocal count
         count += 1
         if count == 3:

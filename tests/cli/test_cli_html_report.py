@@ -19,7 +19,7 @@ import pytest
 from asynccache.cli import bench_tree
 from asynccache.cli.main import main
 from asynccache.cli.reports import page, run, svg
-from asynccache.cli.reports.svg import Axis, Drawing, Mark, Row, Series
+from asynccache.cli.reports.svg import Axis, DotRow, Drawing, Mark, Series
 from asynccache.cli.text import milliseconds
 from tests.docs import docs_programs
 from tests.workers import made_once
@@ -226,7 +226,7 @@ def test_names_of_marks_do_not_lie_on_each_other() -> None:
 
 def test_labels_stay_inside_the_drawing() -> None:
     across = Axis("", 1, 10, lambda v: f"{v:g} milliseconds", at=(1.0, 10.0))
-    drawn = svg.rows(across, [Row("row", [("l1", 3.0)])])
+    drawn = svg.rows(across, [DotRow("row", [("l1", 3.0)])])
     for x, words in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>([^<]*)<', "".join(drawn.parts)):
         assert len(words) * 3.3 - 0.5 <= float(x) <= svg.WIDTH + 0.5 - len(words) * 3.3, words
 
@@ -234,20 +234,17 @@ def test_labels_stay_inside_the_drawing() -> None:
 def bench_reports() -> dict[str, dict[str, Any]]:
     cpu = {"mean": 4.0, "p50": 3.0, "p99": 9.0, "max": 20.0}
     operations = {name: {"cpu": cpu, "goal_us": goal, "what": f"a {name}"} for name, goal in (("match", 5), ("pin", 3))}
-    grown = {name: {"cpu": cpu} for name in ("match", "pin", "insert", "evict")}
     rates = {"pages_per_s": 10, "gb_per_s": 1.5, "cpu_us_per_page": 20.0, "p50_ms": 1.0, "p99_ms": 2.0, "p999_ms": 3.0}
-    spread = {"p50": 0.1, "p99": 1.0, "p999": 3.0, "max": 9.0}
     call = {"core_us": 4.4, "await_us": 8.8, "adds_us": 4.4, "goal_us": 5.0}
     return {
         "tree": {"shapes": {"full p16": operations},
-                 "growth": {"full": [{"nodes": 1000, **grown}, {"nodes": 10_000, **grown}]}},
+                 "memory": {"full": {"bytes_per_node": 1000, "goal": 1024}}},
         "store": {"sizes": [{"page_bytes": 65536, "pages": 9, "pages_per_call": 3,
                              "raw": {"memcpy": rates, "checksum": rates}, "direct": {
             "raw": {"put": rates}, "on": {"put": rates, "get_shuffled": rates}, "ratio": {"on": {"put": 0.9}},
             "without_raw": None, "mismatches": 0}}],
                   "settings": {"url": "file:/x", "concurrency": 2, "rounds": 3}},
-        "runtime": {"overhead": {"uvloop": {"match": call}},
-                    "stress": {"uvloop": {"loop_lag_ms": spread, "run_queue_ms": spread}}},
+        "runtime": {"overhead": {"uvloop": {"match": call}}},
         "ttft": {"ttft_ms": {"no cache": 900.0, "L1": 40.0}, "all_ms": {"no cache": [890.0, 910.0], "L1": [40.0]},
                  "prefix_tokens": 4096, "own_tokens": 32, "parameters": 50_000_000, "torch_threads": 2,
                  "together": {
@@ -258,7 +255,7 @@ def bench_reports() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("bench", "plots"), [("tree", 2), ("store", 1), ("runtime", 2), ("ttft", 2)])
+@pytest.mark.parametrize(("bench", "plots"), [("tree", 2), ("store", 1), ("runtime", 1), ("ttft", 2)])
 def test_benchmarks_have_pages(bench: str, plots: int) -> None:
     report = {"bench": bench, **bench_reports()[bench]}
     root = parsed(page(report, import_module(f"asynccache.cli.bench_{bench}").charts(report)))
@@ -352,9 +349,9 @@ def test_a_browser_draws_it_in_light_and_dark(
 
 
 BENCHES = {
-    "tree": ["--nodes", "1000,2000", "--shapes", "0", "--this-core"],
+    "tree": ["--shapes", "0"],
     "store": ["--page-sizes", "64KiB", "--bytes", "2MiB", "--repeat", "1"],
-    "runtime": ["--calls", "100", "--duration", "1"],
+    "runtime": ["--calls", "100"],
     "ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1", "--requests", "2",
              "--prompt", "64", "--new", "4"],
 }

@@ -34,7 +34,6 @@ PLACES = {
     "bench tree": ("asynccache.cli.bench_tree.run", ["bench", "tree"]),
     "bench store": ("asynccache.cli.bench_store.run", ["bench", "store", "memory:"]),
     "bench runtime": ("asynccache.cli.bench_runtime.run", ["bench", "runtime"]),
-    "bench ranks": ("asynccache.cli.bench_ranks.run", ["bench", "ranks"]),
     "bench cuda": ("asynccache.cli.bench_cuda.run", ["bench", "cuda"]),
     "bench ttft": ("asynccache.cli.bench_ttft.run", ["bench", "ttft"]),
 }

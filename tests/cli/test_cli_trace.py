@@ -12,7 +12,16 @@ import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.request import block_tokens, stream_tokens
-from asynccache.cli.trace import Survey, TraceError, TraceRequest, TraceSource, arrivals, parse_line, read_trace, survey
+from asynccache.cli.trace import (
+    TraceError,
+    TraceRequest,
+    TraceSource,
+    TraceSurvey,
+    arrivals,
+    parse_line,
+    read_trace,
+    survey,
+)
 from tests.cli.trace_kit import made_trace
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
@@ -167,7 +176,7 @@ def test_time_never_runs_back() -> None:
 def test_hints_are_given_to_last_requests_only() -> None:
     trace = [TraceRequest(0, 512, 1, (i,)) for i in range(200)]
     last = [i % 2 == 0 for i in range(200)]
-    source = TraceSource(trace, Survey((0,) * 200, (512,) * 200, tuple(last)), hints=0.5, seed=1)
+    source = TraceSource(trace, TraceSurvey((0,) * 200, (512,) * 200, tuple(last)), hints=0.5, seed=1)
     ended = [request.ended for _ in range(200) if (request := source.next()) is not None]
     assert source.next() is None
     assert not any(ended[1::2])

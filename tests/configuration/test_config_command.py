@@ -220,7 +220,7 @@ def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("arguments", [
     ["store", "stat", "file:/no/such/folder/at/all"], ["store", "stat", "nothing:x"], ["store", "verify", "x"],
     ["replay", "/no/such/trace.jsonl"], ["stress", "--json", "/no/such/folder/x.json"],
-    ["bench", "tree", "--nodes", "x"],
+    ["bench", "tree", "--shapes", "x"],
     ["explain", "http://127.0.0.1:9", "--tokens", "1"], ["config", "show", "/no/such.toml"],
 ])
 def test_no_bad_input_is_answered_with_a_traceback(arguments: list[str], capsys: Captured) -> None:

@@ -202,7 +202,7 @@ def test_the_threshold_that_figures_speak_for_is_where_the_copy_engines_suffice(
 
 def test_a_copy_that_fails_is_no_time(simulated_device: Make) -> None:
     device = simulated_device(break_at=0)
-    pages = cuda_copies.Pages(device, 1 << 20, 4096)
+    pages = cuda_copies.CopyPools(device, 1 << 20, 4096)
     with pytest.raises(DriverError, match="illegal memory access"):
         cuda_copies.rate(device, pages, CopyDirection.OUT, pages.scattered(), 1)
     asyncio.run(device.aclose())
@@ -326,7 +326,7 @@ def test_stress_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFi
 
 def test_neighbours_are_submitted_as_merged_runs(simulated_device: Make) -> None:
     device = simulated_device()
-    pages = cuda_copies.Pages(device, 64 << 12, 4 << 10, layers=1)
+    pages = cuda_copies.CopyPools(device, 64 << 12, 4 << 10, layers=1)
     assert cuda_copies.rate(device, pages, CopyDirection.OUT, pages.neighbours(), 2) > 0
     assert driver_of(device).calls == {"copy": 3, "spans": 3}
     asyncio.run(device.aclose())

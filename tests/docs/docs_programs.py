@@ -23,14 +23,13 @@ PATIENCE = 60.0
 SHORT = {
     "stress": ["--requests", "16"],
     "replay": ["--limit", "24"],
-    "bench tree": ["--nodes", "1000", "--shapes", "0"],
+    "bench tree": ["--shapes", "0"],
     "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
-    "bench runtime": ["--calls", "200", "--duration", "1"],
+    "bench runtime": ["--calls", "200"],
     "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1",
                    "--requests", "2", "--prompt", "64", "--new", "4"],
 }
-FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "SAMPLE": 40,
-       "MEMORY_NODES": 200, "EVICTED": 256}
+FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "MEMORY_NODES": 200, "EVICTED": 256}
 
 
 def asynccache(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ import pytest
 from asynccache_hf import BatchRequest, ContinuousBatching
 
 from asynccache.cli import bench_together
-from asynccache.cli.bench_together import Load
+from asynccache.cli.bench_together import RequestLoad
 from asynccache.cli.bench_ttft import Bench, add_arguments, make_model, run
 from asynccache.cli.main import main
 
@@ -63,7 +63,7 @@ def test_ways_that_make_different_tokens_or_hit_nothing_are_no_figure(
 
     monkeypatch.setattr(ContinuousBatching, "generate_batch", generate_batch)
     with pytest.raises(RuntimeError, match=said):
-        bench_together.measure(make_model(1, 64, 128), Load(2, 40, 8), 1, lambda way, seconds: None)
+        bench_together.measure(make_model(1, 64, 128), RequestLoad(2, 40, 8), 1, lambda way, seconds: None)
 
 
 def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

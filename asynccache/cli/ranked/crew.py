@@ -24,8 +24,9 @@ _LOOK = 0.02
 
 
 class Duty(NamedTuple):
-    """What the command tells a rank at its start. ``faults``: the share of copies and of stores' calls that have
-    faults; see ``asynccache.cli.machine``. ``delay``: for how many seconds at most the rank waits before each batch."""
+    """The orders of a rank, which the command gives it at its start. ``faults``: the share of copies and of stores'
+    calls that have faults; see ``asynccache.cli.machine``. ``delay``: for how many seconds at most the rank waits
+    before each batch."""
 
     rank: int
     address: str

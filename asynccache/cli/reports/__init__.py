@@ -57,7 +57,7 @@ def _run_lead(report: Report) -> tuple[str, str]:
 
 def _drawn(chart: Chart) -> Figure:
     """A chart of a benchmark as a figure."""
-    rows = [svg.Row(row.name, [(kind, value) for (_, kind), value in zip(chart.columns, row.values, strict=True)
+    rows = [svg.DotRow(row.name, [(kind, value) for (_, kind), value in zip(chart.columns, row.values, strict=True)
                                if kind and value is not None]) for row in chart.rows]
     values = [value for row in rows for _, value in row.dots if value > 0] or [1.0]
     axis = svg.Axis(chart.unit, min(values) / 1.5, max(values) * 1.5, cell, log=True)

@@ -29,7 +29,7 @@ class _Kind(NamedTuple):
 
 
 def learned(report: Report) -> Figure | None:
-    """Which kinds of page are used again, by the time since their last use."""
+    """The figure of how many pages of each kind are used again, by the time since their last use."""
     kinds = _kinds(report)
     if not kinds:
         return None

@@ -163,7 +163,7 @@ def _ms(value: float) -> str:
 
 
 def filling(report: Report) -> Figure | None:
-    """How full L1 and L2 were over time."""
+    """The share of L1 and L2 that was in use, over time."""
     series = report["series"]
     tiers = [(name, key, kind) for name, key, kind in (("L1", "l1", "l1"), ("L2", "l2", "l2")) if any(series[key])]
     if len(series["t_s"]) < 3 or not tiers:
@@ -195,7 +195,7 @@ def bandwidth(report: Report) -> Figure | None:
         return None
     low = min(mean for _, mean, _, _ in found) / 2
 
-    dots = [svg.Row(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)]) for name, mean, peak, _ in found]
+    dots = [svg.DotRow(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)]) for name, mean, peak, _ in found]
     plot = svg.rows(svg.Axis("bytes per second", low, limit * 2, lambda v: size(v) + "/s", log=True,
                              at=_powers(low, limit * 2)), dots, [svg.Mark("memcpy", limit)])
     name, _, peak, _ = max(found, key=lambda row: row[2])
@@ -217,7 +217,7 @@ def _powers(low: float, high: float) -> tuple[float, ...]:
 
 
 def lag(report: Report) -> Figure | None:
-    """How late the event loop was, over time."""
+    """The lateness of the event loop over time."""
     series, spread, waited = report["series"], report["loop_lag_ms"], report["run_queue_ms"]
     worst = list(zip(series["t_s"], series["lag_max_ms"], strict=True))
     if len(worst) < 2 or not spread["max"]:

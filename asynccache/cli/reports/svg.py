@@ -31,7 +31,7 @@ class Axis(NamedTuple):
     at: tuple[float, ...] = ()
 
     def share(self, value: float) -> float:
-        """Where ``value`` lies on the axis, from 0 to 1. A value beyond an end lies at that end."""
+        """The place of ``value`` on the axis, from 0 to 1. A value beyond an end lies at that end."""
         if self.log:
             low, high, value = math.log(self.low), math.log(self.high), math.log(max(value, self.low))
         else:
@@ -53,7 +53,7 @@ class Series(NamedTuple):
     points: Sequence[tuple[float, float]]
 
 
-class Row(NamedTuple):
+class DotRow(NamedTuple):
     """A line of a dot plot. ``dots``: for each dot its class in the style sheet and its value."""
 
     name: str
@@ -156,7 +156,7 @@ def lines(
     return drawing
 
 
-def rows(x: Axis, found: Sequence[Row], marks: Sequence[Mark] = ()) -> Drawing:
+def rows(x: Axis, found: Sequence[DotRow], marks: Sequence[Mark] = ()) -> Drawing:
     """Draw a dot plot: a line for each row, with its name above it."""
     room = 14 if marks else 0
     drawing = Drawing(x, None, _TOP + room + 40 * len(found) + _BOTTOM, left=14)

@@ -1,4 +1,4 @@
-"""``asynccache bench ranks``: what passes between a head and its workers, over TCP on this machine.
+"""The time that operations take between a head and its workers, over TCP: ``python -m benchmarks.ranks``.
 
 The head of a real group hands operations to workers, each in a process of its own. A worker takes an operation as it
 always does, but ends the copy at once, without touching a byte. So what is measured is the way there and back, with
@@ -25,6 +25,7 @@ from typing import Any, cast
 import uvloop
 
 from asynccache.cli.charts import Chart, Row
+from asynccache.cli.main import bench
 from asynccache.cli.meter import spread
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
@@ -49,6 +50,7 @@ TIMEOUT = 30.0
 GOAL_RATIO = 1.5
 GOAL_CPU_US = 30.0
 LIMIT = 120.0
+WORKER = "worker"               # the first argument of a process that is a worker
 _DONE = Status.DONE
 _CONFIG = CacheConfig(model="bench", components=(Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024),))
 
@@ -97,7 +99,7 @@ async def _measure(count: int, rounds: int) -> Figures:
 
 
 def _process(rank: int, address: str, secret: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "asynccache.cli.bench_ranks", str(rank), address]
+    command = [sys.executable, "-m", "benchmarks.ranks", WORKER, str(rank), address]
     env = os.environ | {SECRET: secret}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env)
 
@@ -262,7 +264,8 @@ async def _work(rank: int, address: str) -> None:
 
     Performer._perform = ends_at_once  # type: ignore[method-assign]
     server = await asyncio.get_running_loop().create_server(_Echoing, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
     async with connect(address, rank) as worker:
         with suppress(Exception):
             await worker.ended()
@@ -270,4 +273,7 @@ async def _work(rank: int, address: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_work(int(sys.argv[1]), sys.argv[2]))
+    if sys.argv[1:2] == [WORKER]:
+        uvloop.run(_work(int(sys.argv[2]), sys.argv[3]))
+    else:
+        sys.exit(bench(sys.modules[__name__], sys.argv[1:], prog="python -m benchmarks.ranks"))
