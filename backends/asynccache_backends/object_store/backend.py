@@ -41,9 +41,8 @@ from asynccache_backends.object_store.client import NoRoom, ObjectClient
 from asynccache_backends.object_store.collect import Collector
 from asynccache_backends.object_store.connect import ObjectSettings, check, connect, settings_of
 from asynccache_backends.object_store.fetches import Fetches
+from asynccache_backends.object_store.formats import INDEX, PACKS, NameClock, Pack
 from asynccache_backends.object_store.keeper import CatalogKeeper
-from asynccache_backends.object_store.names import INDEX, PACKS, NameClock
-from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
 from asynccache_backends.object_store.uploads import PutPiece, Uploads
 from asynccache_backends.once import OncePerKey

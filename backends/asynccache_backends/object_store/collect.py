@@ -23,8 +23,19 @@ import numpy as np
 from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, PackCatalog, gently
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.names import DEAD, PACKS, NameClock, name_at, stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, FooterCheck, FooterEntry, Pack, pack_entries, trailer_of
+from asynccache_backends.object_store.formats import (
+    DEAD,
+    MAX_RECORDS,
+    PACKS,
+    FooterCheck,
+    FooterEntry,
+    NameClock,
+    Pack,
+    name_at,
+    pack_entries,
+    stamp_of,
+    trailer_of,
+)
 
 
 class Collector:

@@ -15,7 +15,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import Record, Result, Workers, settled
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.names import PACKS
+from asynccache_backends.object_store.formats import PACKS
 from asynccache_backends.object_store.reads import INLINE_BYTES, PackStretch, hand_out
 
 

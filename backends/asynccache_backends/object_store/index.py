@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from asynccache.storage import HEADER_BYTES, PageKey, Tell
-from asynccache_backends.object_store.names import stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, Pack
+from asynccache_backends.object_store.formats import MAX_RECORDS, Pack, stamp_of
 
 _BITS = 16
 _MASK = (1 << _BITS) - 1
@@ -30,7 +29,7 @@ class PackIndex:
         self.bytes = 0
         self.stored = 0
         self.tell: Tell | None = None
-        self.tombs: dict[str, Sequence[bytes]] = {}
+        self.tombs: dict[str, tuple[bytes, ...]] = {}
         self._died: dict[bytes, int] = {}
         self._slots: dict[bytes, int] = {}
         self._others: dict[bytes, list[int]] = {}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asynccache.storage import PageKey, Record
+from asynccache_backends.object_store.formats import Pack
 from asynccache_backends.object_store.index import PackIndex
-from asynccache_backends.object_store.packs import Pack
 
 GAP = 512 << 10  # so many bytes between two wanted pages are read with them, since another request would cost more
 INLINE_BYTES = 128 << 10

@@ -19,9 +19,16 @@ from collections.abc import Callable, Sequence
 from asynccache.errors import Unavailable
 from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import ObjectClient
+from asynccache_backends.object_store.formats import (
+    MAX_RECORDS,
+    PACKS,
+    NameClock,
+    Pack,
+    pack_entries,
+    stamp_of,
+    trailer_of,
+)
 from asynccache_backends.object_store.lending import BufferLoan
-from asynccache_backends.object_store.names import PACKS, NameClock, stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, Pack, pack_entries, trailer_of
 
 LEAST_LENT = 64 << 10
 INLINE_BYTES = 128 << 10
