@@ -17,10 +17,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import Names, ProtocolError, command
 from asynccache_backends.redis.routing import Lane, RedisNode
-from asynccache_backends.redis.settings import Address, RedisSettings
+from asynccache_backends.redis.settings import RedisSettings
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Record, Result
@@ -45,7 +46,7 @@ async def peer(script: Script) -> AsyncIterator[RedisSettings]:
 
     server = await asyncio.start_server(serve, HOST, 0)
     try:
-        yield RedisSettings((Address(HOST, server.sockets[0].getsockname()[1]),), stall=5.0)
+        yield RedisSettings((HostPort(HOST, server.sockets[0].getsockname()[1]),), stall=5.0)
     finally:
         server.close()
         for task in serving:
@@ -414,14 +415,14 @@ def _dead_port() -> int:
 
 @pytest.mark.asyncio
 async def test_nobody_there() -> None:
-    address = Address(HOST, _dead_port())
+    address = HostPort(HOST, _dead_port())
     with pytest.raises(Unavailable, match=str(address)):
         await Connection(address, RedisSettings((address,))).open()
 
 
 @pytest.mark.asyncio
 async def test_a_name_that_is_none() -> None:
-    address = Address("no-such-host.invalid", 1)
+    address = HostPort("no-such-host.invalid", 1)
     with pytest.raises(Unavailable, match=r"no-such-host\.invalid"):
         await Connection(address, RedisSettings((address,))).open()
 

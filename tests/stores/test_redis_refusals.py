@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Refusal, command
 from asynccache_backends.redis.routing import Lane, Router, slot_of
-from asynccache_backends.redis.settings import Address, RedisSettings
+from asynccache_backends.redis.settings import RedisSettings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Result, parse_url
@@ -112,7 +113,7 @@ async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
     """The first that would be asked for the map hangs, and every request has less time than ``stall``. The requests do
     not wait for the map, and it is asked of the next server."""
     maps = Counter[str]()
-    places: list[Address] = []
+    places: list[HostPort] = []
 
     def serves(name: str, until_maps: float) -> Script:
         async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -170,6 +171,6 @@ async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer)
 async def test_a_name_that_no_machine_can_have() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         await RedisBackend.open(parse_url("redis://a..b"), LAYOUT)
-    address = Address("a..b", 1)  # as a cluster's map may name one
+    address = HostPort("a..b", 1)  # as a cluster's map may name one
     with pytest.raises(BackendError):
         await Connection(address, RedisSettings((address,))).open()

@@ -6,7 +6,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from asynccache_backends.redis.settings import Address, RedisSettings, settings_of
+from asynccache_backends.options import HostPort
+from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 from asynccache.errors import ConfigError
 from asynccache.storage import parse_url
@@ -19,7 +20,7 @@ def _of(url: str, **environment: str) -> RedisSettings:
 
 def test_a_host_is_enough() -> None:
     settings = _of("redis://kv.internal")
-    assert settings == RedisSettings((Address("kv.internal", 6379),))
+    assert settings == RedisSettings((HostPort("kv.internal", 6379),))
     assert str(settings) == "redis://kv.internal:6379/0?prefix=asynccache:"
 
 
@@ -27,14 +28,14 @@ def test_everything_said() -> None:
     settings = _of(
         "redis://al%3Aice:s%40cret@[::1]:7000/3?prefix=team-a/llama:&ttl=12h&connections=2&stall=1.5&cluster=off"
     )
-    assert settings.seeds == (Address("::1", 7000),)
+    assert settings.seeds == (HostPort("::1", 7000),)
     assert (settings.database, settings.username, settings.password) == (3, "al:ice", "s@cret")
     assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == (b"team-a/llama:", 43200, 2, 1.5)
     assert str(settings.seeds[0]) == "[::1]:7000"
 
 
 def test_a_cluster_has_several_hosts() -> None:
-    assert _of("redis://a:1,b,c:3?cluster=on").seeds == (Address("a", 1), Address("b", 6379), Address("c", 3))
+    assert _of("redis://a:1,b,c:3?cluster=on").seeds == (HostPort("a", 1), HostPort("b", 6379), HostPort("c", 3))
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604800), ("0.0015", 0.002)])

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Self, cast
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.settle import settled
 from asynccache.storage import Record
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, Refusal, command, joined
-from asynccache_backends.redis.settings import ENVIRONMENT, Address, RedisSettings
+from asynccache_backends.redis.settings import ENVIRONMENT, RedisSettings
 
 LOOKS = 8
 """How often, in ``stall`` seconds, it is looked for what has been sent."""
@@ -62,7 +63,7 @@ class Connection(asyncio.BufferedProtocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, address: Address, settings: RedisSettings) -> None:
+    def __init__(self, address: HostPort, settings: RedisSettings) -> None:
         self.closed = False
         self._name = str(address)
         self._address = address

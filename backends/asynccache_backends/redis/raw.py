@@ -15,10 +15,11 @@ from contextlib import suppress
 
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import ParsedUrl
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Buffer, command
 from asynccache_backends.redis.routing import Lane, RedisNode, Router
-from asynccache_backends.redis.settings import Address, RedisSettings, settings_of
+from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 
 class RedisRawClient:
@@ -27,7 +28,7 @@ class RedisRawClient:
     def __init__(self, settings: RedisSettings, router: Router) -> None:
         self._settings = settings
         self._router = router
-        self._idle: defaultdict[Address, list[_Protocol]] = defaultdict(list)
+        self._idle: defaultdict[HostPort, list[_Protocol]] = defaultdict(list)
         self._stored: list[bytes] = []
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:

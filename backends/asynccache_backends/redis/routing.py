@@ -23,10 +23,11 @@ from itertools import chain
 from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache_backends.options import HostPort
 from asynccache_backends.pause import Health, Pause
 from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
-from asynccache_backends.redis.settings import Address, RedisSettings
+from asynccache_backends.redis.settings import RedisSettings
 
 SLOTS = 16384
 REDIRECTIONS = 4
@@ -56,7 +57,7 @@ class RedisNode:
     """One server. ``pause``: whether it is left alone; ``asked``: requests that have chosen it and have not ended;
     ``made``: its connections, and some that are being made or closed."""
 
-    def __init__(self, address: Address, settings: RedisSettings, counts: Counter[str]) -> None:
+    def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
         self._settings = settings
         self._counts = counts
@@ -136,7 +137,7 @@ class Router:
         self.clustered = False
         self._settings = settings
         self._counts = counts
-        self.nodes: dict[Address, RedisNode] = {}
+        self.nodes: dict[HostPort, RedisNode] = {}
         self._owners: list[RedisNode | None] = []
         self._stale = False
         self._refreshed = float("-inf")
@@ -227,7 +228,7 @@ class Router:
 
     # the map
 
-    def _settle(self, address: Address, reply: Any) -> None:
+    def _settle(self, address: HostPort, reply: Any) -> None:
         """What the first answer says it is."""
         if isinstance(reply, list):
             self.clustered = True
@@ -239,7 +240,7 @@ class Router:
         if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
             raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
 
-    def _learn(self, asked: Address, reply: Sequence[Any]) -> None:
+    def _learn(self, asked: HostPort, reply: Sequence[Any]) -> None:
         ranges = [_range_of(entry, asked) for entry in reply]  # all of them, before anything changes
         owners: list[RedisNode | None] = [None] * SLOTS
         for first, last, address in ranges:
@@ -251,14 +252,14 @@ class Router:
                 node.close()
                 del self.nodes[address]
 
-    def _node(self, address: Address) -> RedisNode:
+    def _node(self, address: HostPort) -> RedisNode:
         if address not in self.nodes:
             self.nodes[address] = RedisNode(address, self._settings, self._counts)
             if self._closed:
                 self.nodes[address].close()
         return self.nodes[address]
 
-    async def _of_any(self, addresses: Sequence[Address], batch: CommandBatch) -> tuple[Address, Any]:
+    async def _of_any(self, addresses: Sequence[HostPort], batch: CommandBatch) -> tuple[HostPort, Any]:
         """The first who answers, and the answer."""
         failure: BackendError = Unavailable("no server is named")
         for address in dict.fromkeys(addresses):
@@ -295,14 +296,14 @@ class Router:
                 host = match[2].strip("[]")
                 if host in ("", "?") and asked is not None:
                     host = asked.address.host
-                node = self._node(Address(host, int(match[3])))
+                node = self._node(HostPort(host, int(match[3])))
                 if code == "MOVED":
                     self._owners[int(match[1])] = node
                 again.setdefault((node, code == "ASK"), []).append(i)
         return again
 
 
-def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
+def _range_of(entry: Any, asked: HostPort) -> tuple[int, int, HostPort]:
     """First and last slot and the server that has them, of what ``asked`` said to CLUSTER SLOTS.
 
     Raises:
@@ -312,5 +313,5 @@ def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
         case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
             known = b"" if host is None or host == b"?" else host  # unknown: it is the address that you came by
             if 0 <= first <= last < SLOTS and 0 < port < 65536 and known.isascii():
-                return first, last, Address(known.decode() or asked.host, port)
+                return first, last, HostPort(known.decode() or asked.host, port)
     raise ProtocolError(f"{asked}: a map of the cluster that is none: {str(entry)[:200]}")
