@@ -6,7 +6,7 @@ Laws:
 * After a HIT from a put the pack is stored, so there is nothing to flush.
 * The index is this process's view of the store. It may have packs that another process has removed: reading one is a
   MISS, and removes it from the index. What another process has stored is found some seconds later.
-* If two processes store the same page there are two copies, and the earlier one is read.
+* If two processes store the same page there are two copies, and the later one is read.
 * When the store is full, puts are FAILED for a moment without a request, and reads go on.
 * Payloads are not verified here; ``CheckedStore`` does that.
 """
