@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.mooncake import listing
-from asynccache_backends.mooncake.settings import HostPort
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis import RedisBackend, resp, routing
 from asynccache_backends.redis.resp import MOST_DEPTH, ProtocolError, Reader
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from asynccache_backends.mooncake.client import ENVIRONMENT, ClientState, MooncakeClient, library, prepare
-from asynccache_backends.mooncake.settings import ClientOptions, HostPort
+from asynccache_backends.mooncake.settings import ClientOptions
+from asynccache_backends.options import HostPort
 
 from asynccache.errors import ConfigError, Unavailable
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from asynccache_backends.mooncake.settings import HostPort, settings_of
+from asynccache_backends.mooncake.settings import settings_of
+from asynccache_backends.options import HostPort
 
 from asynccache.errors import ConfigError
 from asynccache.storage import parse_url

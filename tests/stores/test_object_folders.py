@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from asynccache_backends.object_store import ObjectBackend
-from asynccache_backends.object_store.names import NameClock
-from asynccache_backends.object_store.packs import Pack, pack_entries, trailer_of
-from asynccache_backends.object_store.snapshot import PackIndexSnapshot as Saved
-from asynccache_backends.object_store.snapshot import _checksum, pack_snapshot, parse_snapshot
+from asynccache_backends.object_store.formats import (
+    NameClock,
+    Pack,
+    PackIndexSnapshot,
+    pack_entries,
+    pack_snapshot,
+    parse_snapshot,
+    trailer_of,
+)
+from xxhash import xxh3_128_digest
 
 from asynccache.cli.main import main
 from asynccache.errors import ConfigError, Unavailable
@@ -187,34 +194,33 @@ async def test_an_object_of_a_tebibyte_is_not_read(tmp_path: Path) -> None:
 
 
 SCHEMA = LAYOUT.schema
-HEAD = struct.Struct("<8s32sdQQ")
 ENTRY = struct.Struct("<32s64sQQQ")
 
 
-def saved(packs: int, tombs: int, body: bytes, cursor: float = 1.0) -> bytes:
+def saved(packs: object, tombs: object = (), cursor: float = 1.0) -> bytes:
     """An index with a right checksum."""
-    head = HEAD.pack(b"acINDX\x00\x01", SCHEMA, cursor, packs, tombs)
-    return head + _checksum(head, body) + body
+    body = msgspec.msgpack.encode((cursor, packs, dict(tombs)))  # type: ignore[call-overload]
+    return b"acINDX\x00\x02" + SCHEMA + xxh3_128_digest(body) + body
 
 
-def one_pack(name: bytes = b"0" * 32, size: int = 184 + 10, count: int = 1, offset: int = 0, length: int = 10) -> bytes:
-    return struct.pack("<32sQQ", name, size, count) + ENTRY.pack(bytes(32), bytes(64), offset, length, 0)
+def one_pack(name: str = "0" * 32, size: int = 184 + 10, offset: int = 0, length: int = 10, end: bytes = b"") -> object:
+    return [(name, size, ENTRY.pack(bytes(32), bytes(64), offset, length, 0) + end)]
 
 
 def test_an_index_that_can_be_true_is_believed() -> None:
-    found = parse_snapshot(memoryview(saved(1, 0, one_pack())), SCHEMA)
+    found = parse_snapshot(memoryview(saved(one_pack())), SCHEMA)
     assert found is not None
-    assert (found.cursor, [pack.name for pack in found.packs]) == (1.0, ["0" * 32])
+    assert (found.cursor, [name for name, _, _ in found.packs]) == (1.0, ["0" * 32])
 
 
 @pytest.mark.parametrize("data", [
-    saved(1 << 60, 0, b""), saved(0, 1 << 60, b""), saved(1, 0, b""), saved(1, 0, one_pack(count=1 << 60)),
-    saved(1, 0, one_pack(count=2)), saved(1, 0, one_pack() + b"x"), saved(1, 0, one_pack(name=b"\xff" * 32)),
-    saved(1, 0, one_pack(name=b"../../../../../../../etc/passwd\0")), saved(1, 0, one_pack(offset=1 << 63)),
-    saved(1, 0, one_pack(length=1 << 63)), saved(1, 0, one_pack(size=(1 << 64) - 1)),
-    saved(1, 0, one_pack(length=(1 << 63) - 1, size=(1 << 63) + 183)),
-    saved(0, 1, struct.pack("<32sQ", b"0" * 32, 1 << 60)), saved(0, 1, struct.pack("<32sQ", b"x" * 32, 0)),
-    saved(0, 0, b"", float("nan")), saved(0, 0, b"", float("inf")),
+    saved(1), saved([()]), saved([("0" * 32, 10)]), saved(one_pack(end=b"x")), saved(one_pack(end=bytes(120))),
+    saved(one_pack(name="x" * 32)), saved(one_pack(name="0" * 32 + "\n")), saved(one_pack(size=-1)),
+    saved(one_pack(name="../../../../../../../etc/passwd")), saved(one_pack(offset=1 << 63)),
+    saved(one_pack(length=1 << 63)), saved(one_pack(size=(1 << 64) - 1)),
+    saved(one_pack(length=(1 << 63) - 1, size=(1 << 63) + 183)), saved([], {"x" * 32: ()}),
+    saved([], {"0" * 32: [bytes(31)]}), saved([], {"0" * 32: [bytes(33)]}), saved([], {"0" * 32: 1}),
+    saved([], cursor=float("nan")), saved([], cursor=float("inf")),
 ])  # fmt: skip
 def test_an_index_that_verifies_and_cannot_be_true_is_not_believed(data: bytes) -> None:
     """Its checksum is one that anybody can make."""
@@ -227,7 +233,7 @@ async def test_an_index_that_says_it_is_from_the_future_hides_nothing(tmp_path: 
     for path in objects(tmp_path / "s", "index"):
         path.unlink()
     name = NameClock().name()
-    data = pack_snapshot(Saved(1e300, [], {}), SCHEMA)
+    data = pack_snapshot(PackIndexSnapshot(1e300, [], {}), SCHEMA)
     (tmp_path / "s" / "index" / name).write_bytes(data)
     async with opened(folder_url(tmp_path / "s")) as store:
         assert await get(store, KEYS) == [MISS] + [HIT] * 19

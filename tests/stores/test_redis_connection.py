@@ -10,18 +10,20 @@ import asyncio
 import gc
 import mmap
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect, plain
+from asynccache_backends.options import HostPort
+from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import Names, ProtocolError, command
-from asynccache_backends.redis.routing import Lane, Node
-from asynccache_backends.redis.settings import Address, Settings
+from asynccache_backends.redis.routing import Lane, RedisNode
+from asynccache_backends.redis.settings import RedisSettings
 
-from asynccache.errors import Timeout, Unavailable
+from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Record, Result
 from tests.stores.server import HOST
 from tests.waiting import until
@@ -31,8 +33,8 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def peer(script: Script) -> AsyncIterator[Settings]:
-    """Settings that lead to a server which does what ``script`` says with every connection."""
+async def peer(script: Script) -> AsyncIterator[RedisSettings]:
+    """RedisSettings that lead to a server which does what ``script`` says with every connection."""
     serving: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -44,7 +46,7 @@ async def peer(script: Script) -> AsyncIterator[Settings]:
 
     server = await asyncio.start_server(serve, HOST, 0)
     try:
-        yield Settings((Address(HOST, server.sockets[0].getsockname()[1]),), stall=5.0)
+        yield RedisSettings((HostPort(HOST, server.sockets[0].getsockname()[1]),), stall=5.0)
     finally:
         server.close()
         for task in serving:
@@ -56,7 +58,7 @@ async def peer(script: Script) -> AsyncIterator[Settings]:
 async def connected(script: Script, stall: float = 5.0) -> AsyncIterator[Connection]:
     """A connection to such a server."""
     async with peer(script) as settings:
-        connection = await connect(settings.seeds[0], settings)
+        connection = await Connection(settings.seeds[0], settings).open()
         connection._stall = stall
         try:
             yield connection
@@ -103,8 +105,8 @@ def is_free(record: Record) -> bool:
     return True
 
 
-def fetching(*records: Record) -> Job:
-    return Job([b"GET x\r\n"] * len(records), records, len(records))
+def fetching(*records: Record) -> CommandBatch:
+    return CommandBatch([b"GET x\r\n"] * len(records), records, len(records))
 
 
 @pytest.mark.asyncio
@@ -174,10 +176,10 @@ async def test_answers_ahead_of_the_question_end_it() -> None:
         await deaf(reader, writer)
 
     record = blank(16 << 20)
-    job = Job([Names(b"").storing(b"k", record)] * 3, [None] * 3, 3)
+    batch = CommandBatch([Names(b"").storing(b"k", record)] * 3, [None] * 3, 3)
     async with connected(hasty) as connection:
         with pytest.raises(Unavailable):
-            await connection.ask(job)
+            await connection.ask(batch)
         assert connection.closed
 
 
@@ -185,12 +187,12 @@ async def test_answers_ahead_of_the_question_end_it() -> None:
 @pytest.mark.parametrize("script", [silent, deaf])
 async def test_silence_is_a_time_out(script: Script) -> None:
     record = blank(16 << 20)
-    job = Job([Names(b"").storing(b"k", record)], [None], 1)
+    batch = CommandBatch([Names(b"").storing(b"k", record)], [None], 1)
     async with connected(script, stall=0.1) as connection:
         with pytest.raises(Timeout, match=r"silent for 0\.1 s"):
-            await connection.ask(job)
+            await connection.ask(batch)
         assert connection.closed
-    del job
+    del batch
     assert is_free(record)
 
 
@@ -364,9 +366,9 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
 
     record = blank(64 << 20)
     record.payload[:] = b"\x01" * (64 << 20)
-    job = Job([Names(b"").storing(b"k", record)], [None], 1)
+    batch = CommandBatch([Names(b"").storing(b"k", record)], [None], 1)
     async with connected(script) as connection:
-        task = asyncio.create_task(connection.ask(job))
+        task = asyncio.create_task(connection.ask(batch))
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.wait([task])
@@ -375,7 +377,7 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
         await ended.wait()
     assert 0 < len(seen) < 64 << 20
     assert b"\x02" not in seen[200:]
-    del job, task
+    del batch, task
     assert is_free(record)
 
 
@@ -400,7 +402,7 @@ async def test_pages_are_asked_for_only_so_far_ahead() -> None:
 
     async with connected(script) as connection:
         records = [blank(10) for _ in range(20)]
-        assert await connection.ask(Job([b"GET x\r\n"] * 20, records, 4)) == [Result.MISS] * 20
+        assert await connection.ask(CommandBatch([b"GET x\r\n"] * 20, records, 4)) == [Result.MISS] * 20
     assert 2 <= most <= 4
 
 
@@ -413,32 +415,32 @@ def _dead_port() -> int:
 
 @pytest.mark.asyncio
 async def test_nobody_there() -> None:
-    address = Address(HOST, _dead_port())
-    with pytest.raises(ConnectFailed, match=str(address)):
-        await connect(address, Settings((address,)))
+    address = HostPort(HOST, _dead_port())
+    with pytest.raises(Unavailable, match=str(address)):
+        await Connection(address, RedisSettings((address,))).open()
 
 
 @pytest.mark.asyncio
 async def test_a_name_that_is_none() -> None:
-    address = Address("no-such-host.invalid", 1)
+    address = HostPort("no-such-host.invalid", 1)
     with pytest.raises(Unavailable, match=r"no-such-host\.invalid"):
-        await connect(address, Settings((address,)))
+        await Connection(address, RedisSettings((address,))).open()
 
 
 @pytest.mark.asyncio
 async def test_a_server_that_never_greets_is_a_time_out() -> None:
     async with peer(silent) as settings:
-        hasty = Settings(settings.seeds, password="secret", stall=0.1)
+        hasty = RedisSettings(settings.seeds, password="secret", stall=0.1)
         with pytest.raises(Timeout):
-            await connect(hasty.seeds[0], hasty)
+            await Connection(hasty.seeds[0], hasty).open()
 
 
 @pytest.mark.asyncio
 async def test_what_the_server_says_to_a_password_is_not_repeated() -> None:
     async with peer(answers(b"-ERR unknown command 'AUTH', with args beginning with: 'hunter2'\r\n")) as settings:
-        named = Settings(settings.seeds, password="hunter2")
-        with pytest.raises(ConnectFailed) as caught:
-            await connect(named.seeds[0], named)
+        named = RedisSettings(settings.seeds, password="hunter2")
+        with pytest.raises(Unavailable) as caught:
+            await Connection(named.seeds[0], named).open()
         assert "hunter2" not in str(caught.value)
         assert "ASYNCCACHE_REDIS_PASSWORD" in str(caught.value)
 
@@ -462,7 +464,7 @@ async def test_connections_are_kept_and_shared() -> None:
             writer.write(b"+PONG\r\n")
 
     async with peer(script) as settings:
-        node = Node(settings.seeds[0], settings, Counter())
+        node = RedisNode(settings.seeds[0], settings, Counter())
         for _ in range(5):
             assert await node.ask(Lane.PAGES, PING) == [b"PONG"]
         assert served == 1
@@ -480,7 +482,7 @@ async def test_who_waits_for_a_connection_gets_it_before_who_had_it() -> None:
             writer.write(b"+PONG\r\n")
 
     async with peer(script) as settings:
-        node = Node(settings.seeds[0], settings, Counter())
+        node = RedisNode(settings.seeds[0], settings, Counter())
         calls = Counter[int]()
 
         async def ask_again_and_again(worker: int) -> None:
@@ -497,7 +499,7 @@ async def test_who_waits_for_a_connection_gets_it_before_who_had_it() -> None:
 async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
     """Not even until the garbage collector comes by."""
     async with peer(silent) as settings:
-        node = Node(settings.seeds[0], Settings(settings.seeds, stall=0.1), Counter())
+        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, stall=0.1), Counter())
         header, payload = mmap.mmap(-1, 64), mmap.mmap(-1, 4096)
         gc.disable()
         try:
@@ -517,7 +519,7 @@ async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
 async def test_answers_before_their_questions_end_the_connection_at_once() -> None:
     async with connected(answers(b":7\r\n" * 20, b"")) as connection:
         with pytest.raises(ProtocolError, match="not asked yet"):
-            await asyncio.wait_for(connection.ask(Job([b"GET x\r\n"] * 20, [None] * 20, 4)), 2)
+            await asyncio.wait_for(connection.ask(CommandBatch([b"GET x\r\n"] * 20, [None] * 20, 4)), 2)
 
 
 @pytest.mark.asyncio
@@ -535,7 +537,7 @@ async def test_small_questions_do_not_wait_behind_pages() -> None:
             writer.write(b"+PONG\r\n")
 
     async with peer(script) as settings:
-        node = Node(settings.seeds[0], settings, Counter())
+        node = RedisNode(settings.seeds[0], settings, Counter())
         pages = [asyncio.create_task(node.ask(Lane.PAGES, fetching(blank(10)))) for _ in range(10)]
         await asyncio.sleep(0.01)
         assert await node.ask(Lane.WORDS, PING) == [b"PONG"]
@@ -555,7 +557,7 @@ async def test_a_dead_server_is_not_stormed() -> None:
         attempts += 1
 
     async with peer(script) as settings:
-        node = Node(settings.seeds[0], Settings(settings.seeds, password="p"), Counter())
+        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, password="p"), Counter())
         outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(100)), return_exceptions=True)
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
         assert attempts <= settings.connections
@@ -564,9 +566,43 @@ async def test_a_dead_server_is_not_stormed() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_server_that_accepts_and_hangs_up_is_left_alone() -> None:
+    """Nothing is said over a new connection, so that it is lost only when it has been asked."""
+    attempts = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+
+    async with peer(script) as settings:
+        node = RedisNode(settings.seeds[0], settings, Counter())
+        outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(100)), return_exceptions=True)
+        assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+        assert attempts <= settings.connections
+        assert "left alone" in str(outcomes[-1])
+        node.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("waits_for", ["a greeting", "TLS"])
+async def test_closing_ends_a_connection_that_is_being_made(waits_for: str) -> None:
+    """At once, and not when ``stall`` is over."""
+    async with peer(silent) as settings:
+        password, tls = ("", ssl.create_default_context()) if waits_for == "TLS" else ("secret", None)
+        slow = RedisSettings(settings.seeds, password=password, tls=tls, stall=60.0)
+        node = RedisNode(slow.seeds[0], slow, Counter())
+        task = asyncio.create_task(node.ask(Lane.PAGES, PING))
+        await asyncio.sleep(0.05)
+        node.close()
+        async with asyncio.timeout(2):
+            with pytest.raises(BackendError):
+                await task
+
+
+@pytest.mark.asyncio
 async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None:
     async with peer(silent) as settings:
-        node = Node(settings.seeds[0], Settings(settings.seeds, stall=0.2, connections=2), Counter())
+        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, stall=0.2, connections=2), Counter())
         began = asyncio.get_running_loop().time()
         outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(20)), return_exceptions=True)
         assert sum(isinstance(outcome, Timeout) for outcome in outcomes) == 2
@@ -577,7 +613,7 @@ async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None
 @pytest.mark.asyncio
 async def test_closing_fails_what_is_under_way() -> None:
     async with peer(silent) as settings:
-        node = Node(settings.seeds[0], settings, Counter())
+        node = RedisNode(settings.seeds[0], settings, Counter())
         record = blank(100)
         task = asyncio.create_task(node.ask(Lane.PAGES, fetching(record)))
         await asyncio.sleep(0.02)

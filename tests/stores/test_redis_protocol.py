@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.pause import FIRST, LAST, Health, Pause
-from asynccache_backends.redis.connection import Job
+from asynccache_backends.redis.connection import CommandBatch
 from asynccache_backends.redis.resp import Names, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.routing import slot_of
 
@@ -223,9 +223,9 @@ def test_neighbours_share_a_buffer() -> None:
 
 def test_asking_comes_before_each_command() -> None:
     page = _Page(4)
-    job = Job([b"1", b"2"], [page.record, None], 2).asking()
-    assert job.commands == [command(b"ASKING"), b"1", command(b"ASKING"), b"2"]
-    assert job.sinks == [None, page.record, None, None]
+    batch = CommandBatch([b"1", b"2"], [page.record, None], 2).asking()
+    assert batch.commands == [command(b"ASKING"), b"1", command(b"ASKING"), b"2"]
+    assert batch.sinks == [None, page.record, None, None]
 
 
 def test_names_are_of_one_store() -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis import RedisBackend
-from asynccache_backends.redis.connection import connect, plain
+from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Refusal, command
-from asynccache_backends.redis.routing import Lane, Router
-from asynccache_backends.redis.settings import Address, Settings
+from asynccache_backends.redis.routing import Lane, Router, slot_of
+from asynccache_backends.redis.settings import RedisSettings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Result, parse_url
@@ -20,7 +21,7 @@ from asynccache.testing.backend_suite import LAYOUT, page_key, record_of
 from tests.stores.conftest import served
 from tests.stores.redis_kit import opened
 from tests.stores.redis_server import RedisServer
-from tests.stores.test_redis_connection import answers, connected, peer, silent
+from tests.stores.test_redis_connection import Script, answers, connected, peer, silent
 
 PING = plain([command(b"PING")])
 
@@ -87,6 +88,65 @@ async def test_a_map_that_is_read_anew_ends_no_connection_that_is_being_made() -
 
 
 @pytest.mark.asyncio
+async def test_a_map_that_is_read_anew_closes_no_server_that_was_chosen_for_a_request() -> None:
+    """The request is about to begin, and the server has no slots any more by then."""
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.read(1 << 20):
+            writer.write(b"*0\r\n" if b"SLOTS" in request else b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        router = Router(settings, Counter())
+        await router.open()
+        address = settings.seeds[0]
+        router._learn(address, [[0, 16383, [address.host.encode(), address.port]]])
+        asking = asyncio.ensure_future(router.ask(Lane.WORDS, [b"k"], PING))
+        await asyncio.sleep(0)
+        router._learn(address, [])
+        assert await asking == [b"PONG"]
+        router._learn(address, [])
+        assert not router.nodes
+        router.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
+    """The first that would be asked for the map hangs, and every request has less time than ``stall``. The requests do
+    not wait for the map, and it is asked of the next server."""
+    maps = Counter[str]()
+    places: list[HostPort] = []
+
+    def serves(name: str, until_maps: float) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while request := await reader.read(1 << 20):
+                if b"SLOTS" not in request:
+                    writer.write(b"+PONG\r\n")
+                elif maps[name] < until_maps:
+                    slots = [(0, 8191, places[0]), (8192, 16383, places[1])]
+                    writer.write(b"*2\r\n" + b"".join(
+                        b"*3\r\n:%d\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n"
+                        % (first, last, len(place.host), place.host.encode(), place.port)
+                        for first, last, place in slots
+                    ))
+                maps[name] += b"SLOTS" in request
+
+        return script
+
+    async with peer(serves("hangs", 1)) as one, peer(serves("well", 99)) as other:
+        places += one.seeds + other.seeds
+        router = Router(replace(one, seeds=tuple(places), stall=0.5), Counter())
+        await router.open()
+        key = next(b"%d" % i for i in range(99) if slot_of(b"%d" % i) > 8191)
+        router._stale = True
+        end = asyncio.get_running_loop().time() + 4
+        while not maps["well"] and asyncio.get_running_loop().time() < end:
+            async with asyncio.timeout(0.2):
+                assert await router.ask(Lane.WORDS, [key], PING) == [b"PONG"]
+            await asyncio.sleep(0.05)
+        assert maps["well"]
+        router.close()
+
+
+@pytest.mark.asyncio
 async def test_pages_of_which_nothing_is_known_are_not_collected(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(3)]
     async with opened(server.url) as backend:
@@ -111,6 +171,6 @@ async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer)
 async def test_a_name_that_no_machine_can_have() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         await RedisBackend.open(parse_url("redis://a..b"), LAYOUT)
-    address = Address("a..b", 1)  # as a cluster's map may name one
+    address = HostPort("a..b", 1)  # as a cluster's map may name one
     with pytest.raises(BackendError):
-        await connect(address, Settings((address,)))
+        await Connection(address, RedisSettings((address,))).open()

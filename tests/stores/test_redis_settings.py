@@ -6,20 +6,21 @@ import ssl
 from pathlib import Path
 
 import pytest
-from asynccache_backends.redis.settings import Address, Settings, settings_of
+from asynccache_backends.options import HostPort
+from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 from asynccache.errors import ConfigError
 from asynccache.storage import parse_url
 from tests.stores.redis_server import Certificate
 
 
-def _of(url: str, **environment: str) -> Settings:
+def _of(url: str, **environment: str) -> RedisSettings:
     return settings_of(parse_url(url), {f"ASYNCCACHE_REDIS_{name}": value for name, value in environment.items()})
 
 
 def test_a_host_is_enough() -> None:
     settings = _of("redis://kv.internal")
-    assert settings == Settings((Address("kv.internal", 6379),))
+    assert settings == RedisSettings((HostPort("kv.internal", 6379),))
     assert str(settings) == "redis://kv.internal:6379/0?prefix=asynccache:"
 
 
@@ -27,17 +28,17 @@ def test_everything_said() -> None:
     settings = _of(
         "redis://al%3Aice:s%40cret@[::1]:7000/3?prefix=team-a/llama:&ttl=12h&connections=2&stall=1.5&cluster=off"
     )
-    assert settings.seeds == (Address("::1", 7000),)
+    assert settings.seeds == (HostPort("::1", 7000),)
     assert (settings.database, settings.username, settings.password) == (3, "al:ice", "s@cret")
     assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == (b"team-a/llama:", 43200, 2, 1.5)
     assert str(settings.seeds[0]) == "[::1]:7000"
 
 
 def test_a_cluster_has_several_hosts() -> None:
-    assert _of("redis://a:1,b,c:3?cluster=on").seeds == (Address("a", 1), Address("b", 6379), Address("c", 3))
+    assert _of("redis://a:1,b,c:3?cluster=on").seeds == (HostPort("a", 1), HostPort("b", 6379), HostPort("c", 3))
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("7d", 604800)])
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604800), ("0.0015", 0.002)])
 def test_times(text: str, seconds: float) -> None:
     assert _of(f"redis://h?ttl={text}").ttl == seconds
 
@@ -83,7 +84,9 @@ def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
         ("redis://h?prefix=a%0d%0a", "prefix"),
         ("redis://h?ttl=-1", "ttl"),
         ("redis://h?ttl=1w", "ttl"),
-        ("redis://h?stall=0", "stall"),
+        ("redis://h?ttl=0.0001", "ttl"),
+        ("redis://h?stall=0", "stall='0'"),
+        ("redis://h?stall=0.0001s", "stall"),
         ("redis://h?connections=0", "connections"),
         ("redis://h?cluster=maybe", "cluster"),
         ("redis://h?color=red", "color"),

@@ -18,6 +18,7 @@ from asynccache.testing.backend_suite import LAYOUT, aligned, get_all, keys_of, 
 from tests.storage.page_kit import get, put
 from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisServer
+from tests.stores.test_redis_connection import peer
 from tests.waiting import until
 
 HIT, MISS = Result.HIT, Result.MISS
@@ -261,3 +262,30 @@ async def test_the_raw_client_moves_bytes(server: str, request: pytest.FixtureRe
         assert "raw" not in one.say("KEYS", "raw*")
 
 
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_get_of_the_raw_client_is_never_written_to() -> None:
+    """Its connection is closed, so that nothing the server still sends can land in the buffer."""
+    went = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.read(100):
+            if b"GET" in request:
+                writer.write(b"$8\r\nabcd")
+                await went.wait()
+                writer.write(b"efgh\r\n")
+            else:
+                writer.write(b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        client = await raw(parse_url(f"redis://{settings.seeds[0]}?cluster=off"))
+        into = memoryview(bytearray(8))
+        getting = asyncio.ensure_future(client.get([b"k"], [into]))
+        await until(lambda: bytes(into[:4]) == b"abcd")
+        getting.cancel()
+        await asyncio.wait([getting])
+        went.set()
+        await asyncio.sleep(0.05)
+        assert bytes(into) == b"abcd" + bytes(4)
+        await client.aclose()

@@ -7,7 +7,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from time import monotonic
 
 from asynccache.errors import Unavailable
-from asynccache_backends.mooncake.settings import HostPort
+from asynccache_backends.options import HostPort
 
 WITHIN = 10.0
 ANSWER_WITHIN = 60.0

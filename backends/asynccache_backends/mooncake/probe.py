@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from asynccache.errors import Timeout, Unavailable
-from asynccache_backends.mooncake.settings import HostPort
+from asynccache_backends.options import HostPort
 
 WITHIN = 1.0
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
 from asynccache.storage import KEY_BYTES, ParsedUrl, parse_place
+from asynccache_backends.options import HostPort, whole_number
 
 OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
@@ -20,16 +21,6 @@ HANDSHAKE = "P2PHANDSHAKE"
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _METADATA = re.compile(r"P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+")
-
-
-class HostPort(NamedTuple):
-    """A host and a port."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class ClientOptions(NamedTuple):
@@ -98,8 +89,8 @@ def settings_of(url: ParsedUrl) -> MooncakeSettings:
             options.get("device", ""),
         ),
         _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
-        _count("replicas", options.get("replicas", "1")),
-        _count("threads", options.get("threads", "1")),
+        whole_number("replicas", options.get("replicas", "1"), 1, 16),
+        whole_number("threads", options.get("threads", "1"), 1, 16),
         place("admin", options["admin"]) if "admin" in options else None,
     )
 
@@ -122,9 +113,3 @@ def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:
     if not pattern.fullmatch(value):
         raise ConfigError(f"storage option {name}={value!r} does not match {pattern.pattern}")
     return value
-
-
-def _count(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 2 or not 1 <= int(text) <= 16:
-        raise ConfigError(f"storage option {name}={text!r}: a number from 1 to 16")
-    return int(text)

@@ -6,7 +6,7 @@ Laws:
 * After a HIT from a put the pack is stored, so there is nothing to flush.
 * The index is this process's view of the store. It may have packs that another process has removed: reading one is a
   MISS, and removes it from the index. What another process has stored is found some seconds later.
-* If two processes store the same page there are two copies, and the earlier one is read.
+* If two processes store the same page there are two copies, and the later one is read.
 * When the store is full, puts are FAILED for a moment without a request, and reads go on.
 * Payloads are not verified here; ``CheckedStore`` does that.
 """
@@ -26,26 +26,22 @@ from asynccache.storage import (
     Collected,
     PageKey,
     ParsedUrl,
-    Permit,
     Record,
     Result,
     Stored,
     StoreLayout,
     Tell,
     Workers,
-    settled,
 )
 from asynccache_backends.file.backend import OpenCalls
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import NoRoom, ObjectClient
 from asynccache_backends.object_store.collect import Collector
 from asynccache_backends.object_store.connect import ObjectSettings, check, connect, settings_of
-from asynccache_backends.object_store.fetches import Fetches
+from asynccache_backends.object_store.formats import INDEX, PACKS, NameClock, Pack
 from asynccache_backends.object_store.keeper import CatalogKeeper
-from asynccache_backends.object_store.names import INDEX, PACKS, NameClock
-from asynccache_backends.object_store.packs import Pack
-from asynccache_backends.object_store.reads import plan_reads
-from asynccache_backends.object_store.uploads import PutPiece, Uploads
+from asynccache_backends.object_store.reads import Fetches, plan_reads
+from asynccache_backends.object_store.uploads import Uploads
 from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
@@ -303,57 +299,33 @@ class ObjectBackend:
         self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
         """Store the pages at the positions ``fresh``. Whether it returns or raises, index and results are right when it
-        ends."""
-        permit = self._room.allow(asyncio.get_running_loop().time())
+        ends. It raises the first error if nothing was stored, unless the reason is a lack of room."""
+        counts, clock = self._catalog.counts, asyncio.get_running_loop().time
+        permit = self._room.allow(clock())
+        if permit == REFUSED:
+            counts["refused_pages"] += len(fresh)
+            return
+        payloads = [records[i].payload for i in fresh]
         try:
-            if permit != REFUSED:
-                await self._upload(permit, fresh, keys, records, results)
+            errors = await self._uploads.put(
+                [keys[i].key for i in fresh], [bytes(records[i].header) for i in fresh], payloads
+            )
+            full = sum(isinstance(error, NoRoom) for error in errors)
+            counts["refused_pages"] += full
+            counts["errors"] += len({*errors} - {None})
+            if full == len(errors):
+                self._room.failure(permit, clock())
+            elif errors[0] is not None and None not in errors:
+                raise errors[0]
             else:
-                self._catalog.counts["refused_pages"] += len(fresh)
+                self._room.success(permit)
         except BaseException:
             self._room.abandon(permit)
             raise
-
-    async def _upload(
-        self, permit: Permit, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record],
-        results: list[Result],
-    ) -> None:  # fmt: skip
-        shares = self._uploads.share([records[i].payload.nbytes for i in fresh])
-        parts = [fresh[share] for share in shares]
-        pieces = [
-            PutPiece([keys[i].key for i in p], [bytes(records[i].header) for i in p], [records[i].payload for i in p])
-            for p in parts
-        ]
-        try:
-            self._uploads.submit(pieces)
-            await asyncio.wait([future for piece in pieces for future in (piece.done, piece.free)])
-        except asyncio.CancelledError:
-            for piece in pieces:
-                self._uploads.withdraw(piece)
-            await settled([piece.free for piece in pieces])
-            raise
-        self._set_results(permit, pieces, parts, results)
-
-    def _set_results(
-        self, permit: Permit, pieces: Sequence[PutPiece], parts: Sequence[Sequence[int]], results: list[Result]
-    ) -> None:
-        """Set the results of pieces that have ended. Raises their first error if none was stored, unless the reason is
-        a lack of room."""
-        errors = [error for piece in pieces if (error := piece.done.result()) is not None]
-        self._catalog.counts["errors"] += len(errors)
-        full = [isinstance(piece.done.result(), NoRoom) for piece in pieces]
-        self._catalog.counts["refused_pages"] += sum(len(part) for part, no in zip(parts, full, strict=True) if no)
-        if all(full):
-            self._room.failure(permit, asyncio.get_running_loop().time())
-        elif len(errors) == len(pieces):
-            raise errors[0]
-        else:
-            self._room.success(permit)
-        for piece, part in zip(pieces, parts, strict=True):
-            if piece.done.result() is None:
-                self._catalog.counts["put_bytes"] += piece.size
-                for i in part:
-                    results[i] = HIT
+        for i, error, payload in zip(fresh, errors, payloads, strict=True):
+            if error is None:
+                counts["put_bytes"] += payload.nbytes
+                results[i] = HIT
 
     async def _store_tombstone(self, keys: Sequence[bytes]) -> Result:
         """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns FAILED if the store

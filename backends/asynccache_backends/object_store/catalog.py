@@ -22,16 +22,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import ListedObject, ObjectClient
-from asynccache_backends.object_store.index import PackIndex
-from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, NameClock, first_name, is_name, stamp_of
-from asynccache_backends.object_store.packs import MOST_PACK_BYTES, FooterCheck, Pack, footer_bytes, parse_footer
-from asynccache_backends.object_store.snapshot import (
+from asynccache_backends.object_store.formats import (
+    DEAD,
+    INDEX,
+    MOST_PACK_BYTES,
+    PACKS,
+    FooterCheck,
+    NameClock,
+    Pack,
     PackIndexSnapshot,
+    first_name,
+    footer_bytes,
+    is_name,
     pack_snapshot,
     pack_tomb,
+    parse_footer,
     parse_snapshot,
     parse_tomb,
+    stamp_of,
 )
+from asynccache_backends.object_store.index import PackIndex
 
 OVERLAP = 600.0
 AHEAD = 24 * 3600.0  # seconds; a snapshot's cursor that is further ahead of this clock is taken for an error
@@ -82,7 +92,7 @@ class PackCatalog:
             for name, keys in saved.tombs.items():
                 self._clock.seen(stamp_of(name))
                 self.index.bury(name, keys)
-            async for pack in gently(saved.packs):
+            async for pack in gently([Pack(*found) for found in saved.packs]):
                 self._clock.seen(pack.stamp)
                 self.index.add(pack)
         await self.refresh(full=saved is None)
@@ -154,7 +164,8 @@ class PackCatalog:
             Unavailable: the store refuses.
         """
         index, name, unsaved = self.index, self._clock.name(), self._unsaved
-        snapshot = PackIndexSnapshot(self._cursor, index.packs(), dict(index.tombs))
+        packs = [(pack.name, pack.size, pack.entries) for pack in index.packs()]
+        snapshot = PackIndexSnapshot(self._cursor, packs, dict(index.tombs))
         packed = await self._workers.run(pack_snapshot, snapshot, self._schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
         await self._client.create(f"{INDEX}/{name}", packed)

@@ -13,7 +13,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
@@ -57,6 +57,7 @@ class ObjectClient:
         self.shown = shown
         self.local = local
         self.store = store
+        self._api = require_obstore()
         self.prefix = prefix
 
     def __repr__(self) -> str:
@@ -65,12 +66,8 @@ class ObjectClient:
     def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
         """Begin to store a new object; it never replaces one. Returns the request, to be awaited by ``created``. Until
         the request has let go of the buffers (see ``lending``) they must not change."""
-        import obstore
-
-        future: asyncio.Future[Any] = obstore.put_async(  # type: ignore[assignment]
-            self.store, self.prefix + path, data, use_multipart=False, mode="create"
-        )
-        return future
+        future = self._api.put_async(self.store, self.prefix + path, data, use_multipart=False, mode="create")
+        return cast(asyncio.Future[Any], future)
 
     async def answer(self, request: asyncio.Future[Any]) -> Any:
         """Wait for a request and return its result.
@@ -99,10 +96,8 @@ class ObjectClient:
             NoRoom: the store is full.
             Unavailable: it failed for another reason.
         """
-        from obstore.exceptions import AlreadyExistsError
-
         try:
-            with suppress(AlreadyExistsError):
+            with suppress(self._api.exceptions.AlreadyExistsError):
                 await request
         except Exception as error:
             raise (NoRoom if _FULL.search(str(error)) else Unavailable)(self._said(error)) from None
@@ -128,13 +123,10 @@ class ObjectClient:
         Raises:
             EOFError: the object ends before ``start``. Other errors are those of ``answer``.
         """
-        import obstore
-
         await self._look_at(path)
         try:
-            return await self.answer(
-                obstore.get_range_async(self.store, self.prefix + path, start=start, length=length)  # type: ignore[arg-type]
-            )
+            whole = self.prefix + path
+            return await self.answer(self._api.get_range_async(self.store, whole, start=start, length=length))
         except Unavailable as error:
             if _BEYOND.search(str(error)):
                 raise EOFError(path) from None
@@ -142,26 +134,20 @@ class ObjectClient:
 
     async def read_all(self, path: str) -> Any:
         """Read a whole object and return it as a buffer. Cancelling it is safe. Raises as ``answer`` does."""
-        import obstore
-
         await self._look_at(path)
-        found = await self.answer(obstore.get_async(self.store, self.prefix + path))  # type: ignore[arg-type]
+        found = await self.answer(self._api.get_async(self.store, self.prefix + path))
         return await self.answer(found.bytes_async())
 
     async def size(self, path: str) -> int:
         """Return the size of an object in bytes. Cancelling it is safe. Raises as ``answer`` does."""
-        import obstore
-
-        found = await self.answer(obstore.head_async(self.store, self.prefix + path))  # type: ignore[arg-type]
+        found = await self.answer(self._api.head_async(self.store, self.prefix + path))
         return int(found["size"])
 
     async def list(self, folder: str, after: str = "") -> AsyncIterator[list[ListedObject]]:
         """Yield the objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe. Raises
         Unavailable."""
-        import obstore
-
         base = f"{self.prefix}{folder}/"
-        stream = obstore.list(self.store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
+        stream = self._api.list(self.store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
         while True:
             try:
                 found = await anext(stream)
@@ -173,17 +159,15 @@ class ObjectClient:
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Remove objects; a missing one is no error. Cancelling it may leave some of them. Raises Unavailable."""
-        import obstore
-
         whole = [self.prefix + path for path in paths]
         if not whole:
             return
         try:
-            await self.answer(obstore.delete_async(self.store, whole))  # type: ignore[arg-type]
+            await self.answer(self._api.delete_async(self.store, whole))
         except FileNotFoundError:  # some stores stop at the first missing object and leave the others
             for path in whole:
                 try:
-                    await self.answer(obstore.delete_async(self.store, path))  # type: ignore[arg-type]
+                    await self.answer(self._api.delete_async(self.store, path))
                 except FileNotFoundError:
                     continue
 
@@ -210,13 +194,14 @@ def redacted(error: Exception) -> str:
 
 
 def require_obstore() -> Any:
-    """Import and return ``obstore.store`` of the client library.
+    """Import and return the client library.
 
     Raises:
         ConfigError: the library is not installed.
     """
     try:
+        import obstore.exceptions
         import obstore.store
     except ImportError as error:
         raise ConfigError(f"object stores need obstore: {install('object')} ({error})") from None
-    return obstore.store
+    return obstore

@@ -1,7 +1,7 @@
 """Removes waste from a store. No object is changed: records that are still good are copied to a new pack first.
 
 Waste is:
-* packs without a live record, because all of theirs were deleted, or are in an earlier pack, too;
+* packs without a live record, because all of theirs were deleted, or are in a later pack, too;
 * packs that are mostly dead, and several small ones: their live records move into a new pack together;
 * objects with names of packs whose footers are damaged, once they are too old to be on their way;
 * tombstones that concern no pack any more;
@@ -10,7 +10,7 @@ Waste is:
 Objects with other names, and packs with another record schema, are left alone.
 
 If two processes collect at the same time, some work is done twice and nothing is lost: both may copy the same record,
-and the earlier copy is read. A process that reads a pack which was just removed finds its pages in the new pack, as
+and the later copy is read. A process that reads a pack which was just removed finds its pages in the new pack, as
 soon as it has found that.
 """
 
@@ -23,8 +23,19 @@ import numpy as np
 from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, PackCatalog, gently
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.names import DEAD, PACKS, NameClock, name_at, stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, FooterCheck, FooterEntry, Pack, pack_entries, trailer_of
+from asynccache_backends.object_store.formats import (
+    DEAD,
+    MAX_RECORDS,
+    PACKS,
+    FooterCheck,
+    FooterEntry,
+    NameClock,
+    Pack,
+    name_at,
+    pack_entries,
+    stamp_of,
+    trailer_of,
+)
 
 
 class Collector:

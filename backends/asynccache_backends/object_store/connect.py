@@ -21,26 +21,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.redaction import is_secret
 from asynccache.redaction import redacted as redacted_url
 from asynccache.storage import ParsedUrl, parse_place
 from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.object_store.client import ObjectClient, redacted, require_obstore
 from asynccache_backends.object_store.local import LocalFolder
+from asynccache_backends.options import whole_number
 
 OPTIONS = ("pack", "capacity", "refresh", "parallel", "request_timeout")
-PLACES: Mapping[str, tuple[str, ...]] = {
-    "s3": ("endpoint", "region"),
-    "gs": ("endpoint",),
-    "az": ("endpoint", "account"),
-    "object-file": ("mode",),
-    "object-memory": (),
+PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "s3": ("S3Store", {"endpoint": "endpoint", "region": "region"}),
+    "gs": ("GCSStore", {"endpoint": "base_url"}),
+    "az": ("AzureStore", {"endpoint": "endpoint", "account": "account_name"}),
+    "object-file": ("LocalStore", {"mode": ""}),
+    "object-memory": ("MemoryStore", {}),
 }
+"""For each scheme the class of the client library, and its own options by the library's names."""
 LOCAL = ("object-file", "object-memory")
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
 MOST_PACK = 256 << 20
 
-_SECRET = re.compile(r"key|secret|token|password|passwd|credential|signature|\bsas\b", re.IGNORECASE)
 _REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]{0,254}")
 _EXPECTED = {
@@ -78,7 +80,7 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
         ConfigError: an option is unknown, unusable or a secret.
     """
     refuse_secrets(url)
-    url.allow_only((*OPTIONS, *PLACES[url.scheme]))
+    url.allow_only((*OPTIONS, *PLACES[url.scheme][1]))
     for name, matches in (("endpoint", _is_endpoint), ("region", _REGION.fullmatch), ("account", _REGION.fullmatch)):
         value = url.options.get(name)
         if value is not None and not matches(value):
@@ -89,22 +91,20 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     capacity = url.size("capacity", 0) if "capacity" in url.options else None
     if capacity is not None and capacity < 2 * pack:
         raise ConfigError(f"storage option capacity={capacity} is less than two packs of {pack} bytes")
-    parallel = _number(url, "parallel", 16, least=1)
-    if parallel != int(parallel):
-        raise ConfigError(f"storage option parallel={parallel:g}: a whole number, at least 1")
+    parallel = whole_number("parallel", url.options.get("parallel", "16"), 1)
     timeout = _number(url, "request_timeout", 30, least=0.1)
     mode = url.permissions("mode", PRIVATE)
-    return ObjectSettings(pack, capacity, _number(url, "refresh", 5), int(parallel), timeout, mode)
+    return ObjectSettings(pack, capacity, _number(url, "refresh", 5), parallel, timeout, mode)
 
 
 def check(url: ParsedUrl) -> None:
     """Raise the ConfigError that ``settings_of`` or ``connect`` would raise, if any. No folder is made and nothing is
     sent."""
     settings = settings_of(url)
-    library = require_obstore()
-    bucket, _ = place_of(url)
+    require_obstore()
+    place, _ = place_of(url)
     if url.scheme not in LOCAL:
-        _made(library, url, bucket, settings)
+        _store(url, place, settings)
 
 
 def connect(url: ParsedUrl, settings: ObjectSettings) -> ObjectClient:
@@ -114,10 +114,10 @@ def connect(url: ParsedUrl, settings: ObjectSettings) -> ObjectClient:
         ConfigError: the client library is missing, the URL names no bucket, or the library refuses its options.
         Unavailable: the folder of ``object-file`` cannot be made.
     """
-    library = require_obstore()
+    require_obstore()
     place, prefix = place_of(url)
     local = _folder(place, settings) if url.scheme == "object-file" else None
-    store = _made(library, url, place, settings)
+    store = _store(url, place, settings)
     _linger_at_exit()
     return ObjectClient(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}", local)
 
@@ -148,13 +148,6 @@ def _folder(place: str, settings: ObjectSettings) -> LocalFolder:
         raise Unavailable(f"storage=object-file:{place}: {redacted(error)}") from None
 
 
-def _made(library: Any, url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
-    try:
-        return _store(library, url, place, settings)
-    except Exception as error:
-        raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
-
-
 def _is_endpoint(text: str) -> bool:
     scheme, _, rest = text.partition("://")
     host, _, path = rest.partition("/")
@@ -164,29 +157,27 @@ def _is_endpoint(text: str) -> bool:
 def refuse_secrets(url: ParsedUrl) -> None:
     """Raise ConfigError if an option looks like a secret, or the endpoint has a user in it."""
     for name, value in url.options.items():
-        if _SECRET.search(name) or (name == "endpoint" and "@" in value):
+        if is_secret(name) or (name == "endpoint" and "@" in value):
             raise ConfigError(
                 f"storage={url.scheme}: option {name!r} would put a secret into a URL; credentials come from the "
                 "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY...)"
             )
 
 
-def _store(library: Any, url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
-    if url.scheme == "object-memory":
-        return library.MemoryStore()
-    if url.scheme == "object-file":
-        return library.LocalStore(place)
-    kind, config = {
-        "s3": (library.S3Store, {"endpoint": "endpoint", "region": "region"}),
-        "gs": (library.GCSStore, {"endpoint": "base_url"}),
-        "az": (library.AzureStore, {"endpoint": "endpoint", "account": "account_name"}),
-    }[url.scheme]
+def _store(url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
+    kind, names = PLACES[url.scheme]
+    make = getattr(require_obstore().store, kind)
     timeout = timedelta(seconds=settings.request_timeout)
-    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
-    if url.options.get("endpoint", "").startswith("http://"):
-        client["allow_http"] = True
-    chosen = {config[name]: value for name, value in url.options.items() if name in config}
-    return kind(place, client_options=client, retry_config={**_RETRY, "retry_timeout": timeout}, **chosen)
+    try:
+        if url.scheme in LOCAL:
+            return make(place) if url.scheme == "object-file" else make()
+        client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
+        if url.options.get("endpoint", "").startswith("http://"):
+            client["allow_http"] = True
+        chosen = {names[name]: value for name, value in url.options.items() if name in names}
+        return make(place, client_options=client, retry_config={**_RETRY, "retry_timeout": timeout}, **chosen)
+    except Exception as error:
+        raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
 
 
 def _number(url: ParsedUrl, name: str, default: float, least: float = 0.0) -> float:

@@ -1,9 +1,10 @@
 """The index in memory: in which pack each key's page lies. Pure; it can be rebuilt from the footers of all packs.
 
 A key may be in several packs: two writers have stored it without knowing of each other, or a pack is being rewritten.
-Every process reads it from the earliest of them, in whatever order it has found the packs. The index keeps the other
-places, too, because the earliest pack may vanish. A tombstone deletes all records of a key that are not younger than
-the tombstone, whether they are found before it or after it.
+Every process reads the record that was born last, and of those of one birth the one in the latest pack, in whatever
+order it has found the packs. So pages are found where a collection has moved them to. A tombstone deletes all records
+of a key that are not younger than the tombstone, whether they are found before it or after it. If the pack of a key
+vanishes, the key is gone, even if another pack has it, too: that is as rare as the pages of two writers.
 
 A key's place is a *slot*, one integer: the number of its pack and the position of its record there. A page takes about
 300 bytes of memory: its key as the key of a dict, its entry in the pack's footer, and the slot.
@@ -14,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from asynccache.storage import HEADER_BYTES, PageKey, Tell
-from asynccache_backends.object_store.names import stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, Pack
+from asynccache_backends.object_store.formats import MAX_RECORDS, Pack, stamp_of
 
 _BITS = 16
 _MASK = (1 << _BITS) - 1
@@ -30,10 +30,9 @@ class PackIndex:
         self.bytes = 0
         self.stored = 0
         self.tell: Tell | None = None
-        self.tombs: dict[str, Sequence[bytes]] = {}
+        self.tombs: dict[str, tuple[bytes, ...]] = {}
         self._died: dict[bytes, int] = {}
         self._slots: dict[bytes, int] = {}
-        self._others: dict[bytes, list[int]] = {}
         self._packs: dict[int, Pack] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
@@ -94,45 +93,42 @@ class PackIndex:
         self._numbers[pack.name] = number
         self._packs[number] = pack
         self.stored += pack.size
-        slots, fresh, size = self._slots, [], 0
+        slots, fresh = self._slots, []
         for slot, (key, length, born) in enumerate(pack.births(), number << _BITS):
             if self._died and self.buried(key, born):
                 continue
-            if key in slots:
-                self._add_place(key, slot)
-            else:
-                slots[key] = slot
-                size += length + HEADER_BYTES
+            if key not in slots:
                 fresh.append(key)
-        pack.live += len(fresh)
-        pack.live_bytes += size
-        self.bytes += size
+            elif (born, pack.name) > self._rank(slots[key]):
+                self._count(slots[key], -1)
+            else:
+                continue
+            slots[key] = slot
+            pack.live += 1
+            pack.live_bytes += length + HEADER_BYTES
+            self.bytes += length + HEADER_BYTES
         self._changed(True, fresh)
 
-    def drop(self, name: str) -> int:
-        """Remove a pack that has vanished. Keys that are in other packs, too, stay. Returns how many keys are gone."""
+    def drop(self, name: str) -> None:
+        """Remove a pack that has vanished, and the keys that were read from it."""
         number = self._numbers.pop(name, None)
         if number is None:
-            return 0
+            return
         pack = self._packs[number]
-        base = number << _BITS
-        gone = [key for at, key in enumerate(pack.keys()) if self._remove_place(key, base + at)]
+        self._remove([key for slot, key in enumerate(pack.keys(), number << _BITS) if self._slots.get(key) == slot])
         del self._packs[number]
         self.stored -= pack.size
-        self._changed(False, gone)
-        return len(gone)
 
     def bury(self, name: str, keys: Iterable[bytes]) -> None:
         """Apply a tombstone, unless it was applied before."""
         if name in self.tombs:
             return
-        keys, stamp, gone = tuple(keys), stamp_of(name), []
+        keys, stamp = tuple(keys), stamp_of(name)
         self.tombs[name] = keys
         for key in keys:
             self._died[key] = max(stamp, self._died.get(key, -1))
-            if self._slots.get(key) is not None and self._apply_tombstones(key):
-                gone.append(key)
-        self._changed(False, gone)
+        there = [key for key in dict.fromkeys(keys) if key in self._slots]
+        self._remove([key for key in there if self.buried(key, self._rank(self._slots[key])[0])])
 
     def unbury(self, name: str) -> None:
         """Forget a tombstone that has vanished. The records that it has deleted stay deleted here until the packs are
@@ -144,52 +140,20 @@ class PackIndex:
     def clear(self) -> None:
         """Remove everything."""
         gone = list(self._slots)
-        for table in (self._slots, self._others, self._packs, self._numbers, self._died, self.tombs):
+        for table in (self._slots, self._packs, self._numbers, self._died, self.tombs):
             table.clear()
         self.bytes = self.stored = 0
         self._changed(False, gone)
 
-    def _add_place(self, key: bytes, slot: int) -> None:
-        """Add another place of a key that has one. From now on the earlier of the two is read."""
-        held = later = self._slots[key]
-        if self.at(slot)[0].name < self.at(held)[0].name:
-            self._clear_place(key)
-            self._set_place(key, slot)
-        else:
-            later = slot
-        self._others.setdefault(key, []).append(later)
+    def _rank(self, slot: int) -> tuple[int, str]:
+        """Return by what the record at ``slot`` is compared with others of its key: its birth, and its pack's name."""
+        pack, at = self.at(slot)
+        return pack.entry(at).born, pack.name
 
-    def _remove_place(self, key: bytes, slot: int) -> bool:
-        """Remove one place of ``key``. If it was the one that is read, the earliest of the others takes its turn.
-        Returns whether the key has no place any more because of that."""
-        others = self._others.get(key, [])
-        held = self._slots.get(key) == slot
-        if held:
-            self._clear_place(key)
-        elif slot in others:
-            others.remove(slot)
-        if held and others:
-            heir = min(others, key=lambda other: self.at(other)[0].name)
-            others.remove(heir)
-            self._set_place(key, heir)
-        if not others:
-            self._others.pop(key, None)
-        return held and key not in self._slots
-
-    def _apply_tombstones(self, key: bytes) -> bool:
-        """Remove the places of ``key`` whose records were deleted by a tombstone. Returns whether none is left."""
-        for slot in (*self._others.get(key, ()), self._slots[key]):
-            pack, at = self.at(slot)
-            if self.buried(key, pack.entry(at).born):
-                self._remove_place(key, slot)
-        return key not in self._slots
-
-    def _set_place(self, key: bytes, slot: int) -> None:
-        self._slots[key] = slot
-        self._count(slot, 1)
-
-    def _clear_place(self, key: bytes) -> None:
-        self._count(self._slots.pop(key), -1)
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._count(self._slots.pop(key), -1)
+        self._changed(False, keys)
 
     def _count(self, slot: int, sign: int) -> None:
         pack, at = self.at(slot)

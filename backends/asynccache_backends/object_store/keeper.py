@@ -14,7 +14,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import settled
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.names import PACKS
+from asynccache_backends.object_store.formats import PACKS
 
 FULL_EVERY = 600.0
 SHORTEST = 1.0

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asynccache_backends.file.files import PRIVATE, Folder, NotPlain, make_folder
-from asynccache_backends.object_store.names import INDEX, PACKS
+from asynccache_backends.object_store.formats import INDEX, PACKS
 
 _IN_ROOT = (PACKS, INDEX, "raw")  # "raw" is made by a benchmark
 

@@ -13,22 +13,30 @@ is known whether they are stored. If all callers of a pack have gone, it is give
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from asynccache.errors import Unavailable
 from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.lending import BufferLoan
-from asynccache_backends.object_store.names import PACKS, NameClock, stamp_of
-from asynccache_backends.object_store.packs import MAX_RECORDS, Pack, pack_entries, trailer_of
+from asynccache_backends.object_store.formats import (
+    MAX_RECORDS,
+    PACKS,
+    NameClock,
+    Pack,
+    pack_entries,
+    stamp_of,
+    trailer_of,
+)
 
 LEAST_LENT = 64 << 10
 INLINE_BYTES = 128 << 10
 PARTIAL = 2
 
 
-class PutPiece:
+class _Piece:
     """Records of one put that go into the same pack. ``free``: done when nobody reads its payloads any more. ``done``:
     its result is None if the records are stored, else the error. ``upload``: the pack that it went into."""
 
@@ -62,7 +70,7 @@ class _Upload:
 
     __slots__ = ("name", "pieces", "size", "task", "wanted")
 
-    def __init__(self, name: str, pieces: list[PutPiece], size: int) -> None:
+    def __init__(self, name: str, pieces: list[_Piece], size: int) -> None:
         self.name = name
         self.pieces = pieces
         self.size = size
@@ -90,7 +98,7 @@ class Uploads:
         self._parallel = parallel
         self._stored = stored
         self._lends = lends
-        self._line: deque[PutPiece] = deque()
+        self._line: deque[_Piece] = deque()
         self._sending: set[_Upload] = set()
 
     def __repr__(self) -> str:
@@ -100,9 +108,29 @@ class Uploads:
         """Return the names of the packs that are being sent."""
         return {upload.name for upload in self._sending}
 
-    def share(self, sizes: Sequence[int]) -> list[slice]:
-        """Divide the records of a put, with these payload sizes, into pieces. The pieces are about equal, and none is
-        larger than a pack unless a single record is."""
+    async def put(
+        self, keys: Sequence[bytes], headers: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> list[BaseException | None]:
+        """Store records. Returns for each the error for which it is not stored, or None.
+
+        Cancelling it returns when nobody reads the payloads any more; the records may be stored or not.
+        """
+        shares = self._share([payload.nbytes for payload in payloads])
+        pieces = [_Piece(keys[share], headers[share], payloads[share]) for share in shares]
+        self._line.extend(pieces)
+        self._start()
+        try:
+            await asyncio.wait([future for piece in pieces for future in (piece.done, piece.free)])
+        except asyncio.CancelledError:
+            for piece in pieces:
+                self._withdraw(piece)
+            await settled([piece.free for piece in pieces])
+            raise
+        return [piece.done.result() for piece in pieces for _ in piece.keys]
+
+    def _share(self, sizes: Sequence[int]) -> list[slice]:
+        """Divide records with these payload sizes into pieces. The pieces are about equal, and none is larger than a
+        pack unless a single record is."""
         total = sum(sizes)
         target = total / max(1, -(-total // self._pack))
         cuts, start, size = [], 0, 0
@@ -111,16 +139,10 @@ class Uploads:
                 cuts.append(slice(start, at))
                 start, size = at, 0
             size += length
-        return [*cuts, slice(start, len(sizes))] if sizes else []
+        return [*cuts, slice(start, len(sizes))]
 
-    def submit(self, pieces: Sequence[PutPiece]) -> None:
-        """Have the pieces stored. Wait for their futures to know how that ends."""
-        self._line.extend(pieces)
-        self._start()
-
-    def withdraw(self, piece: PutPiece) -> None:
-        """Note that the piece's caller was cancelled. It may be stored or not. The caller must wait for ``free`` before
-        the buffers are used again."""
+    def _withdraw(self, piece: _Piece) -> None:
+        """Give up a piece whose caller was cancelled, if it waits, or its pack if that has no other callers."""
         upload = piece.upload
         if upload is None:
             if piece in self._line:
@@ -206,3 +228,55 @@ class Uploads:
         for piece in upload.pieces:
             piece.release()
         return data
+
+
+class BufferLoan:
+    """A loan of buffers to one request of the client, which tells when the client has let go of them.
+
+    The client sends directly from host pages and does not say when it needs them no more. Its future is done when
+    there is an answer, or at once when it is cancelled; the request may still use the buffers for some time. But for so
+    long it has references to the objects that it was given. So it is given a view of its own for each buffer, and the
+    loan is over when these views are gone. They have to be memoryviews: a memoryview releases its buffer before weak
+    references to it are called, an array of NumPy afterwards.
+
+    After an answer the views are usually gone, and it is enough to look. Callbacks are set only for views that are not:
+    they run in a thread of the client, where a call into Python costs 10 µs.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._views = [memoryview(buffer) for buffer in buffers]
+        self._refs = [weakref.ref(view) for view in self._views]
+        self._told: list[weakref.ref[memoryview]] = []
+        self._gone: list[weakref.ref[memoryview]] = []
+
+    def take(self) -> list[memoryview]:
+        """Return a view of each buffer, for the request; only once. The caller must keep no reference to them."""
+        views, self._views = self._views, []
+        return views
+
+    async def over(self) -> None:
+        """Wait until all views are gone. Cancelling it does not shorten the waiting."""
+        if all(ref() is None for ref in self._refs):
+            return
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[None] = loop.create_future()
+
+        def gone(ref: weakref.ref[memoryview]) -> None:
+            self._gone.append(ref)  # a list, since appending is atomic and this may run in any thread
+            if len(self._gone) == len(self._refs):
+                with suppress(RuntimeError):  # the loop was closed, so nobody waits any more
+                    loop.call_soon_threadsafe(_set, end)
+
+        for ref in self._refs:
+            view = ref()
+            if view is None:
+                gone(ref)
+            else:
+                self._told.append(weakref.ref(view, gone))
+            del view  # if this is the last reference, the view ends here
+        await settled([end])
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

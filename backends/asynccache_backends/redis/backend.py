@@ -20,10 +20,10 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import HEADER_BYTES, Collected, PageKey, ParsedUrl, Record, Result, Stored, StoreLayout
 from asynccache_backends.pause import Pause
 from asynccache_backends.redis.catalog import Catalog
-from asynccache_backends.redis.connection import Job, plain
+from asynccache_backends.redis.connection import CommandBatch, plain
 from asynccache_backends.redis.resp import Names, Refusal
 from asynccache_backends.redis.routing import LOST, Lane, Router
-from asynccache_backends.redis.settings import Settings, settings_of
+from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -39,7 +39,7 @@ class RedisBackend:
 
     shared = True
 
-    def __init__(self, settings: Settings, router: Router, counts: Counter[str]) -> None:
+    def __init__(self, settings: RedisSettings, router: Router, counts: Counter[str]) -> None:
         self._settings = settings
         self._router = router
         self._counts = counts
@@ -78,8 +78,8 @@ class RedisBackend:
         """
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
-        job = Job(self._names.commands(b"GET", names), records, ahead)
-        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, names, job)]
+        batch = CommandBatch(self._names.commands(b"GET", names), records, ahead)
+        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, names, batch)]
         got = [record.payload.nbytes for record, result in zip(records, results, strict=True) if result is HIT]
         self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
         return results
@@ -163,7 +163,7 @@ class RedisBackend:
         names = self._names.of(keys)
         return await self._asked(Lane.WORDS, names, plain(self._names.commands(verb, names)))
 
-    async def _asked(self, lane: Lane, names: Sequence[bytes], job: Job) -> list[Any]:
+    async def _asked(self, lane: Lane, names: Sequence[bytes], batch: CommandBatch) -> list[Any]:
         """Replies; refusals are counted.
 
         Raises:
@@ -172,7 +172,7 @@ class RedisBackend:
         if not names:
             return []
         try:
-            replies = await self._router.ask(lane, names, job)
+            replies = await self._router.ask(lane, names, batch)
         except BackendError:
             self._counts["errors"] += len(names)
             raise

@@ -13,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Self, cast
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.settle import settled
 from asynccache.storage import Record
+from asynccache_backends.options import HostPort
 from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, Refusal, command, joined
-from asynccache_backends.redis.settings import ENVIRONMENT, Address, Settings
+from asynccache_backends.redis.settings import ENVIRONMENT, RedisSettings
 
 LOOKS = 8
 """How often, in ``stall`` seconds, it is looked for what has been sent."""
@@ -30,11 +32,7 @@ ASKING = command(b"ASKING")
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # Linux's names
 
 
-class ConnectFailed(Unavailable):
-    """No connection can be made now."""
-
-
-class Job(NamedTuple):
+class CommandBatch(NamedTuple):
     """Commands, and for each the record that its reply is a page for, if it is.
 
     ``ahead``: how many commands are sent before the first of them is answered. A server that prepares all of a long
@@ -44,47 +42,72 @@ class Job(NamedTuple):
     sinks: Sequence[Record | None]
     ahead: int
 
-    def part(self, which: Sequence[int]) -> Job:
+    def part(self, which: Sequence[int]) -> CommandBatch:
         """Some of them."""
-        return Job([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead)
+        return CommandBatch([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead)
 
-    def asking(self) -> Job:
+    def asking(self) -> CommandBatch:
         """The same, with a word before each command that a server wants which has a slot only by half."""
         commands = [each for command in self.commands for each in (ASKING, command)]
-        return Job(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
+        return CommandBatch(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
 
 
-def plain(commands: Sequence[Command]) -> Job:
+def plain(commands: Sequence[Command]) -> CommandBatch:
     """Commands whose replies are no pages."""
-    return Job(commands, [None] * len(commands), len(commands))
+    return CommandBatch(commands, [None] * len(commands), len(commands))
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Made by ``connect``. ``stall``: seconds without a byte, in either direction, after which the server counts as
-    hung."""
+    """A connection, once ``open`` has made it. The server counts as hung after ``stall`` seconds without a byte in
+    either direction."""
 
     transport: asyncio.Transport
 
-    def __init__(self, name: str, stall: float) -> None:
-        self.closed = True
-        self._name = name
-        self._stall = stall
+    def __init__(self, address: HostPort, settings: RedisSettings) -> None:
+        self.closed = False
+        self._name = str(address)
+        self._address = address
+        self._settings = settings
+        self._stall = settings.stall
         self.loop = asyncio.get_running_loop()
+        self._attempt: asyncio.Timeout | None = None
+        self._abort: Callable[[], None] = self._give_up
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._done: asyncio.Future[None] | None = None
         self._idle = self._reader = Reader((), spare=1)
-        self._job = plain(())
+        self._batch = plain(())
         self._next = 0
         self._out: deque[Buffer] = deque()
         self._moved_at = 0.0
         self._unsent = 0
 
-    @property
-    def busy(self) -> bool:
-        """Whether a request is under way."""
-        return self._done is not None
+    async def open(self) -> Self:
+        """Connect, and sign in. The connection, ready for commands, is returned.
 
-    async def ask(self, job: Job) -> list[Any]:
+        Raises:
+            Unavailable: nobody listens, or TLS or the server refuses us. Timeout: it takes longer than ``stall``, or
+                was closed meanwhile.
+
+        Cancelling it leaves nothing open.
+        """
+        address, settings, began = self._address, self._settings, self.loop.time()
+        name = None if settings.tls is None else settings.tls_name or address.host
+        try:
+            async with asyncio.timeout(self._stall) as self._attempt:
+                await self.loop.create_connection(lambda: self, *address, ssl=settings.tls, server_hostname=name)
+                await self._introduce()
+            return self
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"{address}: no connection after {self.loop.time() - began:.3g} s") from None
+            if isinstance(error, OSError | UnicodeError):  # ssl.SSLError is the first; no name may be "a..b"
+                raise Unavailable(f"{address}: {error}") from error
+            raise
+        finally:
+            self._attempt = None  # it has the task, which has the caller's pages
+
+    async def ask(self, batch: CommandBatch) -> list[Any]:
         """The reply to each command.
 
         Raises:
@@ -94,10 +117,10 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self.closed:
             raise Unavailable(f"{self._name}: the connection is closed")
-        if not job.commands:
+        if not batch.commands:
             return []
         self._done, self._moved_at = self.loop.create_future(), self.loop.time()
-        self._job, self._next, self._reader = job, 0, Reader(job.sinks)
+        self._batch, self._next, self._reader = batch, 0, Reader(batch.sinks)
         self._watching = self.loop.call_at(self._moved_at + self._stall / LOOKS, self._look)
         try:
             self._feed()
@@ -111,15 +134,21 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             self._watching.cancel()
             self._reader.forget()
-            self._done, self._job, self._reader = None, plain(()), self._idle
+            self._done, self._batch, self._reader = None, plain(()), self._idle
             self._out.clear()
 
     def close(self, why: BackendError | None = None) -> None:
         """End it now; a request that is under way fails by ``why``. Twice is fine."""
         if not self.closed:
             self.closed = True
-            self.transport.abort()
+            self._abort()
             self._end(why or Unavailable(f"{self._name}: closed"))
+
+    def _give_up(self) -> None:
+        """End the attempt to connect, if it is not over."""
+        with suppress(RuntimeError):
+            if self._attempt is not None:
+                self._attempt.reschedule(self.loop.time())
 
     def _end(self, error: BackendError | None) -> None:
         if self._done is not None and not self._done.done():
@@ -132,7 +161,9 @@ class Connection(asyncio.BufferedProtocol):
         tls = transport.get_extra_info("sslcontext") is not None
         self._most = 2 if tls else 16  # buffers that it is given at once; TLS copies them
         self.transport.set_write_buffer_limits(int(tls))  # it says when all is sent; TLS counts a limit that is reached
-        self.closed = False
+        self._abort = self.transport.abort
+        if self.closed:
+            self._abort()
 
     def eof_received(self) -> None:
         self.close(Unavailable(f"{self._name}: connection lost: closed by the server"))
@@ -154,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if len(self._reader.replies) > self._next:
             self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
-        elif self._next < len(self._job.commands):
+        elif self._next < len(self._batch.commands):
             self._feed()
         elif not self._reader.missing and (self._out or self.transport.get_write_buffer_size()):
             self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
@@ -168,10 +199,10 @@ class Connection(asyncio.BufferedProtocol):
     # a request
 
     def _feed(self) -> None:
-        """Send commands, as far ahead of the replies as the job says, and not one by one."""
-        commands, replies = self._job.commands, len(self._reader.replies)
-        if self._next - replies <= self._job.ahead // 2:
-            upto = min(len(commands), replies + self._job.ahead)
+        """Send commands, as far ahead of the replies as the batch says, and not one by one."""
+        commands, replies = self._batch.commands, len(self._reader.replies)
+        if self._next - replies <= self._batch.ahead // 2:
+            upto = min(len(commands), replies + self._batch.ahead)
             self._out.extend(joined(commands[self._next : upto]))
             self._next = max(self._next, upto)
             self._write()
@@ -191,45 +222,19 @@ class Connection(asyncio.BufferedProtocol):
         elif not self.closed:
             self._watching = self.loop.call_at(now + self._stall / LOOKS, self._look)
 
-
-async def connect(address: Address, settings: Settings) -> Connection:
-    """A connection that is ready for commands.
-
-    Raises:
-        ConnectFailed: nobody listens, TLS or the server refuses us. Timeout: it takes longer than ``stall``.
-
-    Cancelling it leaves nothing open.
-    """
-    made = Connection(str(address), settings.stall)
-    name = None if settings.tls is None else settings.tls_name or address.host
-    try:
-        async with asyncio.timeout(settings.stall):
-            await made.loop.create_connection(lambda: made, *address, ssl=settings.tls, server_hostname=name)
-            await _introduce(made, settings)
-            return made
-    except BaseException as error:
-        made.close()
-        if isinstance(error, TimeoutError):
-            raise Timeout(f"{address}: no connection in {settings.stall:g} s") from None
-        if isinstance(error, OSError | UnicodeError | Unavailable):  # ssl.SSLError is the first; no name may be "a..b"
-            said = str(error) if isinstance(error, Unavailable) else f"{address}: {error}"
-            raise error if isinstance(error, ConnectFailed) else ConnectFailed(said) from error
-        raise
-
-
-async def _introduce(connection: Connection, settings: Settings) -> None:
-    """Say who we are, and which database. What the server says to a password is not repeated: it may quote it."""
-    sock = connection.transport.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name in _KEEPALIVE.keys() & vars(socket).keys():
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE[name])
-    if settings.password or settings.username:
-        user = (settings.username.encode(),) if settings.username else ()
-        (reply,) = await connection.ask(plain([command(b"AUTH", *user, settings.password.encode())]))
-        if isinstance(reply, Refusal):
-            read = f"they are read from the URL, or from {ENVIRONMENT}USERNAME and {ENVIRONMENT}PASSWORD"
-            raise ConnectFailed(f"{settings}: the server refuses user and password ({reply.code}); {read}")
-    if settings.database:
-        (reply,) = await connection.ask(plain([command(b"SELECT", b"%d" % settings.database)]))
-        if isinstance(reply, Refusal):
-            raise ConnectFailed(f"{settings}: {reply.text}")
+    async def _introduce(self) -> None:
+        """Tell the server who we are, and which database. Its answer to a password is not repeated: it may quote it."""
+        settings, sock = self._settings, self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in _KEEPALIVE.keys() & vars(socket).keys():
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), _KEEPALIVE[name])
+        if settings.password or settings.username:
+            user = (settings.username.encode(),) if settings.username else ()
+            (reply,) = await self.ask(plain([command(b"AUTH", *user, settings.password.encode())]))
+            if isinstance(reply, Refusal):
+                read = f"they are read from the URL, or from {ENVIRONMENT}USERNAME and {ENVIRONMENT}PASSWORD"
+                raise Unavailable(f"{settings}: the server refuses user and password ({reply.code}); {read}")
+        if settings.database:
+            (reply,) = await self.ask(plain([command(b"SELECT", b"%d" % settings.database)]))
+            if isinstance(reply, Refusal):
+                raise Unavailable(f"{settings}: {reply.text}")

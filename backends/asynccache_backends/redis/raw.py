@@ -15,68 +15,71 @@ from contextlib import suppress
 
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import ParsedUrl
-from asynccache_backends.redis.connection import connect, plain
+from asynccache_backends.options import HostPort
+from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Buffer, command
-from asynccache_backends.redis.routing import Lane, Node, Router
-from asynccache_backends.redis.settings import Address, Settings, settings_of
+from asynccache_backends.redis.routing import Lane, RedisNode, Router
+from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 
-class RawClient:
+class RedisRawClient:
     """Made by ``raw``."""
 
-    def __init__(self, settings: Settings, router: Router) -> None:
+    def __init__(self, settings: RedisSettings, router: Router) -> None:
         self._settings = settings
         self._router = router
-        self._idle: defaultdict[Address, list[_Protocol]] = defaultdict(list)
+        self._idle: defaultdict[HostPort, list[_Protocol]] = defaultdict(list)
         self._stored: list[bytes] = []
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """SET each. Cancelling it loses connections."""
-        def words(i: int) -> tuple[Buffer, ...]:
-            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(keys[i]), keys[i], values[i].nbytes)
-            return head, values[i], b"\r\n"
+        def call(part: list[int]) -> tuple[list[Buffer], list[Buffer]]:
+            words: list[Buffer] = []
+            for i in part:
+                head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(keys[i]), keys[i], values[i].nbytes)
+                words += (head, values[i], b"\r\n")
+            return words, [b"+OK\r\n" * len(part)]
 
         self._stored += keys
-        await self._ask(keys, words, lambda part: [b"+OK\r\n" * len(part)])
+        await self._ask(keys, call)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
         """GET each; all of them are there, and as long as their buffers. Cancelling it loses connections."""
-        def words(i: int) -> tuple[Buffer, ...]:
-            return (b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[i]), keys[i]),)
-
-        await self._ask(keys, words, lambda part: _values([into[i] for i in part]))
+        await self._ask(keys, lambda part: ([command(b"GET", keys[i]) for i in part], _values([into[i] for i in part])))
 
     async def aclose(self) -> None:
         """Remove what was put, as far as it is there still, and close the connections."""
         with suppress(BackendError):
-            job = plain([command(b"UNLINK", key) for key in self._stored])
-            await self._router.ask(Lane.WORDS, self._stored, job)
+            batch = plain([command(b"UNLINK", key) for key in self._stored])
+            await self._router.ask(Lane.WORDS, self._stored, batch)
         self._router.close()
         for idle in self._idle.values():
             while idle:
                 idle.pop().transport.abort()
 
     async def _ask(
-        self, keys: Sequence[bytes], words: Callable[[int], tuple[Buffer, ...]],
-        expected: Callable[[list[int]], Sequence[Buffer]],
-    ) -> None:  # fmt: skip
-        """Send ``words`` of each key to who has it, and receive what is ``expected`` of each server's part of them."""
-        parts: defaultdict[Node | None, list[int]] = defaultdict(list)
+        self, keys: Sequence[bytes], call: Callable[[list[int]], tuple[list[Buffer], list[Buffer]]]
+    ) -> None:
+        """Make one call to each server, for its part of the keys: what is sent, and what is expected."""
+        parts: defaultdict[RedisNode | None, list[int]] = defaultdict(list)
         for i, key in enumerate(keys):
             parts[self._router.owner(key)].append(i)
-        calls = [(node, [word for i in part for word in words(i)], expected(part)) for node, part in parts.items()]
-        await asyncio.gather(*(self._one(*call) for call in calls))
+        await asyncio.gather(*(self._one(node, *call(part)) for node, part in parts.items()))
 
-    async def _one(self, node: Node | None, out: Sequence[Buffer], expected: Sequence[Buffer]) -> None:
+    async def _one(self, node: RedisNode | None, out: Sequence[Buffer], expected: Sequence[Buffer]) -> None:
         if node is None:
             raise Unavailable("raw client: nobody has the slot of a key")
         idle = self._idle[node.address]
-        protocol = idle.pop() if idle else _Protocol((await connect(node.address, self._settings)).transport)
-        await protocol.ask(out, expected)
+        protocol = idle.pop() if idle else _Protocol((await Connection(node.address, self._settings).open()).transport)
+        try:
+            await protocol.ask(out, expected)
+        except BaseException:
+            protocol.transport.abort()  # or what is still to come would land in the buffers
+            raise
         idle.append(protocol)
 
 
-async def raw(url: ParsedUrl) -> RawClient:
+async def raw(url: ParsedUrl) -> RedisRawClient:
     """A bare client of the server, or the cluster, that ``url`` names. Cancelling it leaves nothing open.
 
     Raises:
@@ -85,7 +88,7 @@ async def raw(url: ParsedUrl) -> RawClient:
     settings = settings_of(url)
     router = Router(settings, Counter())
     await router.open()
-    return RawClient(settings, router)
+    return RedisRawClient(settings, router)
 
 
 class _Protocol(asyncio.BufferedProtocol):

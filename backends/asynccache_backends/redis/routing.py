@@ -1,12 +1,13 @@
 """Which server has which key, one for all or a cluster's map of hash slots; and the connections to each server.
 
 To each there are a few connections for pages and one for small questions, which so never wait behind pages. A
-connection serves one request at a time; more requests wait in line. Where none can be made, or one falls silent, the
-server is left alone for a moment: a dead one costs an attempt now and then, and not one for every request in line.
+connection serves one request at a time; more requests wait in line. Where none can be made, a new one is lost or one
+falls silent, the server is left alone for a moment: a dead one costs an attempt now and then, and not one for every
+request in line.
 
 A cluster's map is as good as the last answer. A server that no longer has a slot says who has it (MOVED: from now on;
-ASK: this once), and the request goes there. The map is read anew before the next request after a MOVED, or when a
-server could not be reached, at most once a second.
+ASK: this once), and the request goes there. After a MOVED, or when a server could not be reached, the next request has
+the map read anew, at most once a second. It does not wait for that, since the server that is asked may hang.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache_backends.options import HostPort
 from asynccache_backends.pause import Health, Pause
-from asynccache_backends.redis.connection import ConnectFailed, Connection, Job, connect, plain
+from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
-from asynccache_backends.redis.settings import Address, Settings
+from asynccache_backends.redis.settings import RedisSettings
 
 SLOTS = 16384
 REDIRECTIONS = 4
@@ -50,11 +53,11 @@ Lane = IntEnum("Lane", ["PAGES", "WORDS"])
 """Which connections a request uses."""
 
 
-class Node:
-    """One server. ``pause``: whether it is left alone; ``asked``: requests under way or in line; ``made``: its
-    connections, and some that are closed."""
+class RedisNode:
+    """One server. ``pause``: whether it is left alone; ``asked``: requests that have chosen it and have not ended;
+    ``made``: its connections, and some that are being made or closed."""
 
-    def __init__(self, address: Address, settings: Settings, counts: Counter[str]) -> None:
+    def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
         self._settings = settings
         self._counts = counts
@@ -67,7 +70,7 @@ class Node:
         self._lines = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
         self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
 
-    async def ask(self, lane: Lane, job: Job) -> list[Any]:
+    async def ask(self, lane: Lane, batch: CommandBatch) -> list[Any]:
         """The reply to each command.
 
         Raises:
@@ -83,7 +86,7 @@ class Node:
                 if not self.pause.allows(self._loop.time()):
                     raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
                 idle = self._idle[lane]
-                connection, replies = await self._tried(idle.pop() if idle else None, job)
+                connection, replies = await self._tried(idle.pop() if idle else None, batch)
                 idle.append(connection)
         finally:
             self.asked -= 1
@@ -92,36 +95,34 @@ class Node:
     def close(self, *, idle: bool = False) -> None:
         """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
         self._closed = self._closed or not idle
-        for connection in self.made:
-            if not idle or not connection.busy:
-                connection.close()
+        for connection in chain(*self._idle.values()) if idle else self.made:
+            connection.close()
 
-    async def _tried(self, connection: Connection | None, job: Job) -> tuple[Connection, list[Any]]:
+    async def _tried(self, connection: Connection | None, batch: CommandBatch) -> tuple[Connection, list[Any]]:
         """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
+        fresh = connection is None or connection.closed
         try:
-            if connection is None or connection.closed:
-                connection = await self._connect()
-            replies = await connection.ask(job)
-        except (ConnectFailed, Timeout) as error:
-            self._last = str(error)
-            self.pause.failed(self._loop.time())
-            raise
-        except BaseException:
-            self.pause.given_up()
+            connection = await self._connect() if connection is None or connection.closed else connection
+            replies = await connection.ask(batch)
+        except BaseException as error:
+            if isinstance(error, Timeout) or (fresh and isinstance(error, BackendError)):
+                self._last = str(error)
+                self.pause.failed(self._loop.time())
+            else:                                      # cancelled; or an old one is lost: does a new one work?
+                self.pause.given_up()
             raise
         self.pause.ended()
         return connection, replies
 
     async def _connect(self) -> Connection:
-        connection = await connect(self.address, self._settings)
+        connection = Connection(self.address, self._settings)
         self.made = {made for made in self.made if not made.closed} | {connection}
-        if self._closed:
-            connection.close()
+        await connection.open()
         self._counts["connects"] += 1
         return connection
 
 
-Groups = dict[tuple[Node | None, bool], list[int]]
+Groups = dict[tuple[RedisNode | None, bool], list[int]]
 """Which commands of a request are for which node, or for nobody; True: it has their slot only by half, and must be told
 so."""
 
@@ -132,17 +133,18 @@ class Router:
     ``nodes``: those that have keys.
     """
 
-    def __init__(self, settings: Settings, counts: Counter[str]) -> None:
+    def __init__(self, settings: RedisSettings, counts: Counter[str]) -> None:
         self.clustered = False
         self._settings = settings
         self._counts = counts
-        self.nodes: dict[Address, Node] = {}
-        self._owners: list[Node | None] = []
+        self.nodes: dict[HostPort, RedisNode] = {}
+        self._owners: list[RedisNode | None] = []
         self._stale = False
         self._refreshed = float("-inf")
+        self._refreshing: asyncio.Task[None] | None = None
         self._closed = False
 
-    def owner(self, key: bytes) -> Node | None:
+    def owner(self, key: bytes) -> RedisNode | None:
         """The node that has ``key``; None if nobody does."""
         return self._owners[slot_of(key) if self.clustered else 0]
 
@@ -164,7 +166,7 @@ class Router:
                 raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
             raise
 
-    async def ask(self, lane: Lane, keys: Sequence[bytes], job: Job) -> list[Any]:
+    async def ask(self, lane: Lane, keys: Sequence[bytes], batch: CommandBatch) -> list[Any]:
         """The reply to each command, from who has its key, one of ``keys`` for each; a ``Refusal`` where that one could
         not be reached.
 
@@ -175,18 +177,25 @@ class Router:
         """
         if not self.clustered:
             (node,) = self.nodes.values()
-            return await node.ask(lane, job)
-        await self.refresh()
+            return await node.ask(lane, batch)
+        self._refresh_if_stale()
         replies: list[Any] = [None] * len(keys)
         groups: Groups = {}
         for i, key in enumerate(keys):
             groups.setdefault((self.owner(key), False), []).append(i)
         for _ in range(REDIRECTIONS):
-            async with asyncio.TaskGroup() as tasks:
-                asked = [
-                    (which, tasks.create_task(self._answers(lane, job.part(which), node, asking)))
-                    for (node, asking), which in groups.items()
-                ]
+            chosen = [node for node, _ in groups if node is not None]
+            try:
+                for node in chosen:
+                    node.asked += 1                    # before the tasks begin, so that a new map does not close it
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [
+                        (which, tasks.create_task(self._answers(lane, batch.part(which), node, asking)))
+                        for (node, asking), which in groups.items()
+                    ]
+            finally:
+                for node in chosen:
+                    node.asked -= 1
             for which, task in asked:
                 for i, reply in zip(which, task.result(), strict=True):
                     replies[i] = reply
@@ -194,20 +203,21 @@ class Router:
         return replies
 
     async def refresh(self) -> None:
-        """Read the map anew if it is known to be old, at most once a second. Others use the old one meanwhile; it stays
-        if nobody can be asked.
-
-        Cancelling it leaves the old one.
-        """
-        now = asyncio.get_running_loop().time()
-        if not self.clustered or not self._stale or now < self._refreshed + REFRESH_SECONDS:
+        """Read a cluster's map anew. The old one stays if nobody can be asked. Cancelling it leaves the old one."""
+        if not self.clustered:
             return
-        self._refreshed = now
+        self._refreshed = asyncio.get_running_loop().time()
         with suppress(BackendError):
             known = sorted(self.nodes.values(), key=lambda node: node.pause.health is not Health.WELL)
             address, reply = await self._of_any([*(node.address for node in known), *self._settings.seeds], _SLOTS)
             if isinstance(reply, list):
                 self._learn(address, reply)
+
+    def _refresh_if_stale(self) -> None:
+        """Begin to read the map anew if it is known to be old, unless that was done in the last second."""
+        due = self._stale and asyncio.get_running_loop().time() >= self._refreshed + REFRESH_SECONDS
+        if due and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self.refresh())
 
     def close(self, *, idle: bool = False) -> None:
         """End all connections, and requests under way fail; or those that are not in use, because a server has changed
@@ -218,7 +228,7 @@ class Router:
 
     # the map
 
-    def _settle(self, address: Address, reply: Any) -> None:
+    def _settle(self, address: HostPort, reply: Any) -> None:
         """What the first answer says it is."""
         if isinstance(reply, list):
             self.clustered = True
@@ -230,9 +240,9 @@ class Router:
         if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
             raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
 
-    def _learn(self, asked: Address, reply: Sequence[Any]) -> None:
+    def _learn(self, asked: HostPort, reply: Sequence[Any]) -> None:
         ranges = [_range_of(entry, asked) for entry in reply]  # all of them, before anything changes
-        owners: list[Node | None] = [None] * SLOTS
+        owners: list[RedisNode | None] = [None] * SLOTS
         for first, last, address in ranges:
             owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
@@ -242,19 +252,19 @@ class Router:
                 node.close()
                 del self.nodes[address]
 
-    def _node(self, address: Address) -> Node:
+    def _node(self, address: HostPort) -> RedisNode:
         if address not in self.nodes:
-            self.nodes[address] = Node(address, self._settings, self._counts)
+            self.nodes[address] = RedisNode(address, self._settings, self._counts)
             if self._closed:
                 self.nodes[address].close()
         return self.nodes[address]
 
-    async def _of_any(self, addresses: Sequence[Address], job: Job) -> tuple[Address, Any]:
+    async def _of_any(self, addresses: Sequence[HostPort], batch: CommandBatch) -> tuple[HostPort, Any]:
         """The first who answers, and the answer."""
         failure: BackendError = Unavailable("no server is named")
         for address in dict.fromkeys(addresses):
             try:
-                (reply,) = await self._node(address).ask(Lane.WORDS, job)
+                (reply,) = await self._node(address).ask(Lane.WORDS, batch)
                 return address, reply
             except BackendError as error:
                 failure = error
@@ -262,7 +272,7 @@ class Router:
 
     # a request
 
-    async def _answers(self, lane: Lane, part: Job, node: Node | None, asking: bool) -> list[Any]:
+    async def _answers(self, lane: Lane, part: CommandBatch, node: RedisNode | None, asking: bool) -> list[Any]:
         """What ``node`` says to ``part``."""
         try:
             if node is not None:
@@ -286,14 +296,14 @@ class Router:
                 host = match[2].strip("[]")
                 if host in ("", "?") and asked is not None:
                     host = asked.address.host
-                node = self._node(Address(host, int(match[3])))
+                node = self._node(HostPort(host, int(match[3])))
                 if code == "MOVED":
                     self._owners[int(match[1])] = node
                 again.setdefault((node, code == "ASK"), []).append(i)
         return again
 
 
-def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
+def _range_of(entry: Any, asked: HostPort) -> tuple[int, int, HostPort]:
     """First and last slot and the server that has them, of what ``asked`` said to CLUSTER SLOTS.
 
     Raises:
@@ -303,5 +313,5 @@ def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
         case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
             known = b"" if host is None or host == b"?" else host  # unknown: it is the address that you came by
             if 0 <= first <= last < SLOTS and 0 < port < 65536 and known.isascii():
-                return first, last, Address(known.decode() or asked.host, port)
+                return first, last, HostPort(known.decode() or asked.host, port)
     raise ProtocolError(f"{asked}: a map of the cluster that is none: {str(entry)[:200]}")

@@ -11,11 +11,11 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from urllib.parse import unquote
 
 from asynccache.errors import ConfigError
 from asynccache.storage import ParsedUrl, parse_place
+from asynccache_backends.options import HostPort, whole_number
 
 ENVIRONMENT = "ASYNCCACHE_REDIS_"
 OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
@@ -25,21 +25,11 @@ _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _SPANS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class Address(NamedTuple):
-    """Of one server."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RedisSettings:
     """``username`` and ``password`` are empty where there is none. ``ttl`` 0: pages do not expire."""
 
-    seeds: tuple[Address, ...]
+    seeds: tuple[HostPort, ...]
     database: int = 0
     username: str = field(default="", repr=False)
     password: str = field(default="", repr=False)
@@ -56,7 +46,7 @@ class Settings:
         return f"{scheme}://{','.join(map(str, self.seeds))}/{self.database}?prefix={self.prefix.decode()}"
 
 
-def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> Settings:
+def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> RedisSettings:
     """What ``url`` says; what it leaves out, the environment may.
 
     Raises:
@@ -69,43 +59,39 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     prefix = url.options.get("prefix", "asynccache:")
     if _PREFIX.fullmatch(prefix) is None:
         raise ConfigError(f"storage option prefix={prefix!r}: 1 to 128 printable ASCII characters, no space, no braces")
+    ttl = url.options.get("ttl", "0")
     seeds = tuple(_address(host) for host in hosts.split(","))
     if len(seeds) > 1 and url.options.get("cluster") == "off":
         raise ConfigError("storage option cluster='off': several hosts are those of a cluster")
-    return Settings(
+    return RedisSettings(
         seeds=seeds,
-        database=_number("database", database or "0", 0),
+        database=whole_number("database", database or "0", 0),
         username=unquote(username) if at else environment.get(f"{ENVIRONMENT}USERNAME", ""),
         password=unquote(password) or environment.get(f"{ENVIRONMENT}PASSWORD", ""),
         tls=_tls(url, environment) if url.scheme == "rediss" else None,
         tls_name=url.options.get("tls_name", ""),
         prefix=prefix.encode(),
-        ttl=_span("ttl", url.options.get("ttl", "0")),
+        ttl=0.0 if ttl == "0" else _span("ttl", ttl),
         cluster=url.choice("cluster", ("auto", "on", "off")),
-        connections=_number("connections", url.options.get("connections", "4"), 1),
-        stall=_span("stall", url.options.get("stall", "5")) or _span("stall", "nothing"),
+        connections=whole_number("connections", url.options.get("connections", "4"), 1),
+        stall=_span("stall", url.options.get("stall", "5")),
     )
 
 
-def _address(text: str) -> Address:
+def _address(text: str) -> HostPort:
     place = parse_place(text)
     if place is None:
         raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return Address(place.host, place.port or 6379)
-
-
-def _number(name: str, text: str, least: int) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 6 or int(text) < least:
-        raise ConfigError(f"storage option {name}={text!r}: expected a whole number of at least {least}")
-    return int(text)
+    return HostPort(place.host, place.port or 6379)
 
 
 def _span(name: str, text: str) -> float:
-    """Seconds in ``text``."""
+    """Seconds in ``text``, rounded to milliseconds, in which the server counts."""
     match = _SPAN.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"storage option {name}={text!r}: expected a time above zero, as in 90s, 12h or 7d")
-    return float(match[1]) * _SPANS[match[2]]
+    seconds = round(float(match[1]) * _SPANS[match[2]], 3) if match else 0.0
+    if not seconds:
+        raise ConfigError(f"storage option {name}={text!r}: expected a time of 1 ms or more, as in 90s, 12h or 7d")
+    return seconds
 
 
 def _tls(url: ParsedUrl, environment: Mapping[str, str]) -> ssl.SSLContext:

@@ -1,0 +1,261 @@
+"""The names and the content of all objects. Pure functions, but for the clock.
+
+    PREFIX/packs/<name>           a pack
+    PREFIX/packs/<name>.dead      a tombstone: what was stored under its keys up to the time in its name is deleted
+    PREFIX/index/<name>           a snapshot of the index, so that opening need not read the footers of all packs
+
+    name:       128 bits in hex, 48 of time and 80 random ones, so names sort by time
+    pack:       the payloads, one after the other; per record 120 bytes: 32 key · 64 header · 8 offset · 8 length ·
+                8 born; 64 bytes trailer: 8 magic · 32 schema · 8 number of records · 16 xxh3_128 of the entries and the
+                trailer before it
+    tombstone:  8 magic · 8 number of keys · 16 xxh3_128 of the keys; the keys
+    snapshot:   8 magic · 32 schema · 16 xxh3_128 of the rest; a ``PackIndexSnapshot`` in MessagePack
+
+No part of a name comes from a user. The times in a writer's names never go back, and are later than those in all names
+that it has seen of others. So its tombstones are later than every pack that it knows, and what it stores after a
+deletion is later than the tombstone.
+
+The record headers lie in the footer, so that a payload can be sent directly from its host page. A reader finds the
+footer by the size of the object and its last bytes, and needs nothing else of it. ``born`` is the time in the name of
+the first pack that had the record, in milliseconds since 1970. A collection that moves the record keeps it, so that
+tombstones concern the record as before.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from math import isfinite
+from typing import Annotated, NamedTuple
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from asynccache.storage import KEY_BYTES
+
+PACKS = "packs"
+INDEX = "index"
+DEAD = ".dead"
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+_STAMP_DIGITS = 12
+_WILD = 24 * 3600 * 1000
+
+MAGIC = b"acPACK\x00\x01"
+MAX_RECORDS = (1 << 16) - 1
+MOST_PACK_BYTES = 5 << 30  # the most that one request can store
+
+_ENTRY = struct.Struct("<32s64sQQQ")
+_HEAD = struct.Struct("<8s32sQ")
+TRAILER_BYTES = _HEAD.size + 16
+ENTRY_BYTES = _ENTRY.size
+_INDEX_MAGIC = b"acINDX\x00\x02"
+_TOMB_MAGIC = b"acDEAD\x00\x01"
+_TOMB_HEAD = struct.Struct("<8sQ16s")
+
+_Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME.pattern}\Z")]
+_Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+def is_name(text: str) -> bool:
+    """Return True if ``text`` is a name of the form that ``NameClock`` gives."""
+    return _NAME.fullmatch(text) is not None
+
+
+def stamp_of(name: str) -> int:
+    """Return the time in a name, in milliseconds since 1970."""
+    return int(name[:_STAMP_DIGITS], 16)
+
+
+def first_name(stamp: int) -> str:
+    """Return a text that sorts before all names with the time ``stamp`` and after all with an earlier one."""
+    return f"{max(0, stamp):0{_STAMP_DIGITS}x}"
+
+
+def name_at(stamp: int) -> str:
+    """Return a new name with the time ``stamp``."""
+    return f"{first_name(stamp)}{secrets.token_hex(10)}"
+
+
+class NameClock:
+    """Gives new names. ``now`` returns the time in seconds since 1970."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self.now = now
+        self._last = 0
+
+    def seen(self, stamp: int) -> None:
+        """Note the time in a name of another writer, so that later names from here come after it. A time that is more
+        than a day ahead is taken for an error and ignored."""
+        if self._last < stamp < self.now() * 1000 + _WILD:
+            self._last = stamp
+
+    def name(self) -> str:
+        """Return a new name, which is later than all that were given or seen."""
+        self._last = max(int(self.now() * 1000), self._last + 1)
+        return name_at(self._last)
+
+
+class FooterCheck(Enum):
+    """The verdict on a footer: whether it can be used."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"  # undamaged, but with another record schema
+
+
+class Footer(NamedTuple):
+    """A footer that was read. ``entries`` is empty unless the verdict is GOOD."""
+
+    verdict: FooterCheck
+    entries: bytes
+
+
+class FooterEntry(NamedTuple):
+    """One record of a pack. ``offset`` and ``length`` are those of its payload, in bytes."""
+
+    key: bytes
+    header: bytes
+    offset: int
+    length: int
+    born: int
+
+
+class Pack:
+    """A stored pack of ``size`` bytes. ``entries`` are those of its footer. ``stamp`` is the time in its name. ``live``
+    is how many of its records are read, and ``live_bytes`` the size of these; the index keeps both."""
+
+    __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp")
+
+    def __init__(self, name: str, size: int, entries: bytes) -> None:
+        self.name = name
+        self.stamp = stamp_of(name)
+        self.size = size
+        self.entries = entries
+        self.live = 0
+        self.live_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"Pack({self.name}, records={self.count}, live={self.live})"
+
+    @property
+    def count(self) -> int:
+        """How many records it has, live or not."""
+        return len(self.entries) // ENTRY_BYTES
+
+    def entry(self, at: int) -> FooterEntry:
+        """Return the record at position ``at``."""
+        return FooterEntry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES))
+
+    def length(self, at: int) -> int:
+        """Return the bytes of the payload of the record at position ``at``."""
+        end = (at + 1) * ENTRY_BYTES - 8
+        return int.from_bytes(self.entries[end - 8 : end], "little")
+
+    def births(self) -> Iterator[tuple[bytes, int, int]]:
+        """Yield the key, the payload's bytes and ``born`` of every record, in order."""
+        return ((key, length, born) for key, _, _, length, born in _ENTRY.iter_unpack(self.entries))
+
+    def keys(self) -> Iterator[bytes]:
+        """Yield the key of every record, in order."""
+        entries = self.entries
+        return (entries[at : at + KEY_BYTES] for at in range(0, len(entries), ENTRY_BYTES))
+
+
+def pack_entries(
+    keys: Sequence[bytes], headers: Sequence[bytes], lengths: Sequence[int], born: Sequence[int]
+) -> bytes:
+    """Return the entries of records whose payloads lie one after another from the start of the pack."""
+    parts, offset = [], 0
+    for key, header, length, birth in zip(keys, headers, lengths, born, strict=True):
+        parts.append(_ENTRY.pack(key, header, offset, length, birth))
+        offset += length
+    return b"".join(parts)
+
+
+def trailer_of(entries: bytes, schema: bytes) -> bytes:
+    """Return the trailer that follows these entries."""
+    head = _HEAD.pack(MAGIC, schema, len(entries) // ENTRY_BYTES)
+    return head + xxh3_128_digest(entries + head)
+
+
+def footer_bytes(tail: bytes) -> int:
+    """Return the length of the footer that ends with ``tail``, as its trailer says; 0 if that is no trailer."""
+    if len(tail) < TRAILER_BYTES:
+        return 0
+    magic, _, count = _HEAD.unpack_from(tail, len(tail) - TRAILER_BYTES)
+    return count * ENTRY_BYTES + TRAILER_BYTES if magic == MAGIC and 0 < count <= MAX_RECORDS else 0
+
+
+def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
+    """Parse the footer of an object of ``size`` bytes. ``tail`` is the end of the object, with at least the footer."""
+    length = footer_bytes(tail)
+    if not 0 < length <= min(len(tail), size):
+        return Footer(FooterCheck.DAMAGED, b"")
+    entries, trailer = tail[len(tail) - length : -TRAILER_BYTES], tail[-TRAILER_BYTES:]
+    if xxh3_128_digest(entries + trailer[: _HEAD.size]) != trailer[_HEAD.size :]:
+        return Footer(FooterCheck.DAMAGED, b"")
+    if trailer[len(MAGIC) : len(MAGIC) + len(schema)] != schema:
+        return Footer(FooterCheck.FOREIGN, b"")
+    return Footer(FooterCheck.GOOD, entries) if in_bounds(entries, size) else Footer(FooterCheck.DAMAGED, b"")
+
+
+def in_bounds(entries: bytes, size: int) -> bool:
+    """Return True if the payloads lie one after another and fill an object of ``size`` bytes up to its footer."""
+    if len(entries) % ENTRY_BYTES:
+        return False
+    at, end = 0, size - len(entries) - TRAILER_BYTES
+    for _, _, offset, length, _ in _ENTRY.iter_unpack(entries):
+        if offset != at or not length:
+            return False
+        at += length
+    return at == end
+
+
+class PackIndexSnapshot(NamedTuple):
+    """The content of an index: the name, the size and the footer's entries of each pack, and the keys of each tombstone
+    by its name. ``cursor`` is the time in seconds since 1970, by the store's clock, up to which the snapshot's writer
+    had listed the packs. Later ones are listed at opening."""
+
+    cursor: float
+    packs: Sequence[tuple[_Name, int, bytes]]
+    tombs: Mapping[_Name, tuple[_Key, ...]]
+
+
+def pack_snapshot(snapshot: PackIndexSnapshot, schema: bytes) -> bytes:
+    """Return the content of the object."""
+    body = msgspec.msgpack.encode(snapshot)
+    return b"".join((_INDEX_MAGIC, schema, xxh3_128_digest(body), body))
+
+
+def parse_snapshot(data: memoryview, schema: bytes) -> PackIndexSnapshot | None:
+    """Return the snapshot in ``data``; None if it is damaged or has another schema. The checksum does not tell whether
+    its content is possible: somebody may have made the object by hand."""
+    start = len(_INDEX_MAGIC) + len(schema) + 16
+    if data[:start] != _INDEX_MAGIC + schema + xxh3_128_digest(data[start:]):
+        return None
+    try:
+        found = msgspec.msgpack.decode(data[start:], type=PackIndexSnapshot)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not isfinite(found.cursor):
+        return None
+    good = all(size <= MOST_PACK_BYTES and in_bounds(entries, size) for _, size, entries in found.packs)
+    return found if good else None
+
+
+def pack_tomb(keys: Sequence[bytes]) -> bytes:
+    """Return the content of a tombstone."""
+    body = b"".join(keys)
+    return _TOMB_HEAD.pack(_TOMB_MAGIC, len(keys), xxh3_128_digest(body)) + body
+
+
+def parse_tomb(name: str, data: bytes) -> tuple[bytes, ...] | None:
+    """Return the keys of a tombstone; None if it is damaged."""
+    body = data[_TOMB_HEAD.size :]
+    keys = tuple(body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES))
+    return keys if is_name(name) and len(body) % KEY_BYTES == 0 and data == pack_tomb(keys) else None
