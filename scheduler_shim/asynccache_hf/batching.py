@@ -19,24 +19,25 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
-from asynccache_hf.describing import describe
+from asynccache_hf.continuous import (
+    PageCache,
+    PagedManager,
+    RequestOutcome,
+    RequestPages,
+    check_model,
+    check_version,
+)
+from asynccache_hf.describing import described
 from asynccache_hf.generation import LOAD_ATTEMPTS
+from asynccache_hf.paged import bind
 from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
-
-try:
-    from asynccache_hf.continuous import PageCache, PagedManager, RequestOutcome, RequestPages, check_model, contract
-    from asynccache_hf.trial_together import slots_of, tried_together, wanted_of
-except (ImportError, AttributeError) as error:
-    if (error.name or "").partition(".")[0] == "asynccache_hf":
-        raise
-    raise ConfigError(f"this version of transformers has another continuous batching than is known: {error}") from error
+from asynccache_hf.trial_together import tried_together
 
 NAME = "asynccache-batching"
 
@@ -73,24 +74,25 @@ class ContinuousBatching:
         step_tokens = checks.integer("step_tokens", step_tokens, 1)
         seed = None if seed is None else checks.integer("seed", seed)
         generation = _generation(model, generation_config)
-        contract()
-        self._layout = layout = describe(model, page_size, name=name)
+        check_version()
+        layout, expected = described(model, page_size, name)
+        self._layout = layout
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         config = config_of(layout, settings)
-        wanted = wanted_of(model, layout)
         take_part()
         self._model = model
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
-            tried_together(self._manager, model, layout, wanted)
+            tried_together(self._manager, model, layout, expected)
             self._loop, self._cache = opened(NAME, config, on_event)
         except BaseException:
             self._manager.end()
             raise
-        self._pages = PageCache(layout, slots_of(layout, self._cache.pools), device_tokens, step_tokens)
+        slots = [own.slots[0] for own in bind(layout, self._cache.pools)]
+        self._pages = PageCache(layout, slots, device_tokens, step_tokens)
         self._ids = count(1)
         self._open: dict[str, _Served] = {}
         self._prompts = UncomputedPrompts(page_size)
@@ -311,8 +313,7 @@ class ContinuousBatching:
         request, asked = served.request, served.request.asked
         self._counts = self._counts.plus(len(asked.tokens), lease.hits)
         request.hits = lease.hits
-        swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
-        places = places_of(self._layout, lease.pages, swa, self._model.device)
+        places = places_of(self._layout, self._layout.tables(lease), self._model.device)
         held = RequestPages(lease.cached, places, len(asked.tokens), served.got_on, served.over)
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)

@@ -33,7 +33,7 @@ from asynccache_hf.compressed import Compressed, is_compressed
 from asynccache_hf.layout import Layout
 from asynccache_hf.limits import longest
 from asynccache_hf.parts import Attention, IndexerKeys, LayerPart, Recurrent
-from asynccache_hf.trial import tokens_for, tried
+from asynccache_hf.trial import ExpectedLogits, tokens_for, tried
 
 SCHEMA = 1
 """Raise it when a page's bytes change their meaning."""
@@ -53,6 +53,11 @@ def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Lay
         ConfigError: the model keeps something that this engine does not understand, or computes something else on pages
             than in one call without a cache.
     """
+    return described(model, page_size, name)[0]
+
+
+def described(model: Any, page_size: int, name: str | None) -> tuple[Layout, ExpectedLogits]:
+    """The same, and the logits that the model was held against. Raises as ``describe``."""
     page_size = checks.integer("page_size", page_size, 1)
     if name is not None:
         checks.text("name", name, empty=False)
@@ -64,7 +69,8 @@ def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Lay
         raise ConfigError(f"{type(model).__name__}: no layer keeps anything that could be cached")
     layout = replace(layout, kind=type(cache), limit=longest(model.config))
     rates = [int(getattr(layer, "compress_rate", 0)) for layer in cache.layers]
-    return tried(model, layout, max(window, *rates))
+    expected = ExpectedLogits.of(model, layout, max(window, *rates))
+    return tried(model, layout, expected), expected
 
 
 def weights_name(model: Any) -> str:

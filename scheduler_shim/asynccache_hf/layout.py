@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from asynccache_shim.model import Pages
 from transformers.cache_utils import DynamicCache
 
-from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
+from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Lease, Mamba, Sidecar, SlidingWindow
 from asynccache_hf.parts import LayerPart
 
 COMPONENTS = ("full", "swa", "mamba")
@@ -117,6 +119,11 @@ class Layout:
         layers = tuple(replace(layer, parts=tuple(map(_drafted, layer.parts))) for layer in draft.layers)
         name = f"{self.model}+{draft.model}"
         return replace(self, model=name, pools=self.pools + own), replace(draft, pools=own, layers=layers)
+
+    def tables(self, lease: Lease) -> dict[str, Pages]:
+        """The page tables of a lease, by component; of states the working copy."""
+        swa = lease.page_table("swa") if self.window else np.empty(0, np.int32)
+        return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
 
     def pool(self, name: str) -> PoolPlan | None:
         """The plan of a pool, if there is such a one."""

@@ -28,6 +28,8 @@ def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
 class LightningMatrix(LayerPart):
     """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
 
+    keeps = "a matrix of linear attention"
+
     def __init__(self, matrix: torch.Tensor, page_size: int, index: int) -> None:
         self._index = index
         self.tracks = (Track.of("mamba", "mamba", page_size, {"matrix": matrix[0]}),)

@@ -32,9 +32,12 @@ class CallSpan(NamedTuple):
 
 class LayerPart(ABC):
     """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``TrackMemory``, in that
-    order. ``has_tail``: whether going on within a page takes what is not in it."""
+    order. ``keeps``: its data in words. ``window``: the tokens of a sliding window; None: there is none. ``has_tail``:
+    whether going on within a page takes what is not in it."""
 
     tracks: tuple[Track, ...]
+    keeps: str
+    window: int | None = None
     has_tail = False
 
     def of(self, cache: Any, index: int) -> Any:
@@ -89,6 +92,8 @@ def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
 class Attention(LayerPart):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
+    keeps = "keys and values"
+
     def __init__(self, layer: Any, window: int | None) -> None:
         self.window = window
         self._shared = layer.values is layer.keys
@@ -118,6 +123,8 @@ class Attention(LayerPart):
 class IndexerKeys(LayerPart):
     """The keys of a sparse-attention indexer: one more pool beside FULL's."""
 
+    keeps = "the keys of an indexer"
+
     def __init__(self, layer: Any) -> None:
         self.tracks = (Track.of("indexer", "full", 1, {"keys": layer.indexer_keys[0, 0]}),)
 
@@ -134,6 +141,8 @@ class IndexerKeys(LayerPart):
 
 class Recurrent(LayerPart):
     """Convolution and recurrent states: they stand for the whole prefix, so they are seen at the end of a call only."""
+
+    keeps = "recurrent states"
 
     def __init__(self, layer: Any, page_size: int) -> None:
         self._conv = [i for i, ready in layer.is_conv_states_initialized.items() if ready]

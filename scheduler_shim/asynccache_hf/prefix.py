@@ -242,7 +242,7 @@ class PrefixCache:
             texts, ids = texts[: len(leases)], ids[: len(leases)]
             for text, lease in zip(texts, leases, strict=True):
                 self._count(len(text), lease.hits)
-            opened = BatchCache([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
+            opened = BatchCache([self._paged.open(self._layout.tables(lease), lease.cached) for lease in leases])
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
                                        **{**options, cache_name(self._model): opened.cache})  # fmt: skip
             with torch.inference_mode():
@@ -287,7 +287,7 @@ class PrefixCache:
 
     def _leased(self, lease: Lease, row: torch.Tensor, tokens: list[int], options: Mapping[str, Any]) -> Any:
         start = self._prefilled(lease, tokens)
-        opened = self._paged.open(self._tables(lease), start)
+        opened = self._paged.open(self._layout.tables(lease), start)
         options = {**options, cache_name(self._model): opened.cache}
         with self._beginning(opened.cache, start):
             out = self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
@@ -320,10 +320,6 @@ class PrefixCache:
         finally:
             hook.remove()
 
-    def _tables(self, lease: Lease) -> dict[str, Any]:
-        swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
-        return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
-
     def _prefilled(self, lease: Lease, tokens: Sequence[int]) -> int:
         """How far the prompt is computed when transformers takes over. A state is seen at the end of a call only, so
         calls of our own end where one is to be kept."""
@@ -343,7 +339,7 @@ class PrefixCache:
         return at
 
     def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
-        tables = self._tables(lease)
+        tables = self._layout.tables(lease)
         self._paged.compute(
             Chunk(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
         )
