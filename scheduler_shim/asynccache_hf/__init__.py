@@ -15,11 +15,12 @@ from asynccache.extras import install
 if TYPE_CHECKING:
     from asynccache_hf.batch_request import BatchRequest
     from asynccache_hf.batching import ContinuousBatching
+    from asynccache_hf.cached_model import Counts
     from asynccache_hf.describing import describe
     from asynccache_hf.generation import Generated, Generator
     from asynccache_hf.layout import Layout
     from asynccache_hf.paged import PagedModel
-    from asynccache_hf.prefix import Counts, PrefixCache
+    from asynccache_hf.prefix import PrefixCache
 
 __all__ = [
     "BatchRequest", "ContinuousBatching", "Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache",
@@ -31,7 +32,7 @@ INSTALL = install("hf")
 
 _LAZY = {
     "Generated": "generation", "Generator": "generation", "Layout": "layout", "PagedModel": "paged",
-    "PrefixCache": "prefix", "Counts": "prefix", "describe": "describing", "ContinuousBatching": "batching",
+    "PrefixCache": "prefix", "Counts": "cached_model", "describe": "describing", "ContinuousBatching": "batching",
     "BatchRequest": "batch_request",
 }  # fmt: skip
 

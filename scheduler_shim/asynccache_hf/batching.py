@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from asynccache_shim.request import Finish, as_tokens
@@ -25,6 +24,7 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, 
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
+from asynccache_hf.cached_model import USUAL_LENGTH, CachedModel
 from asynccache_hf.continuous import (
     PageCache,
     PagedManager,
@@ -36,13 +36,12 @@ from asynccache_hf.continuous import (
 from asynccache_hf.describing import described
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.paged import bind
-from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
 from asynccache_hf.trial_together import tried_together
 
 NAME = "asynccache-batching"
 
 
-class ContinuousBatching:
+class ContinuousBatching(CachedModel):
     """A model of transformers that serves many requests at a time. May be used by several threads."""
 
     def __init__(
@@ -76,18 +75,15 @@ class ContinuousBatching:
         generation = _generation(model, generation_config)
         check_version()
         layout, expected = described(model, page_size, name)
-        self._layout = layout
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
-        config = config_of(layout, settings)
         take_part()
-        self._model = model
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
             tried_together(self._manager, model, layout, expected)
-            self._loop, self._cache = opened(NAME, config, on_event)
+            super().__init__(model, layout, NAME, settings, on_event)
         except BaseException:
             self._manager.end()
             raise
@@ -97,18 +93,11 @@ class ContinuousBatching:
         self._open: dict[str, _Served] = {}
         self._prompts = UncomputedPrompts(page_size)
         self._door, self._closer = threading.Lock(), threading.Lock()
-        self._counts = Counts()
         self._closing = False
         self._manager.begin(self._pages, self._told, f"{NAME}-generates")
 
     def __repr__(self) -> str:
         return f"<ContinuousBatching of {self._layout.model!r}: {len(self._open)} requests, {self._counts}>"
-
-    def __enter__(self) -> ContinuousBatching:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     # what is asked of it
 
@@ -154,25 +143,10 @@ class ContinuousBatching:
         return self._begin([asked])[0]
 
     @property
-    def counts(self) -> Counts:
-        """The tokens that prompts found so far, of requests that were granted room."""
-        return self._counts
-
-    @property
     def closed(self) -> str | None:
-        """The reason why no requests are taken any more; None while they are."""
-        if self._closing or not self._loop.alive:
+        if self._closing:
             return "the cache is closed"
-        return self._cache.closed if self._manager.is_running() else "the thread that generates has ended"
-
-    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """Return what ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called
-        in the cache's thread. Blocks the thread of whoever calls.
-
-        Raises:
-            CacheClosed: this is closed.
-        """
-        return self._loop.call(asked_of(question, self._cache))
+        return super().closed if self._manager.is_running() else "the thread that generates has ended"
 
     def statistics(self) -> Any:
         """Return what ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
@@ -180,7 +154,11 @@ class ContinuousBatching:
         Raises:
             CacheClosed: this is closed.
         """
-        return self._loop.call(_statistics(self._cache))
+
+        async def statistics(cache: AsyncCache) -> Any:
+            return cache.statistics()
+
+        return self.ask(statistics)
 
     def close(self) -> None:
         """End what is not over (its error is ``CacheClosed``), save what is not saved yet, for as long as the cache's
@@ -198,10 +176,7 @@ class ContinuousBatching:
             try:
                 self._manager.end()
             finally:
-                try:
-                    self._loop.call(self._cache.aclose())
-                finally:
-                    self._loop.close()
+                super().close()
 
     def _asked(
         self, what: str, tokens: Any, most: Any, ends: Any, extra_key: Any, streaming: bool, options: Mapping[str, Any],
@@ -408,7 +383,3 @@ def _generation(model: Any, given: Any) -> Any:
         if (getattr(settings, name, None) or usual) != usual:
             raise ConfigError(f"generation_config.{name}={getattr(settings, name)}: {why}")
     return settings
-
-
-async def _statistics(cache: AsyncCache) -> Any:
-    return cache.statistics()

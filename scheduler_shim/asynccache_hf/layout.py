@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from asynccache_shim.model import Pages
+from asynccache_shim.model import Checkpoint, Chunk, Pages
+from asynccache_shim.request import Tokens
 from transformers.cache_utils import DynamicCache
 
 from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Lease, Mamba, Sidecar, SlidingWindow
@@ -124,6 +125,13 @@ class Layout:
         """The page tables of a lease, by component; of states the working copy."""
         swa = lease.page_table("swa") if self.window else np.empty(0, np.int32)
         return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
+
+    def chunk(
+        self, lease: Lease, request_id: int, tokens: Tokens, start: int, stop: int, checkpoint: Checkpoint | None
+    ) -> Chunk:
+        """The order to compute the positions from ``start`` to ``stop`` of ``tokens`` in the pages of a lease."""
+        tables = self.tables(lease)
+        return Chunk(request_id, tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
 
     def pool(self, name: str) -> PoolPlan | None:
         """The plan of a pool, if there is such a one."""

@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from asynccache_shim.model import Checkpoint, Chunk
+from asynccache_shim.model import Checkpoint
 from transformers.generation.configuration_utils import GenerationMode
 
-from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache import AsyncCache, CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache_hf.cached_model import USUAL_LENGTH, CachedModel
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import LOAD_ATTEMPTS, due
-from asynccache_hf.layout import Layout
-from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
 from asynccache_hf.rows import BatchCache, begins, calls_for, can_be_together, cancelled, fetching, leased, released
-
-R = TypeVar("R")
 
 REFUSED = {
     "past_key_values": "the cache is what this object brings",
@@ -68,25 +64,7 @@ PASSED = frozenset(REFUSED_FOR_ROWS) | {
 OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
 """Options that the caller has chosen by calling ``PrefixCache``, whatever a generation configuration says."""
 
-USUAL_LENGTH = 20
-"""Tokens that transformers generates up to where nothing says how many."""
-
-
-class Counts(NamedTuple):
-    """Tokens of all prompts so far: how many there were, and how many of them came from each tier."""
-
-    prompt: int = 0
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-
-    def plus(self, prompt: int, hits: Hits) -> Counts:
-        """With a prompt of so many tokens, and what was found of it."""
-        return Counts(self.prompt + prompt, self.device + hits.device, self.host + hits.host,
-                      self.storage + hits.storage)  # fmt: skip
-
-
-class PrefixCache:
+class PrefixCache(CachedModel):
     """A model of transformers with a cache of prefixes. May be used by several threads."""
 
     def __init__(
@@ -108,50 +86,11 @@ class PrefixCache:
         Raises:
             ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
         """
-        self._model = model
-        self._layout = describe(model, page_size, name=name)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
-        self._loop, self._cache = opened("asynccache-prefix", config_of(self._layout, settings), on_event)
+        super().__init__(model, describe(model, page_size, name=name), "asynccache-prefix", settings, on_event)
         self._paged = PagedModel(model, self._layout, self._cache.pools)
         self._ids = count(1)
         self._one, self._counting = threading.Lock(), threading.Lock()
-        self._counts = Counts()
-
-    def __repr__(self) -> str:
-        return f"<PrefixCache of {self._layout.model!r}: {self._counts}>"
-
-    def __enter__(self) -> PrefixCache:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def counts(self) -> Counts:
-        """The tokens that prompts found so far."""
-        return self._counts
-
-    @property
-    def closed(self) -> str | None:
-        """The reason why the cache takes no requests any more; None while it does."""
-        return self._cache.closed if self._loop.alive else "the cache is closed"
-
-    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in
-        the cache's thread. Blocks the thread of whoever calls.
-
-        Raises:
-            CacheClosed: the cache is closed.
-        """
-        return self._loop.call(asked_of(question, self._cache))
-
-    def close(self) -> None:
-        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
-        if self._loop.alive:
-            try:
-                self._loop.call(self._cache.aclose())
-            finally:
-                self._loop.close()
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.
@@ -278,7 +217,7 @@ class PrefixCache:
                 self._count(len(tokens), lease.hits)
                 return self._leased(lease, row, tokens, options)
             finally:
-                self._loop.call(_left(lease))
+                self._loop.call(released([lease]))
         return self._without(row, options)
 
     def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
@@ -339,44 +278,10 @@ class PrefixCache:
         return at
 
     def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
-        tables = self._layout.tables(lease)
-        self._paged.compute(
-            Chunk(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
-        )
-
-def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
-    """The configuration of a cache of such pages. A prefix of one page is worth fetching, unless ``settings`` say
-    otherwise.
-
-    Raises:
-        ConfigError: a setting is unusable.
-    """
-    return layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
-
-
-def opened(
-    thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None
-) -> tuple[LoopThread, AsyncCache]:  # fmt: skip
-    """A cache, open, and the thread that has its loop. Raises what opening raises; nothing is left then."""
-    loop = LoopThread(thread)
-    try:
-        return loop, loop.call(_open(config, on_event))
-    except BaseException:
-        loop.close()
-        raise
+        self._paged.compute(self._layout.chunk(lease, next(self._ids), tokens, start, stop, checkpoint))
 
 
 # in the cache's thread
-
-
-async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:
-    cache = AsyncCache(config, on_event=on_event)
-    await cache.__aenter__()
-    return cache
-
-
-async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncCache) -> R:
-    return await question(cache)
 
 
 async def _entered(
@@ -388,7 +293,7 @@ async def _entered(
     try:
         await lease.loaded()
     except BaseException:
-        await lease.__aexit__(None, None, None)
+        await released([lease])
         raise
     return lease
 
@@ -396,10 +301,6 @@ async def _entered(
 async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:
     await lease.commit(tokens, checkpoint=checkpoint)
     lease.adopt()
-
-
-async def _left(lease: Lease) -> None:
-    await lease.__aexit__(None, None, None)
 
 
 # arguments
