@@ -42,15 +42,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = import_module(f"asynccache_hf.{_LAZY[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "transformers":
-            raise
-        raise ModuleNotFoundError(f"{error}; asynccache_hf needs transformers: {INSTALL}", name=error.name) from None
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "transformers":
             raise
-        what = f"{error}; asynccache_hf needs another version of transformers: {INSTALL}"
-        raise ImportError(what, name=error.name, path=error.path) from None
+        what = "transformers" if isinstance(error, ModuleNotFoundError) else "another version of transformers"
+        raise type(error)(f"{error}; asynccache_hf needs {what}: {INSTALL}", name=error.name, path=error.path) from None
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import ScratchMemory, TrackMemory
-from asynccache_hf.parts import Attention
+from asynccache_hf.parts import KeysAndValues
 
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
 """Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while transformers' continuous
@@ -134,7 +134,7 @@ def unpageable(model: Any, layout: Layout) -> str | None:
     """Return the reason why attention over pages cannot compute this model's layers; None if there is none: each keeps
     keys and values by token and nothing else, and all windows are equal."""
     for index, layer in enumerate(layout.layers):
-        if len(layer.parts) != 1 or not isinstance(layer.parts[0], Attention):
+        if len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues):
             kept = " and ".join(sorted({part.keeps for part in layer.parts})) or "nothing of its own"
             return f"layer {index} keeps {kept}, and only keys and values by token can be computed on pages"
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())

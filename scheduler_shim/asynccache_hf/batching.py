@@ -90,7 +90,7 @@ class ContinuousBatching(CachedModel):
         slots = [own.slots[0] for own in bind(layout, self._cache.pools)]
         self._pages = PageCache(layout, slots, device_tokens, step_tokens)
         self._ids = count(1)
-        self._open: dict[str, _Served] = {}
+        self._open: dict[str, _ServedRequest] = {}
         self._prompts = UncomputedPrompts(page_size)
         self._door, self._closer = threading.Lock(), threading.Lock()
         self._closing = False
@@ -229,7 +229,7 @@ class ContinuousBatching(CachedModel):
 
     def _serve_all(self, requests: Sequence[BatchRequest]) -> None:
         for request in requests:
-            served = self._open[request.id] = _Served(request, asyncio.get_running_loop())
+            served = self._open[request.id] = _ServedRequest(request, asyncio.get_running_loop())
             served.task = asyncio.create_task(self._serve(served), name=f"{NAME} {request.id}")
 
     def _abort_soon(self, request_id: str) -> None:
@@ -250,7 +250,7 @@ class ContinuousBatching(CachedModel):
         if tasks := [served.task for served in left if served.task is not None]:
             await asyncio.wait(tasks)  # which cancels none of them, whatever becomes of who waits
 
-    async def _serve(self, served: _Served) -> None:
+    async def _serve(self, served: _ServedRequest) -> None:
         finish, error = Finish.FAILED, None
         served.begun = True
         try:
@@ -264,7 +264,7 @@ class ContinuousBatching(CachedModel):
         del self._open[served.request.id]
         served.request.end(finish, error)
 
-    async def _leased(self, served: _Served) -> Finish:
+    async def _leased(self, served: _ServedRequest) -> Finish:
         asked, attempt = served.request.asked, 1
         while True:
             prompt = self._prompts.enter(asked.tokens, asked.extra_key)
@@ -283,7 +283,7 @@ class ContinuousBatching(CachedModel):
             finally:
                 self._prompts.leave(prompt)
 
-    async def _run(self, served: _Served, lease: Lease, prompt: UncomputedPrompt) -> Finish:
+    async def _run(self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt) -> Finish:
         """From here on nothing but the end of the request at transformers ends it here."""
         request, asked = served.request, served.request.asked
         self._counts = self._counts.plus(len(asked.tokens), lease.hits)
@@ -309,7 +309,9 @@ class ContinuousBatching(CachedModel):
         await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
-    async def _prompt_published(self, served: _Served, lease: Lease, prompt: UncomputedPrompt) -> Exception | None:
+    async def _prompt_published(
+        self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt
+    ) -> Exception | None:
         """Publish the prompt as it is computed, until all of it is, or the request is over. Returns the error, if that
         could not be: then the request is taken from transformers, which still has its pages."""
         tokens = served.request.asked.tokens
@@ -335,7 +337,7 @@ class ContinuousBatching(CachedModel):
         return None
 
 
-class _Served:
+class _ServedRequest:
     """A request, and what the thread that generates has said of it. ``computed``: tokens of the prompt that are.
     ``ended``: no step will touch its pages again. ``answer``: all its tokens, or its error; None where it was
     cancelled."""

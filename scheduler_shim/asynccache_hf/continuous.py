@@ -191,7 +191,7 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
 # steps
 
 
-class _Scheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
+class _CancellingScheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
     """Tells who was cancelled. A cancellation may come before its request, from another queue: it waits for it."""
 
     def clear_cancelled_requests(self) -> list[Any]:
@@ -244,7 +244,7 @@ class RequestOutcome(NamedTuple):
     error: BaseException | None = None
 
 
-class _Router(api.OutputRouter):  # type: ignore[misc]
+class _OutcomeRouter(api.OutputRouter):  # type: ignore[misc]
     """Hands every output to ``tell``; one that is the last ends what is held."""
 
     def __init__(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> None:
@@ -304,10 +304,10 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         return StepProcessor(
             cache=cache, config=config, generation_config=self.generation_config,
             continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
-            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_Router(cache, tell),
+            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_OutcomeRouter(cache, tell),
             background_thread_status=self.background_thread_status, model_device=self.model.device,
             model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
-            scheduler=_Scheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
+            scheduler=_CancellingScheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
         )  # fmt: skip
 
     def begin(self, cache: PageCache, tell: Callable[[RequestOutcome], None], name: str) -> None:

@@ -31,7 +31,15 @@ from asynccache_hf.call import cache_name, run
 from asynccache_hf.compressed import Compressed, is_compressed
 from asynccache_hf.layout import Layout
 from asynccache_hf.limits import longest
-from asynccache_hf.parts import Attention, IndexerKeys, LayerPart, LightningMatrix, Recurrent, has_matrices, matrix_of
+from asynccache_hf.parts import (
+    IndexerKeys,
+    KeysAndValues,
+    LayerPart,
+    LightningMatrix,
+    Recurrent,
+    has_matrices,
+    matrix_of,
+)
 from asynccache_hf.trial import ExpectedLogits, tokens_for, tried
 
 SCHEMA = 1
@@ -141,7 +149,7 @@ def _parts(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
     layer = cache.layers[index]
     kind = type(layer)
     if is_compressed(layer):
-        return (Attention(layer, page_size), Compressed(layer, page_size))
+        return (KeysAndValues(layer, page_size), Compressed(layer, page_size))
     if kind not in _PARTS:
         raise ConfigError(f"layer {index}: {kind.__name__} is no cache class that this engine understands")
     if kind is not DummyLayer and not _used(layer):
@@ -159,11 +167,11 @@ def _used(layer: Any) -> bool:
 
 _PARTS: dict[type, tuple[Callable[[Any, int], LayerPart], ...]] = {
     DummyLayer: (),
-    DynamicLayer: (Attention,),
-    DynamicSlidingWindowLayer: (Attention,),
-    DynamicIndexedLayer: (Attention, IndexerKeys),
+    DynamicLayer: (KeysAndValues,),
+    DynamicSlidingWindowLayer: (KeysAndValues,),
+    DynamicIndexedLayer: (KeysAndValues, IndexerKeys),
     LinearAttentionLayer: (Recurrent,),
-    LinearAttentionAndFullAttentionLayer: (Recurrent, Attention),
-    LinearAttentionAndSlidingWindowAttentionLayer: (Recurrent, Attention),
+    LinearAttentionAndFullAttentionLayer: (Recurrent, KeysAndValues),
+    LinearAttentionAndSlidingWindowAttentionLayer: (Recurrent, KeysAndValues),
 }
 """The parts of a layer, by its cache class."""

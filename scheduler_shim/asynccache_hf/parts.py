@@ -89,7 +89,7 @@ def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
     return torch.cat([call[at] for call in calls], dim) if len(calls) > 1 else torch.as_tensor(calls[0][at])
 
 
-class Attention(LayerPart):
+class KeysAndValues(LayerPart):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
     keeps = "keys and values"

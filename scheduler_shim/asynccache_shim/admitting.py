@@ -1,7 +1,7 @@
 """Admits jobs: takes them through both gates, and waits until load_back has brought their pages.
 
 Laws:
-* Jobs are admitted in their order (``planning.by_rank``). A job that waits for pages is not overtaken; one that waits
+* Jobs are admitted in their order (``admission.by_rank``). A job that waits for pages is not overtaken; one that waits
   for storage is.
 * While any job holds pages, no job waits for pages; it is tried again in the next step. When no job holds pages, the
   first one waits in the cache's line, for backups and for other users of the cache. It gives up its place to a job that
@@ -16,10 +16,9 @@ import asyncio
 from contextlib import suppress
 
 from asynccache import AsyncCacheError, CacheFull, Lease, LoadFailed
-from asynccache_shim.admission import LeaseOffer, cut_offers, demand, offer, passes
+from asynccache_shim.admission import LeaseOffer, by_rank, cut_offers, demand, offer, passes, victim
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board
-from asynccache_shim.planning import by_rank, victim
 from asynccache_shim.request import Finish, Matched, State
 from asynccache_shim.running import retract
 from asynccache_shim.scheduled_request import ScheduledRequest
@@ -140,10 +139,10 @@ async def _wait_in_line(job: ScheduledRequest, lease: Lease) -> bool:
     return True
 
 
-async def _try(board: Board, job: ScheduledRequest, offers: list[LeaseOffer], *, shorter: bool = False) -> bool:
+async def _try(board: Board, job: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
     for terms in offers:
         try:
-            lease = await _lease(board, job, terms, wait=False, shorter=shorter).__aenter__()
+            lease = await _lease(board, job, terms, wait=False, shorter=False).__aenter__()
         except CacheFull:
             continue
         if job.over:

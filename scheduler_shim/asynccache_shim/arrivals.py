@@ -7,6 +7,7 @@ waits in the cache's own line. A request that was retracted, or whose pages fail
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from asynccache import AsyncCacheError, CacheConfig, PrefetchPolicy
 from asynccache_shim.board import Board
@@ -41,23 +42,14 @@ def arrive(board: Board, job: ScheduledRequest) -> None:
 async def _fetched(board: Board, job: ScheduledRequest) -> None:
     handle = job.handle
     assert handle is not None
-    try:
-        async with asyncio.timeout(patience(board.cache.config, job.length)):
+    with suppress(AsyncCacheError):  # the cache is closed; the scheduler's next call of it raises that
+        try:
+            async with asyncio.timeout(patience(board.cache.config, job.length)):
+                await handle
+        except TimeoutError:
+            job.patient = False  # the next attempt to admit the job stops the prefetch, which keeps what it has by then
+            board.call(job)
             await handle
-    except TimeoutError:
-        job.patient = False  # the next attempt to admit the job stops the prefetch, which keeps what it has by then
-        board.call(job)
-        await _stopped(job)
-    except AsyncCacheError:
-        pass  # the cache is closed; the scheduler's next call of it raises that
     if not job.over:
         job.request.state = State.WAITING
     board.call(job)
-
-
-async def _stopped(job: ScheduledRequest) -> None:
-    try:
-        if job.handle is not None:
-            await job.handle
-    except AsyncCacheError:
-        pass

@@ -10,10 +10,10 @@ Laws:
 from __future__ import annotations
 
 from asynccache import CacheFull
+from asynccache_shim.admission import by_rank, chunk_stop, shorter, victim
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board
 from asynccache_shim.model import NO_TOKEN, Checkpoint, Chunk
-from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
 from asynccache_shim.request import Finish
 from asynccache_shim.scheduled_request import ScheduledRequest
 
