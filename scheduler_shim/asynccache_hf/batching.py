@@ -24,7 +24,7 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, 
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
-from asynccache_hf.cached_model import USUAL_LENGTH, CachedModel
+from asynccache_hf.cached_model import CachedModel, most_new_tokens
 from asynccache_hf.continuous import (
     PageCache,
     PagedManager,
@@ -188,11 +188,7 @@ class ContinuousBatching(CachedModel):
         if max(prompt) >= self._vocabulary:
             raise ConfigError(f"{what}: token {max(prompt)} is none of the model's {self._vocabulary}")
         settings = self._manager.generation_config
-        if most is None:
-            most = settings.max_new_tokens
-        if most is None:
-            most = int(settings.max_length) - len(prompt) if settings.max_length else USUAL_LENGTH
-        most = checks.integer("max_new_tokens", most, 1)
+        most = checks.integer("max_new_tokens", most_new_tokens(settings, len(prompt)) if most is None else most, 1)
         self._layout.check_length(len(prompt) + most - 1)
         if self._positions and len(prompt) + most - 1 > self._positions:
             raise ConfigError(f"{what}: {len(prompt)} tokens and {most} new ones are more than the model's "

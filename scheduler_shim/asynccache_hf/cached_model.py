@@ -33,6 +33,13 @@ class Counts(NamedTuple):
                       self.storage + hits.storage)  # fmt: skip
 
 
+def most_new_tokens(settings: Any, length: int) -> Any:
+    """The number of new tokens that a generation configuration allows for a prompt of ``length`` tokens."""
+    if settings.max_new_tokens is not None:
+        return settings.max_new_tokens
+    return int(settings.max_length) - length if settings.max_length else USUAL_LENGTH
+
+
 class LoopThread:
     """Runs until ``close``. A daemon: a program that forgets to close it ends all the same."""
 

@@ -14,7 +14,7 @@ import torch
 from asynccache_shim.model import Batch, Checkpoint, Chunk
 from asynccache_shim.thread import ModelThread, returned
 
-from asynccache import AsyncCache, Hits, Lease, LoadFailed, checks
+from asynccache import AsyncCache, Hits, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.paged import PagedModel
 
 LOAD_ATTEMPTS = 8
@@ -36,6 +36,32 @@ def due(lease: Lease, prompt: int, page_size: int) -> set[int]:
     last page's end that the same prompt could hit."""
     last = (prompt - 1) // page_size * page_size
     return {at for at in (lease.checkpoint_at, last) if at > lease.cached}
+
+
+async def loaded_lease(
+    cache: AsyncCache, tokens: Sequence[int], new_tokens: int, extra_key: str | bytes | None,
+    handle: PrefetchHandle | None = None,
+) -> Lease:  # fmt: skip
+    """A lease for ``tokens`` and ``new_tokens`` more, granted, with all that is cached on the device. ``handle``: a
+    prefetch of its tokens. Cancelling leaves nothing behind.
+
+    Raises:
+        CacheFull: the pages can never be had.
+        LoadFailed: cached pages could not be copied to the device, ``LOAD_ATTEMPTS`` times.
+    """
+    attempts = LOAD_ATTEMPTS
+    while True:
+        lease = cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key, prefetch=handle)
+        await lease.__aenter__()
+        try:
+            await lease.loaded()
+        except BaseException as error:
+            lease.release()
+            handle, attempts = None, attempts - 1
+            if not attempts or not isinstance(error, LoadFailed):
+                raise
+        else:
+            return lease
 
 
 class Generator:
@@ -66,21 +92,12 @@ class Generator:
         """
         new_tokens = checks.integer("new_tokens", new_tokens, 1)
         self._model.layout.check_length(len(tokens) + new_tokens - 1)
-        attempt = 1
-        while True:
-            async with self._cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key) as lease:
-                try:
-                    await lease.loaded()
-                except LoadFailed:
-                    if attempt == LOAD_ATTEMPTS:
-                        raise
-                    attempt += 1
-                    continue
-                request_id = next(self._ids)
-                try:
-                    return await self._run(lease, request_id, tokens, new_tokens)
-                finally:
-                    self._thread.start(self._model.forward, Batch((), (request_id,)))
+        lease, request_id = await loaded_lease(self._cache, tokens, new_tokens, extra_key), next(self._ids)
+        try:
+            return await self._run(lease, request_id, tokens, new_tokens)
+        finally:
+            lease.release()
+            self._thread.start(self._model.forward, Batch((), (request_id,)))
 
     async def _run(self, lease: Lease, request_id: int, tokens: Sequence[int], new_tokens: int) -> Generated:
         """Compute the prompt up to each of its stops, publishing what is whole, and then token by token."""

@@ -21,11 +21,11 @@ import torch
 from asynccache_shim.model import Checkpoint
 from transformers.generation.configuration_utils import GenerationMode
 
-from asynccache import AsyncCache, CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
-from asynccache_hf.cached_model import USUAL_LENGTH, CachedModel
+from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache_hf.cached_model import CachedModel, most_new_tokens
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
-from asynccache_hf.generation import LOAD_ATTEMPTS, due
+from asynccache_hf.generation import due, loaded_lease
 from asynccache_hf.paged import PagedModel
 from asynccache_hf.rows import BatchCache, begins, calls_for, can_be_together, cancelled, fetching, leased, released
 
@@ -205,20 +205,15 @@ class PrefixCache(CachedModel):
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, options)
-        for _ in range(LOAD_ATTEMPTS):
-            try:
-                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key, handle))
-            except LoadFailed:
-                handle = None
-                continue
-            except CacheFull:
-                break
-            try:
-                self._count(len(tokens), lease.hits)
-                return self._leased(lease, row, tokens, options)
-            finally:
-                self._loop.call(released([lease]))
-        return self._without(row, options)
+        try:
+            lease = self._loop.call(loaded_lease(self._cache, tokens, most, extra_key, handle))
+        except (CacheFull, LoadFailed):
+            return self._without(row, options)
+        try:
+            self._count(len(tokens), lease.hits)
+            return self._leased(lease, row, tokens, options)
+        finally:
+            self._loop.call(released([lease]))
 
     def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
         self._count(len(row), Hits(0, 0, 0))
@@ -282,20 +277,6 @@ class PrefixCache(CachedModel):
 
 
 # in the cache's thread
-
-
-async def _entered(
-    cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None, handle: PrefetchHandle | None
-) -> Lease:
-    """A lease for ``tokens`` and ``most`` more, with all that is cached on the device. Cancelling it leaves nothing
-    behind."""
-    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key, prefetch=handle).__aenter__()
-    try:
-        await lease.loaded()
-    except BaseException:
-        await released([lease])
-        raise
-    return lease
 
 
 async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:
@@ -382,13 +363,9 @@ def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) 
     options = dict(options)
     if pads and settings.min_length:
         options["min_length"] = max(0, int(settings.min_length) - pads)
-    most = settings.max_new_tokens
-    if most is None:
-        whole = settings.max_length
-        if pads and whole:
-            options["max_length"] = whole = int(whole) - pads
-        most = int(whole) - length if whole else USUAL_LENGTH
-    return options, max(1, int(most))
+    if pads and settings.max_length and settings.max_new_tokens is None:
+        options["max_length"] = int(settings.max_length) - pads
+    return options, max(1, int(most_new_tokens(settings, length + pads)))
 
 
 # results
