@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
-from asynccache_hf.limits import longest
+from asynccache_hf.describing import longest
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
 from asynccache_shim.thread import returned
 

@@ -15,11 +15,12 @@ from asynccache.extras import install
 if TYPE_CHECKING:
     from asynccache_hf.batch_request import BatchRequest
     from asynccache_hf.batching import ContinuousBatching
+    from asynccache_hf.cached_model import Counts
     from asynccache_hf.describing import describe
     from asynccache_hf.generation import Generated, Generator
     from asynccache_hf.layout import Layout
     from asynccache_hf.paged import PagedModel
-    from asynccache_hf.prefix import Counts, PrefixCache
+    from asynccache_hf.prefix import PrefixCache
 
 __all__ = [
     "BatchRequest", "ContinuousBatching", "Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache",
@@ -31,7 +32,7 @@ INSTALL = install("hf")
 
 _LAZY = {
     "Generated": "generation", "Generator": "generation", "Layout": "layout", "PagedModel": "paged",
-    "PrefixCache": "prefix", "Counts": "prefix", "describe": "describing", "ContinuousBatching": "batching",
+    "PrefixCache": "prefix", "Counts": "cached_model", "describe": "describing", "ContinuousBatching": "batching",
     "BatchRequest": "batch_request",
 }  # fmt: skip
 
@@ -41,15 +42,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = import_module(f"asynccache_hf.{_LAZY[name]}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "transformers":
-            raise
-        raise ModuleNotFoundError(f"{error}; asynccache_hf needs transformers: {INSTALL}", name=error.name) from None
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "transformers":
             raise
-        what = f"{error}; asynccache_hf needs another version of transformers: {INSTALL}"
-        raise ImportError(what, name=error.name, path=error.path) from None
+        what = "transformers" if isinstance(error, ModuleNotFoundError) else "another version of transformers"
+        raise type(error)(f"{error}; asynccache_hf needs {what}: {INSTALL}", name=error.name, path=error.path) from None
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as functional
+from asynccache_shim.model import Pages
 from transformers import AttentionInterface
 
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import ScratchMemory, TrackMemory
-from asynccache_hf.parts import Attention
+from asynccache_hf.parts import KeysAndValues
 
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
 """Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while transformers' continuous
@@ -68,11 +69,11 @@ def planned(rows: Sequence[StepRow], component: str, window: int | None) -> Step
         starts.append(at)
         at += row.stop - row.start
     write = torch.cat([row.places[component][row.start : row.stop] for row in rows])
-    several = [i for i, row in enumerate(rows) if row.stop - row.start > 1]
-    groups = [_alone(rows[i], starts[i], component, window, write.device) for i in several]
-    ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: _seen(rows[i], window))
-    groups += [_together([rows[i] for i in each], [starts[i] for i in each], component, window, write.device)
-               for each in _alike(ones, [_seen(row, window) for row in rows])]  # fmt: skip
+    seen = [_seen(row, window) for row in rows]
+    together = [[i] for i, row in enumerate(rows) if row.stop - row.start > 1]
+    ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: seen[i])
+    together += _alike(ones, seen)
+    groups = (_group([rows[i] for i in own], [starts[i] for i in own], component, window) for own in together)
     return StepPlan(write, tuple(groups))
 
 
@@ -100,7 +101,7 @@ class PagedAttention:
 
     def __init__(self, layout: Layout, slots: Sequence[TrackMemory]) -> None:
         """``slots``: of each layer's keys and values."""
-        parts = kept_by_token(layout)
+        parts = [layer.parts[0] for layer in layout.layers]
         self.windows = {part.tracks[0].source: part.window for part in parts}
         self._components = [part.tracks[0].source for part in parts]
         self._slots = slots
@@ -129,21 +130,32 @@ class PagedAttention:
         return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
 
 
-def kept_by_token(layout: Layout) -> list[Attention]:
-    """Return the part of each layer that keeps keys and values by token. Layers that keep anything else are left
-    out."""
+def unpageable(model: Any, layout: Layout) -> str | None:
+    """Return the reason why attention over pages cannot compute this model's layers; None if there is none: each keeps
+    keys and values by token and nothing else, and all windows are equal."""
+    for index, layer in enumerate(layout.layers):
+        if len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues):
+            kept = " and ".join(sorted({part.keeps for part in layer.parts})) or "nothing of its own"
+            return f"layer {index} keeps {kept}, and only keys and values by token can be computed on pages"
+    types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if odd := sorted(types - set(LAYER_TYPES.values())):
+        return f"there are no layers of type {', '.join(odd)} on pages"
     parts = [layer.parts[0] for layer in layout.layers]
-    assert all(len(layer.parts) == 1 for layer in layout.layers)
-    return [part for part in parts if isinstance(part, Attention)]
+    if len({part.window for part in parts} - {None}) > 1:
+        return "its sliding windows differ in length"
+    sizes = {pool.name: pool.layer_bytes for pool in layout.pools}
+    if any(track.page_bytes(layout.page_size) != sizes[track.pool] for part in parts for track in part.tracks):
+        return "layers that share a pool of pages keep more or less of a token"
+    return None
 
 
-def places_of(layout: Layout, full: Any, swa: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return by component the place of every token, from its page tables."""
-    size = layout.page_size
-    tables = {"full": full, "swa": swa} if layout.window else {"full": full}
-    offsets = np.arange(size)
-    return {name: torch.from_numpy((np.asarray(table, np.int64)[:, None] * size + offsets).reshape(-1)).to(device)
-            for name, table in tables.items()}  # fmt: skip
+def places_of(layout: Layout, tables: Mapping[str, Pages], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return by component the place of every token, from the page tables."""
+    places = {}
+    for name in ("full", "swa") if layout.window else ("full",):
+        pages = np.asarray(tables[name], np.int64)[:, None] * layout.page_size + np.arange(layout.page_size)
+        places[name] = torch.from_numpy(pages.reshape(-1)).to(device)
+    return places
 
 
 def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,35 +203,25 @@ def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _alone(row: StepRow, at: int, component: str, window: int | None, device: torch.device) -> RowGroup:
-    new, seen = row.stop - row.start, _seen(row, window)
-    tokens = torch.arange(at, at + new, device=device)
-    read = None if seen == new else row.places[component][row.stop - seen : row.stop]
-    if read is None and (window is None or new <= window):
-        return RowGroup(tokens, 1, None, None)
-    asks = torch.arange(seen - new, seen, device=device)[:, None]
-    keys = torch.arange(seen, device=device)[None, :]
-    mask = keys <= asks
-    if window is not None:
-        mask &= keys > asks - window
-    return RowGroup(tokens, 1, read, mask[None, None])
-
-
-def _together(rows: Sequence[StepRow], at: Sequence[int], component: str, window: int | None,
-              device: torch.device) -> RowGroup:  # fmt: skip
-    """Return one group of several rows. A row that is shorter than the longest is filled up from its last place, and
-    what was filled up is masked."""
-    seen = [_seen(row, window) for row in rows]
+def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, window: int | None) -> RowGroup:
+    """Return one group of rows that have equally many new tokens, the first at ``starts``. A row that is shorter than
+    the longest is filled up from its last place, and what was filled up is masked."""
+    device = rows[0].places[component].device
+    new, seen = rows[0].stop - rows[0].start, [_seen(row, window) for row in rows]
     longest = max(seen)
-    parts = []
+    tokens = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).flatten()
+    fresh, parts = 1 < new == longest, []
     for row, length in zip(rows, seen, strict=True):
         own = row.places[component][row.stop - length : row.stop]
         parts.append(own if length == longest else torch.cat([own, own[-1:].expand(longest - length)]))
     mask = None
-    if min(seen) < longest:
-        lengths = torch.tensor(seen, device=device)
-        mask = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
-    return RowGroup(torch.tensor(at, device=device), len(rows), torch.cat(parts), mask)
+    if min(seen) < longest or (new > 1 and not (fresh and (window is None or new <= window))):
+        asks = (torch.tensor(seen, device=device)[:, None] - new + torch.arange(new, device=device))[:, None, :, None]
+        keys = torch.arange(longest, device=device)
+        mask = keys <= asks
+        if window is not None and new > 1:
+            mask &= keys > asks - window
+    return RowGroup(tokens, len(rows), None if fresh else torch.cat(parts), mask)
 
 
 # computing

@@ -14,34 +14,34 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any
 
-import numpy as np
 from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
-from asynccache_hf.describing import describe
+from asynccache_hf.cached_model import CachedModel, most_new_tokens
+from asynccache_hf.continuous import (
+    PageCache,
+    PagedManager,
+    RequestOutcome,
+    RequestPages,
+    check_model,
+    check_version,
+)
+from asynccache_hf.describing import described
 from asynccache_hf.generation import LOAD_ATTEMPTS
-from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
-
-try:
-    from asynccache_hf.continuous import PageCache, PagedManager, RequestOutcome, RequestPages, check_model, contract
-    from asynccache_hf.trial_together import slots_of, tried_together, wanted_of
-except (ImportError, AttributeError) as error:
-    if (error.name or "").partition(".")[0] == "asynccache_hf":
-        raise
-    raise ConfigError(f"this version of transformers has another continuous batching than is known: {error}") from error
+from asynccache_hf.paged import bind
+from asynccache_hf.trial_together import tried_together
 
 NAME = "asynccache-batching"
 
 
-class ContinuousBatching:
+class ContinuousBatching(CachedModel):
     """A model of transformers that serves many requests at a time. May be used by several threads."""
 
     def __init__(
@@ -73,40 +73,31 @@ class ContinuousBatching:
         step_tokens = checks.integer("step_tokens", step_tokens, 1)
         seed = None if seed is None else checks.integer("seed", seed)
         generation = _generation(model, generation_config)
-        contract()
-        self._layout = layout = describe(model, page_size, name=name)
+        check_version()
+        layout, expected = described(model, page_size, name)
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
-        config = config_of(layout, settings)
-        wanted = wanted_of(model, layout)
         take_part()
-        self._model = model
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
-            tried_together(self._manager, model, layout, wanted)
-            self._loop, self._cache = opened(NAME, config, on_event)
+            tried_together(self._manager, model, layout, expected)
+            super().__init__(model, layout, NAME, settings, on_event)
         except BaseException:
             self._manager.end()
             raise
-        self._pages = PageCache(layout, slots_of(layout, self._cache.pools), device_tokens, step_tokens)
+        slots = [own.slots[0] for own in bind(layout, self._cache.pools)]
+        self._pages = PageCache(layout, slots, device_tokens, step_tokens)
         self._ids = count(1)
-        self._open: dict[str, _Served] = {}
+        self._open: dict[str, _ServedRequest] = {}
         self._prompts = UncomputedPrompts(page_size)
         self._door, self._closer = threading.Lock(), threading.Lock()
-        self._counts = Counts()
         self._closing = False
         self._manager.begin(self._pages, self._told, f"{NAME}-generates")
 
     def __repr__(self) -> str:
         return f"<ContinuousBatching of {self._layout.model!r}: {len(self._open)} requests, {self._counts}>"
-
-    def __enter__(self) -> ContinuousBatching:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     # what is asked of it
 
@@ -152,25 +143,10 @@ class ContinuousBatching:
         return self._begin([asked])[0]
 
     @property
-    def counts(self) -> Counts:
-        """The tokens that prompts found so far, of requests that were granted room."""
-        return self._counts
-
-    @property
     def closed(self) -> str | None:
-        """The reason why no requests are taken any more; None while they are."""
-        if self._closing or not self._loop.alive:
+        if self._closing:
             return "the cache is closed"
-        return self._cache.closed if self._manager.is_running() else "the thread that generates has ended"
-
-    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """Return what ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called
-        in the cache's thread. Blocks the thread of whoever calls.
-
-        Raises:
-            CacheClosed: this is closed.
-        """
-        return self._loop.call(asked_of(question, self._cache))
+        return super().closed if self._manager.is_running() else "the thread that generates has ended"
 
     def statistics(self) -> Any:
         """Return what ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
@@ -178,7 +154,11 @@ class ContinuousBatching:
         Raises:
             CacheClosed: this is closed.
         """
-        return self._loop.call(_statistics(self._cache))
+
+        async def statistics(cache: AsyncCache) -> Any:
+            return cache.statistics()
+
+        return self.ask(statistics)
 
     def close(self) -> None:
         """End what is not over (its error is ``CacheClosed``), save what is not saved yet, for as long as the cache's
@@ -196,10 +176,7 @@ class ContinuousBatching:
             try:
                 self._manager.end()
             finally:
-                try:
-                    self._loop.call(self._cache.aclose())
-                finally:
-                    self._loop.close()
+                super().close()
 
     def _asked(
         self, what: str, tokens: Any, most: Any, ends: Any, extra_key: Any, streaming: bool, options: Mapping[str, Any],
@@ -211,11 +188,7 @@ class ContinuousBatching:
         if max(prompt) >= self._vocabulary:
             raise ConfigError(f"{what}: token {max(prompt)} is none of the model's {self._vocabulary}")
         settings = self._manager.generation_config
-        if most is None:
-            most = settings.max_new_tokens
-        if most is None:
-            most = int(settings.max_length) - len(prompt) if settings.max_length else USUAL_LENGTH
-        most = checks.integer("max_new_tokens", most, 1)
+        most = checks.integer("max_new_tokens", most_new_tokens(settings, len(prompt)) if most is None else most, 1)
         self._layout.check_length(len(prompt) + most - 1)
         if self._positions and len(prompt) + most - 1 > self._positions:
             raise ConfigError(f"{what}: {len(prompt)} tokens and {most} new ones are more than the model's "
@@ -252,7 +225,7 @@ class ContinuousBatching:
 
     def _serve_all(self, requests: Sequence[BatchRequest]) -> None:
         for request in requests:
-            served = self._open[request.id] = _Served(request, asyncio.get_running_loop())
+            served = self._open[request.id] = _ServedRequest(request, asyncio.get_running_loop())
             served.task = asyncio.create_task(self._serve(served), name=f"{NAME} {request.id}")
 
     def _abort_soon(self, request_id: str) -> None:
@@ -273,7 +246,7 @@ class ContinuousBatching:
         if tasks := [served.task for served in left if served.task is not None]:
             await asyncio.wait(tasks)  # which cancels none of them, whatever becomes of who waits
 
-    async def _serve(self, served: _Served) -> None:
+    async def _serve(self, served: _ServedRequest) -> None:
         finish, error = Finish.FAILED, None
         served.begun = True
         try:
@@ -287,7 +260,7 @@ class ContinuousBatching:
         del self._open[served.request.id]
         served.request.end(finish, error)
 
-    async def _leased(self, served: _Served) -> Finish:
+    async def _leased(self, served: _ServedRequest) -> Finish:
         asked, attempt = served.request.asked, 1
         while True:
             prompt = self._prompts.enter(asked.tokens, asked.extra_key)
@@ -306,13 +279,12 @@ class ContinuousBatching:
             finally:
                 self._prompts.leave(prompt)
 
-    async def _run(self, served: _Served, lease: Lease, prompt: UncomputedPrompt) -> Finish:
+    async def _run(self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt) -> Finish:
         """From here on nothing but the end of the request at transformers ends it here."""
         request, asked = served.request, served.request.asked
         self._counts = self._counts.plus(len(asked.tokens), lease.hits)
         request.hits = lease.hits
-        swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
-        places = places_of(self._layout, lease.pages, swa, self._model.device)
+        places = places_of(self._layout, self._layout.tables(lease), self._model.device)
         held = RequestPages(lease.cached, places, len(asked.tokens), served.got_on, served.over)
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
@@ -333,7 +305,9 @@ class ContinuousBatching:
         await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
-    async def _prompt_published(self, served: _Served, lease: Lease, prompt: UncomputedPrompt) -> Exception | None:
+    async def _prompt_published(
+        self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt
+    ) -> Exception | None:
         """Publish the prompt as it is computed, until all of it is, or the request is over. Returns the error, if that
         could not be: then the request is taken from transformers, which still has its pages."""
         tokens = served.request.asked.tokens
@@ -359,7 +333,7 @@ class ContinuousBatching:
         return None
 
 
-class _Served:
+class _ServedRequest:
     """A request, and what the thread that generates has said of it. ``computed``: tokens of the prompt that are.
     ``ended``: no step will touch its pages again. ``answer``: all its tokens, or its error; None where it was
     cancelled."""
@@ -407,7 +381,3 @@ def _generation(model: Any, given: Any) -> Any:
         if (getattr(settings, name, None) or usual) != usual:
             raise ConfigError(f"generation_config.{name}={getattr(settings, name)}: {why}")
     return settings
-
-
-async def _statistics(cache: AsyncCache) -> Any:
-    return cache.statistics()

@@ -3,8 +3,8 @@
 transformers decides which requests a step computes, runs the model, chooses tokens and ends requests. Four of its
 classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
 allocated, shared or evicted), its scheduler and processor (what becomes of requests that are cancelled or fail), and
-its manager (which makes the other three). ``contract`` says in a sentence if a version of transformers has moved one of
-the names.
+its manager (which makes the other three). Other versions of transformers than the one that this is written against are
+refused (``check_version``).
 
 The attention of a step is computed by ``asynccache_hf.attending``.
 
@@ -14,7 +14,6 @@ Law: whatever becomes of a request, its ``RequestPages.over`` is called once, wh
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,13 @@ import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paging
 from transformers.generation.continuous_batching import continuous_api as api
-from transformers.generation.continuous_batching import input_outputs, model_runner, offloading_manager, scheduler
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+from transformers.generation.continuous_batching import scheduler
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from asynccache import ConfigError
-from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, kept_by_token
+from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, unpageable
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
-from asynccache_hf.parts import Attention
 
 READ = 4
 """A step reads at most so many times the tokens of the device, since requests may share pages."""
@@ -41,72 +39,22 @@ READ = 4
 ELSEWHERE = "PrefixCache serves such a model one request at a time, and Scheduler on PagedModel many"
 
 
-# the contract
+# which transformers, and which models
 
-USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (api.ContinuousBatchingManager, "__init__", ("model", "generation_config", "continuous_batching_config")),
-    (api.ContinuousBatchingManager, "cancel_request", ("request_id",)),
-    (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", ("model",)),
-    (api.ContinuousBatchingManager, "is_running", ()),
-    (api.ContinuousBatchingManager, "stop", ("block", "hard_stop")),
-    (api.ContinuousBatchingManager, "_create_batch_processor", ()),
-    (api.ContinuousBatchingManager, "_run_generation_loop", ()),
-    (api.BackgroundThreadStatus, "clear", ()),
-    (api.BackgroundThreadStatus, "can_accept_new_requests", ()),
-    (api.OutputRouter, "deliver", ("output",)),
-    (api.OutputRouter, "deliver_batch", ("outputs",)),
-    (api.OutputRouter, "fail_and_deliver", ("state", "error")),
-    (api.ContinuousBatchProcessor, "__init__", (
-        "cache", "config", "generation_config", "continuous_batching_config", "logit_processor", "input_queue",
-        "cancel_queue", "output_router", "background_thread_status", "model_device", "model_dtype", "scheduler",
-        "distributed_helper")),
-    (api.ContinuousBatchProcessor, "prepare_next_batch", ()),
-    (api.ContinuousBatchProcessor, "_generation_step", ("model",)),
-    (api.ContinuousBatchProcessor, "update_batch", ()),
-    (api.ContinuousBatchProcessor, "handle_batch_error", ("error",)),
-    (scheduler.FIFOScheduler, "__init__", ("cache", "safety_margin", "max_requests_per_batch")),
-    (scheduler.FIFOScheduler, "add_waiting_request", ("state",)),
-    (scheduler.FIFOScheduler, "clear_cancelled_requests", ()),
-    (input_outputs.ContinuousBatchingIOs, "get_model_kwargs", ("use_padding",)),
-    (input_outputs.ContinuousBatchingIOs, "retrieve_device_outputs", ()),
-    (model_runner.ModelRunner, "compute_batch", ("model", "batch_data")),
-    (offloading_manager.OffloadingManager, "__init__", ("cache", "cpu_offload_space_gib")),
-    (paging.PagedAttentionCache, "update", ("key_states", "value_states", "layer_idx", "kwargs")),
-    (paging.PagedAttentionCache, "search_prefix_match", ("request_id", "prompt_ids")),
-    (paging.PagedAttentionCache, "can_store_request_tokens", ("state", "request_len")),
-    (paging.PagedAttentionCache, "count_new_complete_blocks", ("state", "request_len")),
-    (paging.PagedAttentionCache, "mark_complete_blocks", ("state", "complete_blocks")),
-    (paging.PagedAttentionCache, "free_blocks", ("request_id",)),
-    (paging.PagedAttentionCache, "free_all_requests", ()),
-    (paging.PagedAttentionCache, "evict_cached_blocks", ()),
-    (paging.PagedAttentionCache, "compute_free_capacity", ()),
-    (paging.PagedAttentionCache, "extend_read_and_write_indices", ("request_id", "past_length", "query_length")),
-    (RequestState, "__init__", ("request_id", "initial_tokens", "max_new_tokens", "eos_token_id", "streaming",
-                                "logit_processor_kwargs")),
-    (GenerationOutput, "is_finished", ()),
-)  # fmt: skip
-"""The methods of transformers that are called from here, or that call what is here, each with the parameters that it
-must have."""
+VERSION = "5.23"
+"""The version whose inside is known here."""
 
 
-def contract(used: Sequence[tuple[Any, str, tuple[str, ...]]] = USED) -> None:
+def check_version() -> None:
     """
     Raises:
-        ConfigError: this version of transformers lacks something that is used here; names it.
+        ConfigError: another version of transformers is installed.
     """
-    for owner, name, wanted in used:
-        found = getattr(owner, name, None)
-        has = inspect.signature(found).parameters if found is not None else {}
-        gone = f"{owner.__name__}.{name}" if found is None else next((each for each in wanted if each not in has), None)
-        if gone is not None:
-            where = "" if found is None else f" of {owner.__name__}.{name}"
-            raise ConfigError(
-                f"transformers {transformers.__version__} has moved {gone!r}{where}, which ContinuousBatching is "
-                f"written against: install a version that this asynccache names, or use PrefixCache"
-            )
-
-
-# which models
+    if not transformers.__version__.startswith(f"{VERSION}."):
+        raise ConfigError(
+            f"ContinuousBatching is written against the inside of transformers {VERSION}, and here is "
+            f"{transformers.__version__}: install that version, or use PrefixCache"
+        )
 
 
 def check_model(model: Any, layout: Layout) -> None:
@@ -115,35 +63,12 @@ def check_model(model: Any, layout: Layout) -> None:
         ConfigError: transformers' continuous batching cannot page this model's layers, or computes their attention by a
             function that does not take part.
     """
-    who = type(model).__name__
-    for index, layer in enumerate(layout.layers):
-        if len(layer.parts) != 1 or not isinstance(layer.parts[0], Attention):
-            what = " and ".join(sorted({_kept(part) for part in layer.parts})) or "nothing of its own"
-            raise ConfigError(
-                f"{who}: layer {index} keeps {what}, and transformers' continuous batching has pages for keys and "
-                f"values by token alone; {ELSEWHERE}"
-            )
-    config = model.config.get_text_config(decoder=True)
-    types = set(getattr(config, "layer_types", None) or ())
-    if not types <= set(LAYER_TYPES.values()):
-        odd = ", ".join(sorted(types - set(LAYER_TYPES.values())))
-        raise ConfigError(f"{who}: transformers' continuous batching has no layers of type {odd}; {ELSEWHERE}")
-    windows = {window for part in kept_by_token(layout) if (window := part.window) is not None}
-    if len(windows) > 1:
-        raise ConfigError(f"{who}: its sliding windows are of {len(windows)} lengths, and transformers' continuous "
-                          f"batching has one; {ELSEWHERE}")  # fmt: skip
-    sizes = {pool.name: pool.layer_bytes for pool in layout.pools}
-    for layer in layout.layers:
-        if any(t.page_bytes(layout.page_size) != sizes[t.pool] for t in layer.parts[0].tracks):
-            raise ConfigError(f"{who}: layers that share a pool of pages keep more or less of a token; {ELSEWHERE}")
+    who, reason = type(model).__name__, unpageable(model, layout)
+    if reason is not None:
+        raise ConfigError(f"{who}: {reason}; {ELSEWHERE}")
     used = getattr(model.config, "_attn_implementation", None)
     if used not in (*IMPLEMENTATIONS, "eager"):
         raise ConfigError(f"{who}: its attention is {used!r}; load it with attn_implementation='sdpa' or 'eager'")
-
-
-def _kept(part: Any) -> str:
-    known = {"Attention": "keys and values", "Recurrent": "recurrent states"}
-    return known.get(type(part).__name__, f"{type(part).__name__} data")
 
 
 # requests and their pages
@@ -266,7 +191,7 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
 # steps
 
 
-class _Scheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
+class _CancellingScheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
     """Tells who was cancelled. A cancellation may come before its request, from another queue: it waits for it."""
 
     def clear_cancelled_requests(self) -> list[Any]:
@@ -319,7 +244,7 @@ class RequestOutcome(NamedTuple):
     error: BaseException | None = None
 
 
-class _Router(api.OutputRouter):  # type: ignore[misc]
+class _OutcomeRouter(api.OutputRouter):  # type: ignore[misc]
     """Hands every output to ``tell``; one that is the last ends what is held."""
 
     def __init__(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> None:
@@ -379,10 +304,10 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         return StepProcessor(
             cache=cache, config=config, generation_config=self.generation_config,
             continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
-            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_Router(cache, tell),
+            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_OutcomeRouter(cache, tell),
             background_thread_status=self.background_thread_status, model_device=self.model.device,
             model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
-            scheduler=_Scheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
+            scheduler=_CancellingScheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
         )  # fmt: skip
 
     def begin(self, cache: PageCache, tell: Callable[[RequestOutcome], None], name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,20 +27,24 @@ from transformers.cache_utils import (
 )
 
 from asynccache import ConfigError, checks
-from asynccache_hf import lightning
 from asynccache_hf.call import cache_name, run
 from asynccache_hf.compressed import Compressed, is_compressed
 from asynccache_hf.layout import Layout
-from asynccache_hf.limits import longest
-from asynccache_hf.parts import Attention, IndexerKeys, LayerPart, Recurrent
-from asynccache_hf.trial import tokens_for, tried
+from asynccache_hf.parts import (
+    IndexerKeys,
+    KeysAndValues,
+    LayerPart,
+    LightningMatrix,
+    Recurrent,
+    has_matrices,
+    matrix_of,
+)
+from asynccache_hf.trial import ExpectedLogits, tokens_for, tried
 
 SCHEMA = 1
 """Raise it when a page's bytes change their meaning."""
 
 PROBE_TOKENS = 8
-
-LayerParts = Callable[[Any, int], tuple[LayerPart, ...]]
 
 
 def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Layout:
@@ -53,18 +57,24 @@ def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Lay
         ConfigError: the model keeps something that this engine does not understand, or computes something else on pages
             than in one call without a cache.
     """
+    return described(model, page_size, name)[0]
+
+
+def described(model: Any, page_size: int, name: str | None) -> tuple[Layout, ExpectedLogits]:
+    """The same, and the logits that the model was held against. Raises as ``describe``."""
     page_size = checks.integer("page_size", page_size, 1)
     if name is not None:
         checks.text("name", name, empty=False)
     cache = _probe(model)
-    parts = [_parts_of(cache, i, page_size) for i in range(len(cache.layers))]
-    window = max((w for w in map(_window, cache.layers) if w), default=0)
+    parts = [_parts(cache, i, page_size) for i in range(len(cache.layers))]
+    window = max((part.window or 0 for layer in parts for part in layer), default=0)
     layout = Layout.of(name or weights_name(model), page_size, window, parts)
     if not layout.pools:
         raise ConfigError(f"{type(model).__name__}: no layer keeps anything that could be cached")
     layout = replace(layout, kind=type(cache), limit=longest(model.config))
     rates = [int(getattr(layer, "compress_rate", 0)) for layer in cache.layers]
-    return tried(model, layout, max(window, *rates))
+    expected = ExpectedLogits.of(model, layout, max(window, *rates))
+    return tried(model, layout, expected), expected
 
 
 def weights_name(model: Any) -> str:
@@ -83,8 +93,7 @@ def _probe(model: Any) -> Any:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{who}: an encoder's states are not a prefix of anything and cannot be cached by tokens")
     cache_name(model)
-    own = _own(model)
-    cache = _dynamic(model) if own is None else own
+    cache = _empty(model)
     if type(cache) is DynamicCache and not cache.layers:
         raise ConfigError(f"{who}: its configuration does not say which layers keep a cache")
     tokens = max([PROBE_TOKENS, *(int(getattr(layer, "compress_rate", 0)) for layer in cache.layers)])
@@ -97,13 +106,23 @@ def _probe(model: Any) -> Any:
         raise ConfigError(f"{who}: it wants a cache of a class of its own, which is not known ({error})") from error
     except Exception as error:  # models raise whatever they like
         raise ConfigError(f"{who}: it does not run on a {type(cache).__name__}: {_sentence(error)}") from error
-    while lightning.has_matrices(cache) and len(cache.layers) < len(cache.linear_cache):
+    while has_matrices(cache) and len(cache.layers) < len(cache.linear_cache):
         cache.layers.append(DynamicLayer())
     return cache
 
 
-def _dynamic(model: Any) -> DynamicCache:
-    who = type(model).__name__
+def _empty(model: Any) -> Any:
+    """An empty cache: of a class of the model's own that is understood, as it makes one where it is given none, or else
+    transformers' own for its configuration.
+
+    Raises:
+        ConfigError: transformers cannot make one.
+    """
+    who, module = type(model).__name__, inspect.getmodule(type(model))
+    for _, kind in inspect.getmembers(module, inspect.isclass):
+        own = kind.__module__ == type(model).__module__ and issubclass(kind, DynamicCache)
+        if own and hasattr(kind, "set_linear_cache"):
+            return kind()
     try:
         return DynamicCache(config=model.config)
     except KeyError as error:
@@ -112,38 +131,32 @@ def _dynamic(model: Any) -> DynamicCache:
         raise ConfigError(f"{who}: transformers cannot make a DynamicCache for it: {_sentence(error)}") from error
 
 
-def _own(model: Any) -> Any:
-    """An empty cache of a class of the model's own that is understood, as it makes one where it is given none."""
-    module = inspect.getmodule(type(model))
-    kinds = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__] \
-        if module else []  # fmt: skip
-    own = [kind for kind in kinds if issubclass(kind, DynamicCache) and hasattr(kind, "set_linear_cache")]
-    if not own:
-        return None
-    return own[0]()
-
-
 def _sentence(error: Exception) -> str:
     """The first line of what it says, with its class where that says more."""
     line = next(iter(str(error).splitlines()), "")
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}".rstrip(": ")
 
 
-def _parts_of(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
-    if lightning.has_matrices(cache) and (matrix := lightning.matrix_of(cache, index)) is not None:
-        return (lightning.LightningMatrix(matrix, page_size, index),)
-    return _parts(index, cache.layers[index], page_size)
+def _parts(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
+    """The parts of one layer of the model.
 
-
-def _parts(index: int, layer: Any, page_size: int) -> tuple[LayerPart, ...]:
+    Raises:
+        ConfigError: it is of a class that is not understood, or keeps its cache elsewhere.
+    """
+    if has_matrices(cache) and (matrix := matrix_of(cache, index)) is not None:
+        return (LightningMatrix(matrix, page_size, index),)
+    layer = cache.layers[index]
     kind = type(layer)
     if is_compressed(layer):
-        return (*_sliding(layer, page_size), Compressed(layer, page_size))
-    if kind not in _KINDS:
+        return (KeysAndValues(layer, page_size), Compressed(layer, page_size))
+    if kind not in _PARTS:
         raise ConfigError(f"layer {index}: {kind.__name__} is no cache class that this engine understands")
     if kind is not DummyLayer and not _used(layer):
         raise ConfigError(f"layer {index}: the model left its {kind.__name__} empty and keeps its cache elsewhere")
-    return _KINDS[kind](layer, page_size)
+    if kind is DynamicIndexedLayer and layer.indexer_position_ids is not None:
+        raise ConfigError("DynamicIndexedLayer: indexers with positions of their own are not understood")
+    indexes = getattr(layer, "is_indexer_initialized", False)
+    return tuple(part(layer, page_size) for part in _PARTS[kind] if part is not IndexerKeys or indexes)
 
 
 def _used(layer: Any) -> bool:
@@ -151,38 +164,34 @@ def _used(layer: Any) -> bool:
     return any(any(ready.values()) for ready in states) or bool(getattr(layer, "is_initialized", False))
 
 
-def _window(layer: Any) -> int:
-    return int(getattr(layer, "sliding_window", None) or 0)
+_PARTS: dict[type, tuple[Callable[[Any, int], LayerPart], ...]] = {
+    DummyLayer: (),
+    DynamicLayer: (KeysAndValues,),
+    DynamicSlidingWindowLayer: (KeysAndValues,),
+    DynamicIndexedLayer: (KeysAndValues, IndexerKeys),
+    LinearAttentionLayer: (Recurrent,),
+    LinearAttentionAndFullAttentionLayer: (Recurrent, KeysAndValues),
+    LinearAttentionAndSlidingWindowAttentionLayer: (Recurrent, KeysAndValues),
+}
+"""The parts of a layer, by its cache class."""
 
 
-def _full(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
-    return (Attention(layer, None),)
+def longest(config: Any) -> int | None:
+    """The number of tokens up to which a prefix's keys do not depend on what follows; None: any number.
 
-
-def _sliding(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
-    return (Attention(layer, _window(layer)),)
-
-
-def _indexed(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
-    if layer.indexer_position_ids is not None:
-        raise ConfigError("DynamicIndexedLayer: indexers with positions of their own are not understood")
-    if not layer.is_indexer_initialized:
-        return _full(layer, page_size)
-    return (*_full(layer, page_size), IndexerKeys(layer))
-
-
-def _recurrent(layer: Any, page_size: int) -> tuple[LayerPart, ...]:
-    return (Recurrent(layer, page_size),)
-
-
-_KINDS: dict[type, LayerParts] = {
-    DummyLayer: lambda layer, page_size: (),
-    DynamicLayer: _full,
-    DynamicSlidingWindowLayer: _sliding,
-    DynamicIndexedLayer: _indexed,
-    LinearAttentionLayer: _recurrent,
-    LinearAttentionAndFullAttentionLayer: lambda layer, size: (*_recurrent(layer, size), *_full(layer, size)),
-    LinearAttentionAndSlidingWindowAttentionLayer: lambda layer, size: (
-        *_recurrent(layer, size), *_sliding(layer, size)
-    ),
-}  # fmt: skip
+    Two kinds of rotary embedding turn every position's key by an angle that depends on how long the whole sequence is:
+    ``longrope`` has one set of angles up to a length and another one beyond, ``dynamic`` changes them with each token
+    beyond. Up to that length a prefix is a prefix; beyond, its keys would have to be computed anew, and transformers
+    does that. So pages are served up to there, and what is longer is refused.
+    """
+    text = config.get_text_config(decoder=True)
+    given, most = getattr(text, "rope_parameters", None), int(getattr(text, "max_position_embeddings", 0) or 0)
+    given = given if isinstance(given, Mapping) else {}
+    limits = []
+    for rope in (given,) if "rope_type" in given else given.values():  # of all layers, or of each type
+        kind = str(rope.get("rope_type", "default")) if isinstance(rope, Mapping) else "default"
+        if kind == "longrope":
+            limits.append(int(rope.get("original_max_position_embeddings") or most))
+        elif "dynamic" in kind:  # the angles of a longer sequence are given up by a sequence that is shorter than this
+            limits.append((most or 1) - 1)
+    return min(filter(None, limits), default=None)

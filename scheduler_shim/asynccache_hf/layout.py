@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from asynccache_shim.model import Checkpoint, Chunk, Pages
+from asynccache_shim.request import Tokens
 from transformers.cache_utils import DynamicCache
 
-from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
+from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Lease, Mamba, Sidecar, SlidingWindow
+from asynccache_hf.memory import Track
 from asynccache_hf.parts import LayerPart
 
 COMPONENTS = ("full", "swa", "mamba")
@@ -57,7 +61,7 @@ class Layout:
     ``window`` is the longest of the sliding windows, or 0.
 
     ``kind``: transformers' class of the model's cache. ``limit``: the most tokens that a request may have, prompt and
-    output, or None (see ``asynccache_hf.limits``). ``one_by_one``: a call that goes on after recurrent states computes
+    output, or None (see ``describing.longest``). ``one_by_one``: a call that goes on after recurrent states computes
     one token, since the model forgets them otherwise. ``packed``: several requests may be computed in one call.
     """
 
@@ -90,14 +94,23 @@ class Layout:
     @classmethod
     def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[LayerPart, ...]]) -> Layout:
         """From the parts of each layer of the model."""
-        tracks = [(i, track) for i, layer in enumerate(parts) for part in layer for track in part.tracks]
+        placed: dict[str, list[tuple[int, Track]]] = {}
+
+        def place(index: int, track: Track) -> int:
+            placed.setdefault(track.pool, []).append((index, track))
+            return len(placed[track.pool]) - 1
+
+        layers = tuple(
+            LayerPlan(own, tuple(tuple(place(index, track) for track in part.tracks) for part in own))
+            for index, own in enumerate(parts)
+        )
         pools = []
-        for name in dict.fromkeys(track.pool for _, track in tracks):
-            covers = tuple(i for i, track in tracks if track.pool == name)
-            own = [track for _, track in tracks if track.pool == name]
-            pools.append(PoolPlan(name, own[0].source, covers, max(t.page_bytes(page_size) for t in own),
-                                  "+".join(dict.fromkeys(t.dtypes for t in own))))  # fmt: skip
-        return cls(model, page_size, window, tuple(pools), _placed(parts))
+        for pool, own in placed.items():
+            tracks = [track for _, track in own]
+            dtypes = "+".join(dict.fromkeys(track.dtypes for track in tracks))
+            layer_bytes = max(track.page_bytes(page_size) for track in tracks)
+            pools.append(PoolPlan(pool, tracks[0].source, tuple(index for index, _ in own), layer_bytes, dtypes))
+        return cls(model, page_size, window, tuple(pools), layers)
 
     def with_draft(self, draft: Layout) -> tuple[Layout, Layout]:
         """Return two layouts for speculative decoding: that of a cache that has room for a draft model's KV too, and
@@ -117,6 +130,18 @@ class Layout:
         layers = tuple(replace(layer, parts=tuple(map(_drafted, layer.parts))) for layer in draft.layers)
         name = f"{self.model}+{draft.model}"
         return replace(self, model=name, pools=self.pools + own), replace(draft, pools=own, layers=layers)
+
+    def tables(self, lease: Lease) -> dict[str, Pages]:
+        """The page tables of a lease, by component; of states the working copy."""
+        swa = lease.page_table("swa") if self.window else np.empty(0, np.int32)
+        return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
+
+    def chunk(
+        self, lease: Lease, request_id: int, tokens: Tokens, start: int, stop: int, checkpoint: Checkpoint | None
+    ) -> Chunk:
+        """The order to compute the positions from ``start`` to ``stop`` of ``tokens`` in the pages of a lease."""
+        tables = self.tables(lease)
+        return Chunk(request_id, tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
 
     def pool(self, name: str) -> PoolPlan | None:
         """The plan of a pool, if there is such a one."""
@@ -144,47 +169,28 @@ class Layout:
         Raises:
             ConfigError: a size is unusable.
         """
-        swa_device = device_tokens if swa_device_tokens is None else swa_device_tokens
-        swa_host = host_tokens if swa_host_tokens is None else swa_host_tokens
-        components: list[Full | SlidingWindow | Mamba] = [self._full(device_tokens, host_tokens)]
-        if self.window:
-            components.append(self._swa(swa_device, swa_host))
-        if self.recurrent:
-            components.append(self._mamba(device_states, host_states if host_tokens else 0))
+        full = self.pool("full") or PoolPlan("full", "full", (0,), 0, "uint8")  # slots without bytes: FULL is logical
+        swa, mamba = self.pool("swa"), self.pool("mamba")
+        components: list[Full | SlidingWindow | Mamba] = [Full(
+            bytes_per_token=full.page_bytes // self.page_size, layers=full.layers, covers=full.covers, dtype=full.dtype,
+            device_tokens=device_tokens, host_tokens=host_tokens,
+        )]  # fmt: skip
+        if swa is not None:
+            components.append(SlidingWindow(
+                window=self.window, bytes_per_token=swa.page_bytes // self.page_size, layers=swa.layers,
+                covers=swa.covers, dtype=swa.dtype,
+                device_tokens=device_tokens if swa_device_tokens is None else swa_device_tokens,
+                host_tokens=host_tokens if swa_host_tokens is None else swa_host_tokens,
+            ))  # fmt: skip
+        if mamba is not None:
+            components.append(Mamba(
+                state_bytes=mamba.page_bytes, layers=mamba.layers, covers=mamba.covers, dtype=mamba.dtype,
+                device_states=device_states, host_states=host_states if host_tokens else 0,
+            ))  # fmt: skip
         sidecars = tuple(pool.sidecar() for pool in self.pools if pool.name not in COMPONENTS)
         return CacheConfig(
             model=self.model, components=tuple(components), sidecars=sidecars, page_size=self.page_size, **more
         )
-
-    def _full(self, device_tokens: int, host_tokens: int) -> Full:
-        """Without layers of full attention FULL is logical: slots, and no bytes."""
-        pool = self.pool("full") or PoolPlan("full", "full", (0,), 0, "uint8")
-        return Full(bytes_per_token=pool.page_bytes // self.page_size, device_tokens=device_tokens,
-                    host_tokens=host_tokens, layers=pool.layers, covers=pool.covers, dtype=pool.dtype)  # fmt: skip
-
-    def _swa(self, device_tokens: int, host_tokens: int) -> SlidingWindow:
-        pool = self.pool("swa")
-        assert pool is not None
-        return SlidingWindow(window=self.window, bytes_per_token=pool.page_bytes // self.page_size, layers=pool.layers,
-                             covers=pool.covers, device_tokens=device_tokens, host_tokens=host_tokens,
-                             dtype=pool.dtype)  # fmt: skip
-
-    def _mamba(self, device_states: int, host_states: int) -> Mamba:
-        pool = self.pool("mamba")
-        assert pool is not None
-        return Mamba(state_bytes=pool.page_bytes, layers=pool.layers, covers=pool.covers, device_states=device_states,
-                     host_states=host_states, dtype=pool.dtype)  # fmt: skip
-
-
-def _placed(parts: Sequence[tuple[LayerPart, ...]]) -> tuple[LayerPlan, ...]:
-    """Each track gets the next layer of its pool."""
-    taken: dict[str, int] = {}
-
-    def place(pool: str) -> int:
-        taken[pool] = taken.get(pool, -1) + 1
-        return taken[pool]
-
-    return tuple(LayerPlan(p, tuple(tuple(place(t.pool) for t in part.tracks) for part in p)) for p in parts)
 
 
 def _drafted(part: LayerPart) -> LayerPart:

@@ -5,8 +5,9 @@ call to the next a request carries over what cannot be in a page that is not who
 whole pages can go on from there.
 
 There are two ways to make a call. ``FilledCache`` is for any model: transformers' own cache for one request, filled
-from pages, and what the model adds to it is written back. ``packed`` is for models whose layers all keep keys and
-values by token: several requests in one call, which reads and writes the pages where they are. ``describe`` tries both.
+from pages, and what the model adds to it is written back. ``PackedRows`` is for models whose layers all keep keys and
+values by token: the tokens of several requests stand in one row, and ``asynccache_hf.attending`` reads and writes the
+pages where they are. ``describe`` tries both.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from asynccache_shim.model import NO_TOKEN, Batch, Chunk
+from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.call import run
+from asynccache_hf.attending import IMPLEMENTATIONS, PagedAttention, StepRow, places_of, take_part, unpageable
+from asynccache_hf.call import parameters, run
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
-from asynccache_hf.packed import PackedRows
 from asynccache_hf.parts import CallSpan, LayerPart
 from asynccache_hf.sampling import draw
 
@@ -51,7 +52,7 @@ class FilledCache:
     in one call or in many, ``save`` writes to the pages. By part: the layer of the cache in ``layers``, and what was
     overheard of it in ``heard``."""
 
-    def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Any], start: int, tails: Tails,
+    def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Pages], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
         self.cache = cache
         self.start = start
@@ -79,6 +80,60 @@ class FilledCache:
         return [each.part.tail(layer) for each, layer in zip(self._bound, self.layers, strict=True)]
 
 
+def can_be_packed(model: Any, layout: Layout) -> bool:
+    """Return True if there is reason to try several requests in one call: attention over pages can compute the model's
+    layers, and its attention asks a cache for them."""
+    asks = getattr(model.config, "_attn_implementation", None) == IMPLEMENTATIONS[0]
+    return asks and "position_ids" in parameters(model) and unpageable(model, layout) is None
+
+
+class PackedRows:
+    """Several requests of one model in one call, on the pages themselves."""
+
+    def __init__(self, model: Any, layout: Layout, slots: Sequence[TrackMemory]) -> None:
+        """``slots``: of each layer's keys and values."""
+        take_part()
+        self._model = model
+        self._layout = layout
+        self._pages = PagedAttention(layout, slots)
+        self._keeps = "logits_to_keep" in parameters(model)
+
+    def compute(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
+        """Make one call, and return for each chunk the logits of its last ``keep`` tokens (0: of all).
+
+        Raises:
+            ConfigError: a chunk reaches further than the layout's limit.
+            IndexError: a chunk has no page for a token that it reads or writes.
+        """
+        for chunk in chunks:
+            self._layout.check_length(chunk.stop)
+        device = self._model.device
+        tokens = np.concatenate([chunk.tokens[chunk.start : chunk.stop] for chunk in chunks]).astype(np.int64)
+        places = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        self._pages.plan([self._row(chunk, device) for chunk in chunks])
+        kept = [min(keep or chunk.stop, chunk.stop - chunk.start) for chunk in chunks]
+        ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
+        wanted = np.concatenate([np.arange(end - count, end) for count, end in zip(kept, ends, strict=True)])
+        options: dict[str, Any] = {"logits_to_keep": torch.from_numpy(wanted).to(device)} if self._keeps else {}
+        out = self._model(
+            input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
+            position_ids=torch.from_numpy(places).to(device).unsqueeze(0),
+            attention_mask=self._pages.mask, cache=self._pages, use_cache=False, **options,
+        )  # fmt: skip
+        logits = out.logits[0] if self._keeps else out.logits[0, wanted]
+        return list(torch.split(logits, kept))
+
+    def _row(self, chunk: Chunk, device: torch.device) -> StepRow:
+        size, tables = self._layout.page_size, tables_of(chunk)
+        for component, window in self._pages.windows.items():
+            first = 0 if window is None else max(0, chunk.start - window + 1)
+            read = tables[component][first // size : -(-chunk.stop // size)]
+            if len(read) < -(-chunk.stop // size) - first // size or (read < 0).any():
+                who = f"pool {component!r}: request {chunk.request_id}"
+                raise IndexError(f"{who} has no page for a token that it reads")
+        return StepRow(places_of(self._layout, tables, device), chunk.start, chunk.stop)
+
+
 class PagedModel:
     """A model on the device pools of one cache. Used by one thread at a time."""
 
@@ -91,7 +146,7 @@ class PagedModel:
         self.layout = layout
         self._model = model
         self._empty = layout.new_cache(model.config)
-        self._bound = _bind(layout, pools)
+        self._bound = bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]
         flat = layout.packed and all(slots.is_flat for slots in kept)
         self._packed = PackedRows(model, layout, kept) if flat else None
@@ -126,11 +181,13 @@ class PagedModel:
         self.synchronize()
         return logits
 
-    def open(self, tables: Mapping[str, Any], start: int) -> FilledCache:
+    def open(self, tables: Mapping[str, Pages], start: int) -> FilledCache:
         """transformers' cache of what the pages have before ``start``, which is a page's end. ``tables``: the page
         tables, by component."""
-        nothing = [None] * len(self._bound)
-        return FilledCache(copy.deepcopy(self._empty), self._bound, tables, start, nothing, self.layout.page_size)
+        return self._filled(tables, start, [None] * len(self._bound))
+
+    def _filled(self, tables: Mapping[str, Pages], start: int, tails: Tails) -> FilledCache:
+        return FilledCache(copy.deepcopy(self._empty), self._bound, tables, start, tails, self.layout.page_size)
 
     def synchronize(self) -> None:
         """Return when all that this thread has asked of the model and of the pages is done. Copies of pages run on
@@ -147,9 +204,7 @@ class PagedModel:
     def _alone(self, chunk: Chunk, keep: int) -> torch.Tensor:
         """Compute one request, through transformers' own cache."""
         self.layout.check_length(chunk.stop)
-        tables = {"full": chunk.pages, "swa": chunk.swa_pages, "mamba": chunk.states[:1]}
-        opened = FilledCache(copy.deepcopy(self._empty), self._bound, tables, chunk.start, self._tails_of(chunk),
-                        self.layout.page_size)  # fmt: skip
+        opened = self._filled(tables_of(chunk), chunk.start, self._tails_of(chunk))
         logits = self._run(opened.cache, chunk, keep)
         opened.save(chunk.stop)
         self._keep_tails(opened, chunk)
@@ -193,7 +248,17 @@ class PagedModel:
             self._tails[chunk.request_id] = chunk.stop, opened.tails()
 
 
-def _bind(layout: Layout, pools: Mapping[str, ModelPool]) -> list[BoundPart]:
+def tables_of(chunk: Chunk) -> Mapping[str, Pages]:
+    """The page tables of a chunk, by component; of states the working copy."""
+    return {"full": chunk.pages, "swa": chunk.swa_pages, "mamba": chunk.states[:1]}
+
+
+def bind(layout: Layout, pools: Mapping[str, ModelPool]) -> list[BoundPart]:
+    """Every part of every layer, with the memory of its tracks in ``pools``.
+
+    Raises:
+        ConfigError: there is no such pool.
+    """
     if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
         raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
     bound = []

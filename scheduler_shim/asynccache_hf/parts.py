@@ -32,9 +32,12 @@ class CallSpan(NamedTuple):
 
 class LayerPart(ABC):
     """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``TrackMemory``, in that
-    order. ``has_tail``: whether going on within a page takes what is not in it."""
+    order. ``keeps``: its data in words. ``window``: the tokens of a sliding window; None: there is none. ``has_tail``:
+    whether going on within a page takes what is not in it."""
 
     tracks: tuple[Track, ...]
+    keeps: str
+    window: int | None = None
     has_tail = False
 
     def of(self, cache: Any, index: int) -> Any:
@@ -86,11 +89,13 @@ def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
     return torch.cat([call[at] for call in calls], dim) if len(calls) > 1 else torch.as_tensor(calls[0][at])
 
 
-class Attention(LayerPart):
+class KeysAndValues(LayerPart):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
-    def __init__(self, layer: Any, window: int | None) -> None:
-        self.window = window
+    keeps = "keys and values"
+
+    def __init__(self, layer: Any, page_size: int) -> None:
+        self.window = window = getattr(layer, "sliding_window", None)
         self._shared = layer.values is layer.keys
         self._values = "keys" if self._shared else "values"
         samples = {"keys": layer.keys[0, :, 0], self._values: layer.values[0, :, 0]}
@@ -118,7 +123,9 @@ class Attention(LayerPart):
 class IndexerKeys(LayerPart):
     """The keys of a sparse-attention indexer: one more pool beside FULL's."""
 
-    def __init__(self, layer: Any) -> None:
+    keeps = "the keys of an indexer"
+
+    def __init__(self, layer: Any, page_size: int) -> None:
         self.tracks = (Track.of("indexer", "full", 1, {"keys": layer.indexer_keys[0, 0]}),)
 
     def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
@@ -134,6 +141,8 @@ class IndexerKeys(LayerPart):
 
 class Recurrent(LayerPart):
     """Convolution and recurrent states: they stand for the whole prefix, so they are seen at the end of a call only."""
+
+    keeps = "recurrent states"
 
     def __init__(self, layer: Any, page_size: int) -> None:
         self._conv = [i for i, ready in layer.is_conv_states_initialized.items() if ready]
@@ -158,3 +167,45 @@ class Recurrent(LayerPart):
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         states = {name: state.unsqueeze(0) for name, state in self._states(layer).items()}
         slots[0].write(span.tables["mamba"], 0, states)
+
+
+# MiniMax's cache: beside its layers of keys and values it has a list of matrices, one per layer of linear attention
+
+
+def has_matrices(cache: Any) -> bool:
+    """Return True if the cache's class keeps matrices beside its layers."""
+    return all(hasattr(cache, name) for name in ("linear_cache", "set_linear_cache", "get_linear_cache"))
+
+
+def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
+    """Return the matrix that the layer keeps, ``[1, heads, width, width]``; None if it is none of linear attention."""
+    kept = cache.linear_cache[index] if index < len(cache.linear_cache) else None
+    return kept if isinstance(kept, torch.Tensor) else None
+
+
+class LightningMatrix(LayerPart):
+    """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
+
+    keeps = "a matrix of linear attention"
+
+    def __init__(self, matrix: torch.Tensor, page_size: int, index: int) -> None:
+        self._index = index
+        self.tracks = (Track.of("mamba", "mamba", page_size, {"matrix": matrix[0]}),)
+
+    def of(self, cache: Any, index: int) -> Any:
+        """The whole cache: the matrix is no part of a layer. Where the layer has none yet, its place is made: the class
+        looks there as soon as any layer of keys and values exists."""
+        kept = cache.linear_cache
+        kept.extend([] for _ in range(len(kept), index + 1))
+        if not isinstance(kept[index], torch.Tensor):
+            kept[index] = None
+        return cache
+
+    def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
+        layer.set_linear_cache(self._index, slots[0].read(span.tables["mamba"], 0, 1)["matrix"])
+
+    def watch(self, layer: Any) -> None:
+        """Return nothing, for there is nothing to overhear: the matrix is read afterwards."""
+
+    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
+        slots[0].write(span.tables["mamba"], 0, {"matrix": layer.linear_cache[self._index]})

@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from asynccache_shim.model import Checkpoint, Chunk
+from asynccache_shim.model import Checkpoint
 from transformers.generation.configuration_utils import GenerationMode
 
-from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache_hf.cached_model import CachedModel, most_new_tokens
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
-from asynccache_hf.generation import LOAD_ATTEMPTS, due
-from asynccache_hf.layout import Layout
-from asynccache_hf.loop import LoopThread
+from asynccache_hf.generation import due, loaded_lease
 from asynccache_hf.paged import PagedModel
 from asynccache_hf.rows import BatchCache, begins, calls_for, can_be_together, cancelled, fetching, leased, released
-
-R = TypeVar("R")
 
 REFUSED = {
     "past_key_values": "the cache is what this object brings",
@@ -68,25 +64,7 @@ PASSED = frozenset(REFUSED_FOR_ROWS) | {
 OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
 """Options that the caller has chosen by calling ``PrefixCache``, whatever a generation configuration says."""
 
-USUAL_LENGTH = 20
-"""Tokens that transformers generates up to where nothing says how many."""
-
-
-class Counts(NamedTuple):
-    """Tokens of all prompts so far: how many there were, and how many of them came from each tier."""
-
-    prompt: int = 0
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-
-    def plus(self, prompt: int, hits: Hits) -> Counts:
-        """With a prompt of so many tokens, and what was found of it."""
-        return Counts(self.prompt + prompt, self.device + hits.device, self.host + hits.host,
-                      self.storage + hits.storage)  # fmt: skip
-
-
-class PrefixCache:
+class PrefixCache(CachedModel):
     """A model of transformers with a cache of prefixes. May be used by several threads."""
 
     def __init__(
@@ -108,50 +86,11 @@ class PrefixCache:
         Raises:
             ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
         """
-        self._model = model
-        self._layout = describe(model, page_size, name=name)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
-        self._loop, self._cache = opened("asynccache-prefix", config_of(self._layout, settings), on_event)
+        super().__init__(model, describe(model, page_size, name=name), "asynccache-prefix", settings, on_event)
         self._paged = PagedModel(model, self._layout, self._cache.pools)
         self._ids = count(1)
         self._one, self._counting = threading.Lock(), threading.Lock()
-        self._counts = Counts()
-
-    def __repr__(self) -> str:
-        return f"<PrefixCache of {self._layout.model!r}: {self._counts}>"
-
-    def __enter__(self) -> PrefixCache:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def counts(self) -> Counts:
-        """The tokens that prompts found so far."""
-        return self._counts
-
-    @property
-    def closed(self) -> str | None:
-        """The reason why the cache takes no requests any more; None while it does."""
-        return self._cache.closed if self._loop.alive else "the cache is closed"
-
-    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in
-        the cache's thread. Blocks the thread of whoever calls.
-
-        Raises:
-            CacheClosed: the cache is closed.
-        """
-        return self._loop.call(asked_of(question, self._cache))
-
-    def close(self) -> None:
-        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
-        if self._loop.alive:
-            try:
-                self._loop.call(self._cache.aclose())
-            finally:
-                self._loop.close()
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.
@@ -242,7 +181,7 @@ class PrefixCache:
             texts, ids = texts[: len(leases)], ids[: len(leases)]
             for text, lease in zip(texts, leases, strict=True):
                 self._count(len(text), lease.hits)
-            opened = BatchCache([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
+            opened = BatchCache([self._paged.open(self._layout.tables(lease), lease.cached) for lease in leases])
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
                                        **{**options, cache_name(self._model): opened.cache})  # fmt: skip
             with torch.inference_mode():
@@ -266,20 +205,15 @@ class PrefixCache:
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, options)
-        for _ in range(LOAD_ATTEMPTS):
-            try:
-                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key, handle))
-            except LoadFailed:
-                handle = None
-                continue
-            except CacheFull:
-                break
-            try:
-                self._count(len(tokens), lease.hits)
-                return self._leased(lease, row, tokens, options)
-            finally:
-                self._loop.call(_left(lease))
-        return self._without(row, options)
+        try:
+            lease = self._loop.call(loaded_lease(self._cache, tokens, most, extra_key, handle))
+        except (CacheFull, LoadFailed):
+            return self._without(row, options)
+        try:
+            self._count(len(tokens), lease.hits)
+            return self._leased(lease, row, tokens, options)
+        finally:
+            self._loop.call(released([lease]))
 
     def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
         self._count(len(row), Hits(0, 0, 0))
@@ -287,7 +221,7 @@ class PrefixCache:
 
     def _leased(self, lease: Lease, row: torch.Tensor, tokens: list[int], options: Mapping[str, Any]) -> Any:
         start = self._prefilled(lease, tokens)
-        opened = self._paged.open(self._tables(lease), start)
+        opened = self._paged.open(self._layout.tables(lease), start)
         options = {**options, cache_name(self._model): opened.cache}
         with self._beginning(opened.cache, start):
             out = self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
@@ -320,10 +254,6 @@ class PrefixCache:
         finally:
             hook.remove()
 
-    def _tables(self, lease: Lease) -> dict[str, Any]:
-        swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
-        return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
-
     def _prefilled(self, lease: Lease, tokens: Sequence[int]) -> int:
         """How far the prompt is computed when transformers takes over. A state is seen at the end of a call only, so
         calls of our own end where one is to be kept."""
@@ -343,67 +273,15 @@ class PrefixCache:
         return at
 
     def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
-        tables = self._tables(lease)
-        self._paged.compute(
-            Chunk(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
-        )
-
-def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
-    """The configuration of a cache of such pages. A prefix of one page is worth fetching, unless ``settings`` say
-    otherwise.
-
-    Raises:
-        ConfigError: a setting is unusable.
-    """
-    return layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
-
-
-def opened(
-    thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None
-) -> tuple[LoopThread, AsyncCache]:  # fmt: skip
-    """A cache, open, and the thread that has its loop. Raises what opening raises; nothing is left then."""
-    loop = LoopThread(thread)
-    try:
-        return loop, loop.call(_open(config, on_event))
-    except BaseException:
-        loop.close()
-        raise
+        self._paged.compute(self._layout.chunk(lease, next(self._ids), tokens, start, stop, checkpoint))
 
 
 # in the cache's thread
 
 
-async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:
-    cache = AsyncCache(config, on_event=on_event)
-    await cache.__aenter__()
-    return cache
-
-
-async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncCache) -> R:
-    return await question(cache)
-
-
-async def _entered(
-    cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None, handle: PrefetchHandle | None
-) -> Lease:
-    """A lease for ``tokens`` and ``most`` more, with all that is cached on the device. Cancelling it leaves nothing
-    behind."""
-    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key, prefetch=handle).__aenter__()
-    try:
-        await lease.loaded()
-    except BaseException:
-        await lease.__aexit__(None, None, None)
-        raise
-    return lease
-
-
 async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:
     await lease.commit(tokens, checkpoint=checkpoint)
     lease.adopt()
-
-
-async def _left(lease: Lease) -> None:
-    await lease.__aexit__(None, None, None)
 
 
 # arguments
@@ -485,13 +363,9 @@ def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) 
     options = dict(options)
     if pads and settings.min_length:
         options["min_length"] = max(0, int(settings.min_length) - pads)
-    most = settings.max_new_tokens
-    if most is None:
-        whole = settings.max_length
-        if pads and whole:
-            options["max_length"] = whole = int(whole) - pads
-        most = int(whole) - length if whole else USUAL_LENGTH
-    return options, max(1, int(most))
+    if pads and settings.max_length and settings.max_new_tokens is None:
+        options["max_length"] = int(settings.max_length) - pads
+    return options, max(1, int(most_new_tokens(settings, length + pads)))
 
 
 # results

@@ -16,12 +16,12 @@ from asynccache import AsyncCache, CacheFull, Lease, LoadFailed, PrefetchHandle
 from asynccache_hf.ahead import findable, numbers
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import FilledCache
-from asynccache_hf.parts import Attention
+from asynccache_hf.parts import KeysAndValues
 
 
 def can_be_together(layout: Layout) -> bool:
     """Return True if all that the model keeps is keys and values by token: those of several rows are one tensor."""
-    return all(isinstance(part, Attention) for layer in layout.layers for part in layer.parts)
+    return all(isinstance(part, KeysAndValues) for layer in layout.layers for part in layer.parts)
 
 
 def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int) -> list[list[int]]:

@@ -22,8 +22,7 @@ from asynccache_shim.model import Checkpoint, Chunk, Pages
 from asynccache import ConfigError
 from asynccache_hf.call import run_alone
 from asynccache_hf.layout import Layout
-from asynccache_hf.packed import can_be_packed
-from asynccache_hf.paged import PagedModel
+from asynccache_hf.paged import PagedModel, can_be_packed
 
 LEAST = 16
 """Tokens before the later of the two places, at least: more than a convolution reaches back."""
@@ -53,6 +52,28 @@ class TrialDifference(NamedTuple):
     at: int
 
 
+class ExpectedLogits(NamedTuple):
+    """The trial's tokens, and the logits of one call over all of them without a cache, from that of the token before
+    ``plan.late`` on."""
+
+    plan: TrialEnds
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+    @classmethod
+    def of(cls, model: Any, layout: Layout, reach: int) -> ExpectedLogits:
+        """The logits that ``model`` computes. ``reach``: the longest run of tokens that any layer looks at as a
+        whole."""
+        plan = planned(model, layout, reach)
+        ids = tokens_for(model, plan.stop)
+        with torch.inference_mode():
+            return cls(plan, ids, run_alone(model, ids, plan.stop - plan.late + 1))
+
+    def missed(self, at: int, seen: torch.Tensor) -> TrialDifference:
+        """How much ``seen``, the logits of the tokens from ``at`` on, differ."""
+        return compared(at, seen, self.logits[at - self.plan.late + 1 :])
+
+
 def tokens_for(model: Any, count: int) -> torch.Tensor:
     """Any tokens, the same ones each time."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -60,21 +81,16 @@ def tokens_for(model: Any, count: int) -> torch.Tensor:
     return torch.randint(vocabulary, (count,), generator=made).to(model.device)
 
 
-def tried(model: Any, layout: Layout, reach: int) -> Layout:
-    """The layout, with the way to call the model that is right. ``reach``: the longest run of tokens that any layer
-    looks at as a whole.
+def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
+    """The layout, with the way to call the model that is right.
 
     Raises:
         ConfigError: no way is right; names the first layer that differs.
     """
-    plan = planned(model, layout, reach)
-    ids = tokens_for(model, plan.stop)
-    with torch.inference_mode():
-        wanted = run_alone(model, ids, plan.stop - plan.late)
     missed: list[tuple[TrialDifference, Layout]] = []
     for way in _ways(model, layout):
         try:
-            missed.append((_worst(model, way, plan, ids, wanted), way))
+            missed.append((_worst(model, way, expected), way))
         except ConfigError:
             raise
         except Exception as error:
@@ -84,7 +100,7 @@ def tried(model: Any, layout: Layout, reach: int) -> Layout:
             continue
         if missed[-1][0].error <= tolerance(model) and not _doubtful(model, way):
             return way
-    return _chosen(model, missed, plan, ids)
+    return _chosen(model, missed, expected)
 
 
 def _doubtful(model: Any, way: Layout) -> bool:
@@ -92,7 +108,7 @@ def _doubtful(model: Any, way: Layout) -> bool:
     return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
 
 
-def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], plan: TrialEnds, ids: torch.Tensor) -> Layout:
+def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], expected: ExpectedLogits) -> Layout:
     """The first way that is about as right as the best one."""
     best = min(worst.error for worst, _ in missed)
     for worst, way in missed:
@@ -101,7 +117,7 @@ def _chosen(model: Any, missed: list[tuple[TrialDifference, Layout]], plan: Tria
     worst, way = missed[-1]
     raise ConfigError(
         f"{type(model).__name__}: on pages its logits differ by {worst.error:.2g} of their spread from those of one "
-        f"call without a cache, most at token {worst.at} of {plan.stop}; {_blame(model, way, plan, ids)}"
+        f"call without a cache, most at token {worst.at} of {expected.plan.stop}; {_blame(model, way, expected)}"
     )
 
 
@@ -147,40 +163,48 @@ class TrialPool:
         return self._layers[i]
 
 
+def trial_pools(model: Any, layout: Layout, pages: int) -> dict[str, TrialPool]:
+    """Pools of so many pages, on the model's device."""
+    return {pool.name: TrialPool(pool.layers, pages, pool.layer_bytes, model.device) for pool in layout.pools}
+
+
 class _Stage:
     """A model on pages of its own, and the trial's three requests: one that computes everything and leaves pages, one
     that goes on from the later place, one that goes on from the earlier."""
 
-    def __init__(self, model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor) -> None:
-        size = layout.page_size
+    def __init__(self, model: Any, layout: Layout, expected: ExpectedLogits) -> None:
+        size, plan = layout.page_size, expected.plan
         shared, all_pages = plan.late // size, -(-plan.stop // size)
-        own = all_pages - shared
-        count = max(all_pages + own, 3)
-        memory = {p.name: TrialPool(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
-        self.paged = PagedModel(model, layout, memory)
-        self.tokens = ids.cpu().numpy().astype(np.int32)
+        count = max(2 * all_pages - shared, 3)
+        self.paged = PagedModel(model, layout, trial_pools(model, layout, count))
+        self.tokens = expected.ids.cpu().numpy().astype(np.int32)
         self.first = np.arange(all_pages, dtype=np.int32)
         self.later = np.concatenate([self.first[:shared], np.arange(all_pages, count, dtype=np.int32)])
 
-    def chunk(self, who: int, pages: Pages, start: int, stop: int, state: int, keep: int | None = None) -> Chunk:
+    def compute(
+        self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None, keep: int = 0
+    ) -> torch.Tensor:
+        """The logits of the last ``keep`` tokens of a chunk (0: of all). ``state``: the slot of the request's state;
+        ``checkpoint``: that of its copy."""
+        kept = Checkpoint(stop, checkpoint) if checkpoint is not None else None
         states = np.array([state], np.int32)
-        checkpoint = Checkpoint(stop, keep) if keep is not None else None
-        return Chunk(who, self.tokens, start, stop, pages, pages, states, checkpoint, sample=False)
+        chunk = Chunk(who, self.tokens, start, stop, pages, pages, states, kept, sample=False)
+        return self.paged.compute(chunk, keep)
 
 
-def _worst(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
+def _worst(model: Any, layout: Layout, expected: ExpectedLogits) -> TrialDifference:
     """Return the largest difference of what is computed on pages. The states of the three requests are in slots 0, 1
     and 2."""
-    stage = _Stage(model, layout, plan, ids)
-    paged, chunk = stage.paged, stage.chunk
-    early, late, stop = plan
-    paged.compute(chunk(1, stage.first, 0, early, 0, keep=2))
-    paged.compute(chunk(1, stage.first, early, late, 0, keep=1))
-    found = [(late, paged.compute(chunk(1, stage.first, late, stop - 1, 0), 0))]
-    found.append((stop - 1, paged.compute(chunk(1, stage.first, stop - 1, stop, 0), 0)))
-    found.append((late, paged.compute(chunk(2, stage.later, late, stop, 1), 0)))
-    found.append((late, paged.compute(chunk(3, stage.first, early, stop, 2), stop - late)))
-    return max((compared(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
+    stage = _Stage(model, layout, expected)
+    compute = stage.compute
+    early, late, stop = expected.plan
+    compute(1, stage.first, 0, early, 0, checkpoint=2)
+    compute(1, stage.first, early, late, 0, checkpoint=1)
+    found = [(late, compute(1, stage.first, late, stop - 1, 0))]
+    found.append((stop - 1, compute(1, stage.first, stop - 1, stop, 0)))
+    found.append((late, compute(2, stage.later, late, stop, 1)))
+    found.append((late, compute(3, stage.first, early, stop, 2, keep=stop - late)))
+    return max((expected.missed(at, seen) for at, seen in found), key=lambda missed: missed.error)
 
 
 def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
@@ -198,21 +222,22 @@ def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> TrialDifferen
 # which layer
 
 
-def _blame(model: Any, layout: Layout, plan: TrialEnds, ids: torch.Tensor) -> str:
+def _blame(model: Any, layout: Layout, expected: ExpectedLogits) -> str:
     """A sentence on the first layer whose output differs."""
     found: list[torch.Tensor] = []
     layers = _layers(model, len(layout.layers))
+    plan = expected.plan
     if not layers:
         return "which of its layers differs is not known"
     hooks = [layer.register_forward_hook(lambda _, __, out: found.append(_hidden(out))) for layer in layers]
     try:
         with torch.inference_mode():
-            run_alone(model, ids)
+            run_alone(model, expected.ids)
             wanted, found[:] = list(found), []
-            stage = _Stage(model, layout, plan, ids)
-            stage.paged.compute(stage.chunk(1, stage.first, 0, plan.late, 0, keep=1))
+            stage = _Stage(model, layout, expected)
+            stage.compute(1, stage.first, 0, plan.late, 0, checkpoint=1)
             found.clear()
-            stage.paged.compute(stage.chunk(2, stage.later, plan.late, plan.stop, 1))
+            stage.compute(2, stage.later, plan.late, plan.stop, 1)
     finally:
         for hook in hooks:
             hook.remove()

@@ -13,18 +13,47 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, TimeoutError
 from enum import Enum
+from threading import Condition
 from time import monotonic
 from typing import NamedTuple
 
+import numpy as np
+
 from asynccache.errors import Unavailable
 from asynccache.storage import Pages, Result
-from asynccache_sglang.pools import CopiedPages, DirectPages
-from asynccache_sglang.rows import StagingRows
+from asynccache_sglang.pools import Bytes, CopiedPages, DirectPages
 
 logger = logging.getLogger(__name__)
 
 GRACE = 0.25
 """Seconds after its deadline for which the result of a call is still waited for."""
+
+
+class StagingRows:
+    """``count`` rows of ``page_bytes`` bytes each; ``count`` is 0 for a pool whose pages are not copied. Rows may be
+    taken and given back in any thread.
+
+    When a call is given up at its deadline, its rows are not free before the store has let go of them. So a store that
+    hangs may hold all rows. Then a call gets no row, and its pages are misses."""
+
+    def __init__(self, page_bytes: int, count: int) -> None:
+        self.memory: Bytes = np.empty((count, page_bytes), np.uint8)
+        self._free = list(range(count))
+        self._changed = Condition()
+
+    def take(self, most: int, until: float) -> list[int]:
+        """Take between one and ``most`` rows, waiting until one is free. Returns none if none is free by ``until``, a
+        time of ``time.monotonic``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free, max(0.0, until - monotonic()))
+            taken, self._free = self._free[:most], self._free[most:]
+            return taken
+
+    def give_back(self, rows: list[int]) -> None:
+        """Make ``rows`` free again."""
+        with self._changed:
+            self._free += rows
+            self._changed.notify_all()
 
 
 class MoveDirection(Enum):

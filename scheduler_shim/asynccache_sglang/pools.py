@@ -28,13 +28,12 @@ Bytes = npt.NDArray[np.uint8]
 MARK = b"asynccache page\n"
 
 
-class PageSource(Protocol):
-    """The pages of a pool. A page is named by the first of its host indices.
+class CopiedPages(Protocol):
+    """Pages of a pool that are copied on their way. A page is named by the first of its host indices.
 
     page_size: host indices in a page. parts: the bytes of each part of a page.
     how: the order of bytes in a stored page. It is part of the keys, because the same pool may be read in ways that
-    give
-        the same bytes in another order.
+        give the same bytes in another order.
     """
 
     @property
@@ -45,10 +44,6 @@ class PageSource(Protocol):
 
     @property
     def parts(self) -> tuple[int, ...]: ...
-
-
-class CopiedPages(PageSource, Protocol):
-    """Pages that are copied on their way."""
 
     def load(self, index: int, row: Bytes) -> None:
         """Copy the page to ``row``."""
@@ -132,14 +127,17 @@ class MarkPages:
 
 
 class TensorPages:
-    """Copies of pages that SGLang has made, or tensors that it wants filled; page ``index`` is ``tensors[index]``."""
+    """Copies of pages that SGLang has made, or tensors that it wants filled; page ``index`` is ``tensors[index]``.
+    ``alike``: whether all of them have as many bytes."""
 
     how = "flat"
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._tensors = tensors
         self.page_size = 1
-        self.parts = (int(tensors[0].numel() * tensors[0].element_size()),) if tensors else (0,)
+        sizes = [int(tensor.numel() * tensor.element_size()) for tensor in tensors]
+        self.parts = (sizes[0],)
+        self.alike = len(set(sizes)) == 1
 
     def load(self, index: int, row: Bytes) -> None:
         row[:] = flat_bytes(self._tensors[index].contiguous())

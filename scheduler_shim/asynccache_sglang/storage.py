@@ -33,10 +33,9 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Pages, Result
 from asynccache_sglang import identity
 from asynccache_sglang.hits import PoolPresence, fold, leading
-from asynccache_sglang.moving import GRACE, MoveDirection, OpenedPool, PoolMove, move
+from asynccache_sglang.moving import GRACE, MoveDirection, OpenedPool, PoolMove, StagingRows, move
 from asynccache_sglang.options import placed, resolve
-from asynccache_sglang.pools import CopiedPages, DirectPages, TensorPages, WholePages, source_of
-from asynccache_sglang.rows import StagingRows
+from asynccache_sglang.pools import DirectPages, TensorPages, WholePages, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -291,10 +290,10 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return {one.name: moved for one, moved in zip(transfers, done, strict=True)}
 
     def _move(
-        self, way: MoveDirection, wanted: Sequence[tuple[str, list[str], torch.Tensor | None]]
+        self, way: MoveDirection, wanted: Sequence[tuple[str, list[str], torch.Tensor | TensorPages | None]]
     ) -> list[list[bool]]:
-        """Move pages of several pools, each given as (pool, keys, host indices). Returns for each page whether it was
-        moved."""
+        """Move pages of several pools, each given as (pool, keys, host indices or copies). Returns for each page
+        whether it was moved."""
         done = [[False] * len(keys) for _, keys, _ in wanted]
         try:
             pages = self._opened()
@@ -302,48 +301,45 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._warn(way.value, f"nothing is moved {way.value}: {error}")
             return done
         moves: dict[int, PoolMove] = {}
-        for at, (name, keys, host_indices) in enumerate(wanted):
+        for at, (name, keys, where) in enumerate(wanted):
             pool = self._pools.get(name)
             if pool is None:
                 self._warn(name, f"pool {name} was not registered: its pages are not moved")
             elif way is MoveDirection.OUT and not pool.sharded and not self._writes:
                 done[at] = [True] * len(keys)  # the first rank writes these pages for all
-            elif host_indices is None or host_indices.numel() != len(keys) * pool.source.page_size:
-                count = 0 if host_indices is None else host_indices.numel()
-                logger.error(
-                    "asynccache: %d host indices for %d pages of %d in pool %s: nothing is moved",
-                    count, len(keys), pool.source.page_size, name,
-                )  # fmt: skip
-            else:
-                indices = host_indices[:: pool.source.page_size].tolist()
-                moves[at] = PoolMove(pool, identity.page_keys(keys, pool.behind), indices)
+            elif (indices := self._indices(pool, len(keys), where)) is not None:
+                copies = where if isinstance(where, TensorPages) else None
+                moves[at] = PoolMove(pool, identity.page_keys(keys, pool.behind), indices, copies)
         self._run(pages, way, list(moves.values()))
         for at, one in moves.items():
             done[at] = one.done
         return done
 
+    def _indices(self, pool: OpenedPool, count: int, where: torch.Tensor | TensorPages | None) -> list[int] | None:
+        """The first index of each of ``count`` pages; None if they cannot be moved, which is logged."""
+        size = pool.source.page_size
+        if isinstance(where, TensorPages):
+            if not isinstance(pool.source, WholePages):
+                self._warn("copies", 'copies of KV pages are taken only without "interface_v1": 1')
+                return None
+            if not where.alike or where.parts != pool.source.parts:
+                self._warn("size", f"a page of the KV pool has {pool.source.parts[0]} bytes; another size is not moved")
+                return None
+            return list(range(count))
+        if where is None or where.numel() != count * size:
+            logger.error(
+                "asynccache: %d host indices for %d pages of %d in pool %s: nothing is moved",
+                0 if where is None else where.numel(), count, size, pool.name,
+            )  # fmt: skip
+            return None
+        indices: list[int] = where[::size].tolist()
+        return indices
+
     def _move_tensors(self, way: MoveDirection, keys: list[str], tensors: Any) -> list[bool]:
         """Move flat copies of KV pages. Returns for each page whether it was moved."""
-        missed = [False] * len(keys)
         if not keys or tensors is None or any(tensor is None for tensor in tensors):
-            return missed
-        try:
-            pages, pool = self._opened(), self._pools.get(KV)
-        except Unavailable as error:
-            self._warn(way.value, f"nothing is moved {way.value}: {error}")
-            return missed
-        if pool is None or not isinstance(pool.source, WholePages):
-            self._warn("copies", 'copies of KV pages are taken only without "interface_v1": 1')
-            return missed
-        if way is MoveDirection.OUT and not pool.sharded and not self._writes:
-            return [True] * len(keys)
-        copies: CopiedPages = TensorPages(tensors)
-        if any(tensor.numel() * tensor.element_size() != pool.source.parts[0] for tensor in tensors):
-            self._warn("size", f"a page of the KV pool has {pool.source.parts[0]} bytes; another size is not moved")
-            return missed
-        one = PoolMove(pool, identity.page_keys(keys, pool.behind), list(range(len(keys))), copies)
-        self._run(pages, way, [one])
-        return one.done
+            return [False] * len(keys)
+        return self._move(way, [(KV, keys, TensorPages(tensors))])[0]
 
     def _run(self, pages: Pages, way: MoveDirection, moves: list[PoolMove]) -> None:
         began = time.perf_counter()

@@ -1,7 +1,10 @@
-"""Admits jobs: takes them through both gates, and waits until load_back has brought their pages.
+"""The queue of jobs: a job arrives, and its pages are prefetched for as long as the cache's policy allows; it is taken
+through both gates, and waits until load_back has brought its pages; it is retracted, and arrives again.
 
 Laws:
-* Jobs are admitted in their order (``planning.by_rank``). A job that waits for pages is not overtaken; one that waits
+* A prefetch never holds up the admission of another request. If the cache has no room for the prefetch now, it waits in
+  the cache's own line.
+* Jobs are admitted in their order (``admission.by_rank``). A job that waits for pages is not overtaken; one that waits
   for storage is.
 * While any job holds pages, no job waits for pages; it is tried again in the next step. When no job holds pages, the
   first one waits in the cache's line, for backups and for other users of the cache. It gives up its place to a job that
@@ -15,14 +18,62 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from asynccache import AsyncCacheError, CacheFull, Lease, LoadFailed
-from asynccache_shim.admission import LeaseOffer, cut_offers, demand, offer, passes
-from asynccache_shim.arrivals import arrive
+from asynccache import AsyncCacheError, CacheConfig, CacheFull, Lease, LoadFailed, PrefetchPolicy
+from asynccache_shim.admission import LeaseOffer, by_rank, cut_offers, demand, offer, passes, victim
 from asynccache_shim.board import Board
-from asynccache_shim.planning import by_rank, victim
 from asynccache_shim.request import Finish, Matched, State
-from asynccache_shim.running import retract
 from asynccache_shim.scheduled_request import ScheduledRequest
+
+
+def patience(config: CacheConfig, tokens: int) -> float | None:
+    """Return for how many seconds a request of ``tokens`` tokens waits for its own prefetch, by the cache's prefetch
+    policy; None: until the prefetch has ended."""
+    if config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+        return None
+    if config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
+        return 0.0
+    allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * tokens / 1024
+    return min(allowed, config.prefetch_timeout_max)
+
+
+def arrive(board: Board, job: ScheduledRequest) -> None:
+    """Put ``job`` into the queue, and begin to prefetch its pages."""
+    board.waiting[job.id] = job
+    job.patient = True
+    job.handle = board.cache.prefetch(job.tokens, extra_key=job.terms.extra_key)
+    if job.handle.done():
+        job.request.state = State.WAITING
+        board.call(job)
+    else:
+        job.request.state = State.PREFETCHING
+        job.watch = asyncio.get_running_loop().create_task(_fetched(board, job), name=f"prefetch-{job.id}")
+
+
+async def _fetched(board: Board, job: ScheduledRequest) -> None:
+    handle = job.handle
+    assert handle is not None
+    with suppress(AsyncCacheError):  # the cache is closed; the scheduler's next call of it raises that
+        try:
+            async with asyncio.timeout(patience(board.cache.config, job.length)):
+                await handle
+        except TimeoutError:
+            job.patient = False  # the next attempt to admit the job stops the prefetch, which keeps what it has by then
+            board.call(job)
+            await handle
+    if not job.over:
+        job.request.state = State.WAITING
+    board.call(job)
+
+
+async def retract(board: Board, job: ScheduledRequest) -> None:
+    """Publish what ``job`` has computed, give its pages back and put it into the queue again. When it is admitted again
+    it goes on from what the cache still has. Cancelling may leave it as it was."""
+    await board.publish(job)
+    board.release(job)
+    if not job.over:
+        job.request.retractions += 1
+        job.blocked = board.freed
+        arrive(board, job)
 
 
 async def admit(board: Board, budget: int) -> None:
@@ -140,10 +191,10 @@ async def _wait_in_line(job: ScheduledRequest, lease: Lease) -> bool:
     return True
 
 
-async def _try(board: Board, job: ScheduledRequest, offers: list[LeaseOffer], *, shorter: bool = False) -> bool:
+async def _try(board: Board, job: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
     for terms in offers:
         try:
-            lease = await _lease(board, job, terms, wait=False, shorter=shorter).__aenter__()
+            lease = await _lease(board, job, terms, wait=False, shorter=False).__aenter__()
         except CacheFull:
             continue
         if job.over:

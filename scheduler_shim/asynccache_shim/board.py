@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from asynccache import AsyncCache, ConfigError
 from asynccache.checks import check_fields, within
-from asynccache_shim.admission import CacheShape, SlotCounts, shape_of
-from asynccache_shim.planning import by_rank
+from asynccache_shim.admission import CacheShape, SlotCounts, by_rank, shape_of
 from asynccache_shim.request import Finish, State, end_request
 from asynccache_shim.scheduled_request import ScheduledRequest
 from asynccache_shim.shards import Shards

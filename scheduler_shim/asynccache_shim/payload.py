@@ -53,7 +53,7 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     parts: tuple[ChunkPart, ...]
 
 
-class _Told:
+class _SentRequest:
     """The part of a request that has been sent so far. The writer and the reader each keep one. ``tokens``: the
     reader's buffer, of which the first ``length`` tokens are known."""
 
@@ -70,7 +70,7 @@ class PayloadWriter:
     """Turns batches into bytes, for one ``PayloadReader`` on every other rank."""
 
     def __init__(self) -> None:
-        self._told: dict[int, _Told] = {}
+        self._told: dict[int, _SentRequest] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class PayloadWriter:
         return self._encoder.encode(Payload(batch.ended, tuple(map(self._part, batch.chunks))))
 
     def _part(self, chunk: Chunk) -> ChunkPart:
-        told = self._told.setdefault(chunk.request_id, _Told())
+        told = self._told.setdefault(chunk.request_id, _SentRequest())
         part = ChunkPart(
             chunk.request_id, chunk.start, chunk.stop, _as_bytes(chunk.tokens[told.length : chunk.stop]),
             _difference(told.pages, chunk.pages), _difference(told.swa_pages, chunk.swa_pages), _as_bytes(chunk.states),
@@ -98,7 +98,7 @@ class PayloadReader:
     """Turns the bytes of a ``PayloadWriter`` into batches."""
 
     def __init__(self) -> None:
-        self._told: dict[int, _Told] = {}
+        self._told: dict[int, _SentRequest] = {}
         self._decoder = msgspec.msgpack.Decoder(Payload)
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class PayloadReader:
             raise ConfigError(f"a payload of {len(content)} bytes is no batch that follows: {error}") from error
 
     def _chunk(self, part: ChunkPart) -> Chunk:
-        told = self._told.setdefault(part.request, _Told())
+        told = self._told.setdefault(part.request, _SentRequest())
         _append(told, _as_numbers(part.tokens))
         if part.stop > told.length:
             raise ValueError(f"request {part.request} has {told.length} tokens, and stops at {part.stop}")
@@ -134,7 +134,7 @@ class PayloadReader:
         )  # fmt: skip
 
 
-def _append(told: _Told, tokens: Pages) -> None:
+def _append(told: _SentRequest, tokens: Pages) -> None:
     """Add tokens to what is known. Tokens that a model was handed are never written again: the buffer only grows, or is
     replaced by a larger copy."""
     length = told.length + len(tokens)

@@ -117,12 +117,9 @@ class Request:
         sampling: Sampling | None = None,
         ended: bool = False,
     ) -> None:
-        self.limits = Limits() if limits is None else instance("request: limits", limits, Limits)
-        self.tokens = as_tokens(tokens)
-        self.priority = as_priority(priority)
-        self.extra_key = as_extra_key(extra_key)
-        self.sampling = Sampling() if sampling is None else as_sampling(sampling)
-        self.ended = flag("request: ended", ended)
+        limits, sampling = Limits() if limits is None else limits, Sampling() if sampling is None else sampling
+        terms = as_terms(tokens, limits, priority, extra_key, sampling, ended)
+        self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended = terms
         self.state = State.NEW
         self.match = Matched()
         self.hits: Hits | None = None
@@ -151,7 +148,7 @@ class Request:
     def __aiter__(self) -> AsyncIterator[int]:
         """Iterate over the output, from its first token on. There may be any number of readers; cancelling one does not
         abort the request. What the request failed with is raised after the last token."""
-        return _Reader(self)
+        return _OutputReader(self)
 
     async def done(self) -> list[int]:
         """Wait until the request has ended; returns the whole output. Cancelling does not abort the request.
@@ -191,10 +188,7 @@ class Request:
         """
         if self._terms is not None:
             return self._terms
-        return RequestTerms(
-            as_tokens(self.tokens), instance("request: limits", self.limits, Limits), as_priority(self.priority),
-            as_extra_key(self.extra_key), as_sampling(self.sampling), flag("request: ended", self.ended),
-        )  # fmt: skip
+        return as_terms(self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended)
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -238,14 +232,14 @@ def end_request(request: Request, finish: Finish, error: BaseException | None = 
         request._wake()
 
 
-class _Reader:
+class _OutputReader:
     """An iterator over the output of one request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._index = 0
 
-    def __aiter__(self) -> _Reader:
+    def __aiter__(self) -> _OutputReader:
         return self
 
     async def __anext__(self) -> int:
@@ -286,32 +280,21 @@ def as_stop_tokens(tokens: object) -> frozenset[int]:
     return frozenset(integer("stop_tokens", token, 0, MAX_TOKEN) for token in tokens)
 
 
-def as_priority(priority: object) -> int:
-    """A priority, checked.
+def as_terms(
+    tokens: list[int] | Tokens, limits: object, priority: object, extra_key: object, sampling: object, ended: object
+) -> RequestTerms:
+    """The terms of a request, each of them checked.
 
     Raises:
-        ConfigError: it is no integer.
-    """
-    return integer("request: priority", priority)
-
-
-def as_extra_key(extra_key: object) -> ExtraKey:
-    """A namespace, checked.
-
-    Raises:
-        ConfigError: it is no text, bytes or None.
-    """
-    return namespace("request: extra_key", extra_key)
-
-
-def as_sampling(sampling: object) -> Sampling:
-    """A ``Sampling``, with each of its values checked.
-
-    Raises:
-        ConfigError: one of its values cannot be used.
+        ConfigError: one of them cannot be used.
     """
     temperature, top_p, seed = instance("request: sampling", sampling, Sampling)
-    return Sampling(
-        number("request: sampling: temperature", temperature, 0), number("request: sampling: top_p", top_p, 0, 1),
-        None if seed is None else integer("request: sampling: seed", seed, -MAX_SEED, MAX_SEED),
+    return RequestTerms(
+        as_tokens(tokens), instance("request: limits", limits, Limits), integer("request: priority", priority),
+        namespace("request: extra_key", extra_key),
+        Sampling(
+            number("request: sampling: temperature", temperature, 0), number("request: sampling: top_p", top_p, 0, 1),
+            None if seed is None else integer("request: sampling: seed", seed, -MAX_SEED, MAX_SEED),
+        ),
+        flag("request: ended", ended),
     )  # fmt: skip

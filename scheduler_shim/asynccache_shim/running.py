@@ -10,10 +10,10 @@ Laws:
 from __future__ import annotations
 
 from asynccache import CacheFull
-from asynccache_shim.arrivals import arrive
+from asynccache_shim.admission import by_rank, chunk_stop, shorter, victim
+from asynccache_shim.admitting import retract
 from asynccache_shim.board import Board
 from asynccache_shim.model import NO_TOKEN, Checkpoint, Chunk
-from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
 from asynccache_shim.request import Finish
 from asynccache_shim.scheduled_request import ScheduledRequest
 
@@ -69,17 +69,6 @@ async def _grow(board: Board, job: ScheduledRequest, stop: int) -> int:
             assert loser is not None
             await retract(board, loser)
     return stop if job.lease is not None else job.computed
-
-
-async def retract(board: Board, job: ScheduledRequest) -> None:
-    """Publish what ``job`` has computed, give its pages back and put it into the queue again. When it is admitted again
-    it goes on from what the cache still has. Cancelling may leave it as it was."""
-    await board.publish(job)
-    board.release(job)
-    if not job.over:
-        job.request.retractions += 1
-        job.blocked = board.freed
-        arrive(board, job)
 
 
 async def chunks_of(board: Board, stops: dict[int, int]) -> list[tuple[ScheduledRequest, Chunk]]:

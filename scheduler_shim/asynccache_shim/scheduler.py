@@ -17,8 +17,7 @@ from typing import NoReturn
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, RankFailure, checks
 from asynccache_shim.admission import check_fits
-from asynccache_shim.admitting import admit
-from asynccache_shim.arrivals import arrive
+from asynccache_shim.admitting import admit, arrive
 from asynccache_shim.board import Board, SchedulerConfig
 from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Model
 from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist

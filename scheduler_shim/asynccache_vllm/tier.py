@@ -9,18 +9,19 @@ Importing this module imports vLLM. It raises ImportError if vLLM's interface is
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any, ClassVar
 
 from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
 from asynccache.storage import RECORD_SCHEMA, Pages, Result, StoreLayout, check_stores
 from asynccache_vllm import namespace as naming
-from asynccache_vllm.finding import engine_config
 from asynccache_vllm.lookups import ChunkQuestion, KeyAnswer, KeyTable
 from asynccache_vllm.options import TierOptions
 from asynccache_vllm.registering import check_installed, check_interface, unsuitable
@@ -30,6 +31,7 @@ from asynccache_vllm.transfers import STORE_TIMEOUT, ChunkTransfer, ChunkTransfe
 check_installed()
 try:
     import vllm
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.logger import init_logger
@@ -312,7 +314,7 @@ def _transfer(job: Any, *, loading: bool, patience: float) -> ChunkTransfer:
 
 def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
     config = spec.config
-    engine = engine_config(config.extra_config)
+    engine = _engine_config(config.extra_config)
     if config.canonical_layout and config.kv_cache_layout is None:
         raise ConfigError("canonical_layout: vLLM does not say which layout its KV cache has")
     canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
@@ -349,3 +351,26 @@ def _warn_of_hashes(engine: Any | None) -> None:
             "do not find what this one stores. Use 'sha256', or set PYTHONHASHSEED to the same value everywhere",
             algorithm,
         )  # fmt: skip
+
+
+def _engine_config(extra_config: Any) -> Any | None:
+    """The ``VllmConfig`` whose ``kv_connector_extra_config`` is the object ``extra_config``; None if it is not found.
+
+    vLLM's connector has the configuration when it builds the tier, but does not pass it on. So the configuration is
+    looked for among the local variables of the calling functions, and recognized by ``extra_config``, which the tier
+    was given.
+    """
+    for candidate in _candidates(sys._getframe(1)):
+        transfer = candidate.kv_transfer_config
+        if transfer is not None and transfer.kv_connector_extra_config is extra_config:
+            return candidate
+    return None
+
+
+def _candidates(frame: FrameType | None) -> Iterator[Any]:
+    current = get_current_vllm_config_or_none()
+    if current is not None:
+        yield current
+    while frame is not None:
+        yield from [one for one in frame.f_locals.values() if isinstance(one, VllmConfig)]
+        frame = frame.f_back

@@ -133,9 +133,8 @@ def test_a_model_that_forgets_its_state_is_refused_with_the_layer() -> None:
     from asynccache_hf import trial
 
     model = make("jamba")
-    layout, plan = layout_of("jamba"), planned(model, layout_of("jamba"), 0)
-    ids = trial.tokens_for(model, plan.stop)
-    said = trial._blame(model, replace(layout, one_by_one=False), plan, ids)
+    layout = layout_of("jamba")
+    said = trial._blame(model, replace(layout, one_by_one=False), trial.ExpectedLogits.of(model, layout, 0))
     assert said == "the first layer that differs is 0, a JambaMambaDecoderLayer"
 
 

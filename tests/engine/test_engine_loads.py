@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
-from asynccache_hf import BatchRequest, ContinuousBatching, Counts, PrefixCache, prefix
+from asynccache_hf import BatchRequest, ContinuousBatching, Counts, PrefixCache, cached_model
 
 from asynccache import AsyncCache, Lease, LoadFailed, PrefetchPolicy
 from asynccache.core.audit import check
@@ -56,7 +56,7 @@ class Held(WrappedBackend):
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Caches that ``PrefixCache`` and ``ContinuousBatching`` open from here on have this device, or this store."""
-    return lambda **given: monkeypatch.setattr(prefix, "AsyncCache", partial(AsyncCache, **given))
+    return lambda **given: monkeypatch.setattr(cached_model, "AsyncCache", partial(AsyncCache, **given))
 
 
 # loads that take long

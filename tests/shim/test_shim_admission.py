@@ -8,15 +8,18 @@ from asynccache_shim.admission import (
     CacheShape,
     LeaseOffer,
     SlotCounts,
+    by_rank,
     check_fits,
+    chunk_stop,
     cut_offers,
     demand,
     offer,
     passes,
     shape_of,
+    shorter,
     swa_budget,
+    victim,
 )
-from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
 
 from asynccache import CacheFull
 from tests.shim.shim_kit import PAGE, config

@@ -1,0 +1,180 @@
+"""The part that ``PrefixCache`` and ``ContinuousBatching`` share: a model of transformers with its cache, which is open
+in an event loop in a thread of its own, for callers that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from asynccache import AsyncCache, CacheClosed, CacheConfig, Hits
+from asynccache_hf.layout import Layout
+
+R = TypeVar("R")
+
+USUAL_LENGTH = 20
+"""Tokens that transformers generates up to where nothing says how many."""
+
+
+class Counts(NamedTuple):
+    """Tokens of all prompts so far: how many there were, and how many of them came from each tier."""
+
+    prompt: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+    def plus(self, prompt: int, hits: Hits) -> Counts:
+        """With a prompt of so many tokens, and what was found of it."""
+        return Counts(self.prompt + prompt, self.device + hits.device, self.host + hits.host,
+                      self.storage + hits.storage)  # fmt: skip
+
+
+def most_new_tokens(settings: Any, length: int) -> Any:
+    """The number of new tokens that a generation configuration allows for a prompt of ``length`` tokens."""
+    if settings.max_new_tokens is not None:
+        return settings.max_new_tokens
+    return int(settings.max_length) - length if settings.max_length else USUAL_LENGTH
+
+
+class LoopThread:
+    """Runs until ``close``. A daemon: a program that forgets to close it ends all the same."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._door = threading.Lock()
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<LoopThread {self._thread.name!r}, {'alive' if self.alive else 'closed'}>"
+
+    @property
+    def alive(self) -> bool:
+        """True if the loop takes calls."""
+        return not self._ending
+
+    def call(self, work: Coroutine[Any, Any, R]) -> R:
+        """Return what ``work`` returns, or raise what it raises. Blocks the thread of whoever calls; when that is
+        interrupted, ``work`` is cancelled and waited for.
+
+        Raises:
+            CacheClosed: the loop has ended.
+        """
+        with self._door:
+            if self._ending:
+                work.close()
+                raise CacheClosed("the cache is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise CacheClosed("the cache is closed") from None
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call ``callback`` in the loop's thread, soon. Does not wait.
+
+        Raises:
+            CacheClosed: the loop has ended.
+        """
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            raise CacheClosed("the cache is closed") from None
+
+    def close(self) -> None:
+        """End the loop, and cancel what still runs in it; return when the thread has ended. Twice is once."""
+        with self._door:
+            first, self._ending = not self._ending, True
+            if first:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            if left := asyncio.all_tasks(self._loop):
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+
+class CachedModel:
+    """A model of transformers with a cache of prefixes. ``closed``: the reason why no requests are taken any more; None
+    while they are."""
+
+    def __init__(
+        self, model: Any, layout: Layout, thread: str, settings: Mapping[str, Any],
+        on_event: Callable[[Any], None] | None,
+    ) -> None:  # fmt: skip
+        """Opens the cache. A prefix of one page is worth fetching, unless ``settings`` (of ``Layout.cache_config``) say
+        otherwise.
+
+        Raises:
+            ConfigError: a setting is unusable.
+            Exception: what opening raises. Nothing is left then.
+        """
+        config = layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
+        self._model = model
+        self._layout = layout
+        self._counts = Counts()
+        self._loop = LoopThread(thread)
+        try:
+            self._cache = self._loop.call(_open(config, on_event))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._layout.model!r}: {self._counts}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def counts(self) -> Counts:
+        """The tokens that prompts found so far, of requests that were granted room."""
+        return self._counts
+
+    @property
+    def closed(self) -> str | None:
+        return self._cache.closed if self._loop.alive else "the cache is closed"
+
+    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in
+        the cache's thread. Blocks the thread of whoever calls.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+
+        async def asked() -> R:
+            return await question(self._cache)
+
+        return self._loop.call(asked())
+
+    def close(self) -> None:
+        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
+        if self._loop.alive:
+            try:
+                self._loop.call(self._cache.aclose())
+            finally:
+                self._loop.close()
+
+
+async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:
+    return await AsyncCache(config, on_event=on_event).__aenter__()
