@@ -124,8 +124,9 @@ WORKLOADS: dict[str, Callable[[], Requests]] = {
 @pytest.mark.parametrize("device", [16, 40, 120, 400])
 @pytest.mark.parametrize("what", WORKLOADS)
 def test_it_is_never_far_below_lru(what: str, device: int) -> None:
+    """By .2 points at most. At 16 pages it is .22 after two of the changes: 8 of 3,600 pages, two requests' worth."""
     requests = WORKLOADS[what]()
-    assert hits("p2c", requests, device) >= hits("lru", requests, device) - 0.005
+    assert hits("p2c", requests, device) >= hits("lru", requests, device) - (0.0023 if device == 16 else 0.002)
 
 
 def test_it_keeps_what_comes_back_where_lru_keeps_what_was_last() -> None:
