@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asynccache.core import duel as duel_module
 from asynccache.core import reuse
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.duel import Duel
@@ -149,6 +152,55 @@ def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
         learned = what_is_learned(run)
         assert learned.ghosts == most
         assert learned.returned == 0
+
+
+def memory(eviction: str, nodes: int) -> tuple[int, int, int]:
+    """The bytes that a core takes with so many nodes of two pages, those of its duel, and how many nodes that knows.
+    Each request comes once, and nothing is evicted."""
+    core, draws = CacheCore(core_config(device=6 * nodes, host=0, eviction=eviction, publish=False)), random.Random(1)
+    tracemalloc.start()
+    for number in range(nodes):
+        core.at(number * 0.5)
+        key = draws.randbytes(32)
+        grant = core.lease(LeaseRequest(SPACE, key, 8, 8, 8))
+        assert isinstance(grant, Grant)
+        core.commit(grant.lease, key, b"")
+        core.release(grant.lease)
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    watched, policy = 0, core.world.policy
+    if isinstance(policy, P2c):
+        watched = len(policy.duel)
+        assert core.learned().watched == watched  # type: ignore[union-attr]
+        policy.duel = Duel(1, policy.curves.worth, [0])
+        gc.collect()
+    duel = used - tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return used, duel, watched
+
+
+def test_a_node_takes_at_most_96_bytes_more_than_under_lru_besides_ghosts() -> None:
+    """The duel's entries are ghosts, too: they stand for no data, whether or not the cache has their nodes, there are
+    no more than both small caches have room for, and ``watched`` counts them. In small trees the curves, which are as
+    large in any, are most of the rest."""
+    nodes = 2000
+    (lru, _, _), (p2c, duel, watched) = memory("lru", nodes), memory("p2c", nodes)
+    assert (p2c - duel - lru) / nodes <= 96
+    assert watched == nodes, "it fits in both"
+    assert duel / watched <= 400
+
+
+def test_the_duel_knows_no_more_nodes_than_its_caches_have_room_for() -> None:
+    room = duel_module._MOST_PAGES
+    core = CacheCore(core_config(device=4 * room, host=0, eviction="p2c", publish=False))
+    policy = core.world.policy
+    assert isinstance(policy, P2c)
+    assert policy.duel._room == room, "of larger caches only some nodes are drawn"
+    run = runtime("p2c", device=64)
+    for now, text in conversations(400):
+        run.core.at(now)
+        run.insert(text)
+        assert what_is_learned(run).watched <= 2 * 64
 
 
 def test_the_line_of_ghosts_has_few_that_came_back_and_no_eviction_clears_all_of_it() -> None:
