@@ -49,7 +49,7 @@ _NEVER: Final = 1 << 62
 _ENDS = (*_EDGES[1:], _NEVER)
 _WIDTHS_BACK = tuple(0.5 * 1.225**k - EDGES[k] for k in range(BINS - 1, -1, -1))
 _AROUND = tuple(min(k, 2) + 1 + min(BINS - 1 - k, 2) for k in range(BINS))
-_LEARN_EVERY = 100
+_LEARN_EVERY: Final = 100
 _PRIOR_BLOCKS: Final = 300.0
 _PRIOR_USES: Final = 0.02 * _PRIOR_BLOCKS
 _FADE: Final = 0.99
@@ -259,15 +259,17 @@ class _Lead:
 class P2c(EvictionPolicy):
     """The policy of one core. ``returned``: how many blocks came back while their nodes were remembered as ghosts."""
 
-    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_lessons", "_most_ghosts", "_most_pages", "_page_bytes",
-                 "_uses", "_version", "curves", "duel", "returned")  # fmt: skip
+    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_learn_every", "_lessons", "_most_ghosts", "_most_pages",
+                 "_page_bytes", "_uses", "_version", "curves", "duel", "returned")  # fmt: skip
 
     queues: ClassVar[int] = len(CLASSES)
     learns: ClassVar[bool] = True
     full_only: ClassVar[bool] = True                   # a node is used far more often than the state at its end
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, learn_every: int = _LEARN_EVERY) -> None:
+        """``learn_every``: after how many requests it works out anew what each class and age is worth."""
         full = config.components[0]
+        self._learn_every = learn_every
         self._page_bytes = config.page_size * TOKEN_BYTES
         self._blocks = config.page_size / _BLOCK_TOKENS
         self._most_pages = _GHOST_SHARE * (full.device + full.host)
@@ -407,7 +409,7 @@ class P2c(EvictionPolicy):
             node, parent = parent, parent.parent
         self._count(heat, since, forks, now, below)
         self._uses += 1
-        if not self._uses % _LEARN_EVERY:
+        if not self._uses % self._learn_every:
             self.curves.learn(now)
             if not self._lessons:
                 self.duel.begin()

@@ -356,6 +356,7 @@ class Fetch:
         self._close(answer)
         for sharer in self.sharers:
             sharer.claimed()
+            sharer.reach(self.shape.covered, end)
         return ()
 
     def _close(self, plan: Plan) -> None:

@@ -393,8 +393,7 @@ class Lease:
             return cached - loaded, loaded, 0
         device = min(cached, arrival.device)
         host = max(0, min(cached, arrival.host) - device)
-        reached = self._handle.reached if self._handle is not None else 0
-        storage = max(0, min(cached, reached) - device - host)
+        storage = self._handle.tokens(cached) if self._handle is not None else 0
         return cached - host - storage, host, storage
 
     # loads

@@ -20,6 +20,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import checks
+from asynccache.core.cache import EVERYTHING
 from asynccache.errors import ConfigError
 from asynccache.runtime.tokens import Chain
 
@@ -154,6 +155,7 @@ class Prefetch:
         self.fetch: Fetch | None = None
         self._check = check
         self._claims = claims
+        self._elsewhere = 0
         self._leases = 0
         self._waiters: list[asyncio.Future[PrefetchResult]] = []
 
@@ -234,13 +236,16 @@ class Prefetch:
     def __del__(self) -> None:
         self._claims.abandon(self.ticket)
 
-    def reach(self, end: int) -> None:
-        """A fetch for this prefetch was committed, up to ``end`` tokens."""
+    def reach(self, covered: int, end: int) -> None:
+        """A fetch for this prefetch was committed: a match that would have ended at ``covered`` tokens without it now
+        ends at ``end``."""
+        self._elsewhere += max(0, covered - max(self.reached, self.arrival.host))
         self.reached = max(self.reached, end)
 
-    def tokens(self) -> int:
-        """Tokens that storage added."""
-        return max(0, self.reached - self.arrival.host)
+    def tokens(self, cached: int = EVERYTHING) -> int:
+        """Tokens that storage added to the first ``cached`` of the prompt: not those that came from elsewhere after the
+        request had arrived."""
+        return max(0, min(cached, self.reached) - self.arrival.host - self._elsewhere)
 
     def finish(self, status: PrefetchStatus, reason: str = "") -> None:
         """The prefetch has ended: tell everybody who awaits it."""

@@ -179,7 +179,6 @@ class Prefetching:
         while handle.wish is Wish.RUN:
             answer = await self._open(handle)
             if isinstance(answer, Skip):
-                self._came_meanwhile(handle)
                 return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, answer.reason)
             if isinstance(answer, Join):
                 await self._share(handle, answer.op)
@@ -192,13 +191,6 @@ class Prefetching:
             return PrefetchStatus.CANCELLED, ""
         return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
 
-    def _came_meanwhile(self, handle: Prefetch) -> None:
-        """Nothing is left to fetch. If another request has fetched the same pages since this one arrived, they count
-        for this one, too."""
-        host = self._driver.unlocked(self._driver.core.match, handle.space, handle.key).host
-        if host > handle.arrival.host:
-            handle.reach(host)
-
     async def _own(self, handle: Prefetch, fetch: Fetch) -> None:
         """Run ``fetch`` to its end for everybody who shares it, even if ``handle``, which began it, has given up."""
         try:
@@ -206,17 +198,12 @@ class Prefetching:
         finally:
             del self._fetches[fetch.op]
             for sharer in tuple(fetch.sharers):
-                sharer.reach(fetch.end)
                 sharer.cut = fetch.cut
                 sharer.fetch = None
         self.meter.count(1, 0, 0, 0)
 
     async def _share(self, handle: Prefetch, op: int) -> None:
         """Wait for the end of another handle's fetch, or until ``handle`` gives up."""
-        fetch = self._fetches.get(op)
-        if fetch is None:
-            return
-        fetch.join(handle)
         while op in self._driver.ops and handle.wish is not Wish.CANCEL:
             await self._asleep(handle, (op,))
 
@@ -264,6 +251,8 @@ class Prefetching:
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
+        elif isinstance(answer, Join):                 # now, for it may be committed as soon as the lock is free
+            self._fetches[answer.op].join(handle)
         return answer
 
     def _give_way(self, handle: Prefetch, place: LinePlace | None, answer: Wait) -> LinePlace | None:

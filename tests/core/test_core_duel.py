@@ -18,6 +18,7 @@ from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node, Root, cut, link, walk
 from asynccache.core.world import LATE
 from tests.core.test_core_reuse import conversations, fresh, hits, insert_and_end, lately, loop, once, runtime, then
+from tests.simulated.leading import check_books, check_duel
 from tests.simulated.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
 
 Text = Sequence[int]
@@ -51,30 +52,12 @@ class Tree:
             parent = node  # type: ignore[assignment]
         self.now += 1_000_000
         changed = self.duel.use([(node, kind) for node, kind in path if node.heat >> HEAT], self.now)
-        check(self.duel)
+        check_duel(self.duel)
         return changed
 
 
 def new(pages: int, worth: list[list[float]] | None = None) -> Tree:
     return Tree(Duel(pages, worth or [[1.0] * BINS for _ in CLASSES], _EDGES))
-
-
-def check(duel: Duel) -> None:
-    """Every sum of a duel is what it should be, and nothing is forgotten or kept for nothing."""
-    seen = duel._seen.values()
-    assert duel._held_lately == sum(one.pages for one in seen if one.lately)
-    assert duel._held_worthy == sum(one.pages for one in seen if one.worthy)
-    assert all(one.lately or one.worthy for one in seen)
-    assert {one.number for one in seen if one.lately} == set(duel._lately)
-    waiting = [one.number for queue in duel._queues for _, _, one in queue]
-    assert sorted(waiting) == sorted(one.number for one in seen if one.worthy and not one.kids)
-    for kind, queue in enumerate(duel._queues):
-        assert [(used, number) for used, number, _ in queue] == sorted((one.used, one.number) for _, _, one in queue)
-        assert all(one.kind == kind for _, _, one in queue)
-    for one in seen:
-        assert one.kids == sum(other.parent is one for other in seen if other.worthy)
-        if one.worthy and one.parent is not None:
-            assert one.parent.worthy, "what hangs below a node goes before it"
 
 
 def held(tree: Tree) -> tuple[int, int]:
@@ -212,7 +195,7 @@ def test_a_node_that_comes_back_with_other_pages_is_another() -> None:
         one.heat = number
         tree.now += 1_000_000
         tree.duel.use([(one, 0)], tree.now)
-        check(tree.duel)
+        check_duel(tree.duel)
         assert one.heat != number
         assert tree.duel._seen[one.heat >> HEAT].pages == pages
 
@@ -275,7 +258,7 @@ def test_what_was_ended_leaves_both() -> None:
     tree.use("ab", "ef")
     for first, second in (("ab", "cd"), ("ab", "ef")):
         tree.duel.end(tree.node(tree.node(tree.root, first), second))
-        check(tree.duel)
+        check_duel(tree.duel)
     assert held(tree) == (2, 2)
     tree.duel.end(tree.node(tree.root, "ab"))
     assert len(tree.duel._seen) == 0
@@ -301,7 +284,7 @@ def test_its_books_are_right_after_every_request(seed: int) -> None:
             insert_and_end(run, text)
         else:
             run.insert(text)
-        check(policy.duel)
+        check_books(run.core)
         assert len(policy.duel._seen) <= 2 * 40
 
 

@@ -210,8 +210,9 @@ def test_what_is_saved_ahead_keeps_its_copy_until_it_has_left() -> None:
 @pytest.mark.parametrize("storage", [False, True])
 @pytest.mark.slow(2)
 def test_no_host_is_so_small_that_it_costs_hits(policy: str, storage: bool) -> None:
+    """By .2 points at most, which are 4 of 2,000 pages."""
     hits = [revisits(host, policy, storage) for host in (0, 4, 8, 16, 32, 64)]
-    assert all(more >= less - 10 for less, more in itertools.pairwise(hits)), hits
+    assert all(more >= less - 4 for less, more in itertools.pairwise(hits)), hits
     if policy != "write_through_selective":
         assert hits[-1] > hits[0] + 100
 

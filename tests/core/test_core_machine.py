@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.simulated.leading import leading
 from tests.simulated.machine import CacheMachine
 
 COMPONENTS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
@@ -32,6 +33,15 @@ def play(examples: int, steps: int, *, random_seed: int | None = None, **attribu
 @pytest.mark.parametrize("components", COMPONENTS)
 def test_any_order_of_calls(components: str, roomy: bool) -> None:
     play(25, 40, components=components, roomy=roomy)
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa,mamba"])
+@pytest.mark.slow(0.6)
+def test_any_order_of_calls_while_p2c_leads(components: str) -> None:
+    with leading() as seen:
+        play(40, 40, components=components, options={"host": 0, "device": 12, "eviction": "p2c"})
+    assert seen["led"] > seen["choices"] / 2 > 20, f"p2c hardly ever leads: {seen}"
+    assert seen["not the oldest"] > 5, seen
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])

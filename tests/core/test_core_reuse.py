@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from asynccache.core import duel as duel_module
 from asynccache.core import reuse
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.duel import Duel
 from asynccache.core.eviction import EvictionPolicy, Learned, Order, take
+from asynccache.core.plan import More, Status
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node, Root
 from asynccache.core.world import LATE
-from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.leading import leading
+from tests.simulated.synchronous import SPACE, Running, SynchronousRuntime, core_config, spell
 
 Requests = Sequence[tuple[float, str]]
 
@@ -121,8 +127,9 @@ WORKLOADS: dict[str, Callable[[], Requests]] = {
 @pytest.mark.parametrize("device", [16, 40, 120, 400])
 @pytest.mark.parametrize("what", WORKLOADS)
 def test_it_is_never_far_below_lru(what: str, device: int) -> None:
+    """By .2 points at most. At 16 pages it is .22 after two of the changes: 8 of 3,600 pages, two requests' worth."""
     requests = WORKLOADS[what]()
-    assert hits("p2c", requests, device) >= hits("lru", requests, device) - 0.005
+    assert hits("p2c", requests, device) >= hits("lru", requests, device) - (0.0023 if device == 16 else 0.002)
 
 
 def test_it_keeps_what_comes_back_where_lru_keeps_what_was_last() -> None:
@@ -145,6 +152,55 @@ def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
         learned = what_is_learned(run)
         assert learned.ghosts == most
         assert learned.returned == 0
+
+
+def memory(eviction: str, nodes: int) -> tuple[int, int, int]:
+    """The bytes that a core takes with so many nodes of two pages, those of its duel, and how many nodes that knows.
+    Each request comes once, and nothing is evicted."""
+    core, draws = CacheCore(core_config(device=6 * nodes, host=0, eviction=eviction, publish=False)), random.Random(1)
+    tracemalloc.start()
+    for number in range(nodes):
+        core.at(number * 0.5)
+        key = draws.randbytes(32)
+        grant = core.lease(LeaseRequest(SPACE, key, 8, 8, 8))
+        assert isinstance(grant, Grant)
+        core.commit(grant.lease, key, b"")
+        core.release(grant.lease)
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    watched, policy = 0, core.world.policy
+    if isinstance(policy, P2c):
+        watched = len(policy.duel)
+        assert core.learned().watched == watched  # type: ignore[union-attr]
+        policy.duel = Duel(1, policy.curves.worth, [0])
+        gc.collect()
+    duel = used - tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return used, duel, watched
+
+
+def test_a_node_takes_at_most_96_bytes_more_than_under_lru_besides_ghosts() -> None:
+    """The duel's entries are ghosts, too: they stand for no data, whether or not the cache has their nodes, there are
+    no more than both small caches have room for, and ``watched`` counts them. In small trees the curves, which are as
+    large in any, are most of the rest."""
+    nodes = 2000
+    (lru, _, _), (p2c, duel, watched) = memory("lru", nodes), memory("p2c", nodes)
+    assert (p2c - duel - lru) / nodes <= 96
+    assert watched == nodes, "it fits in both"
+    assert duel / watched <= 400
+
+
+def test_the_duel_knows_no_more_nodes_than_its_caches_have_room_for() -> None:
+    room = duel_module._MOST_PAGES
+    core = CacheCore(core_config(device=4 * room, host=0, eviction="p2c", publish=False))
+    policy = core.world.policy
+    assert isinstance(policy, P2c)
+    assert policy.duel._room == room, "of larger caches only some nodes are drawn"
+    run = runtime("p2c", device=64)
+    for now, text in conversations(400):
+        run.core.at(now)
+        run.insert(text)
+        assert what_is_learned(run).watched <= 2 * 64
 
 
 def test_the_line_of_ghosts_has_few_that_came_back_and_no_eviction_clears_all_of_it() -> None:
@@ -345,26 +401,80 @@ class Checked(EvictionPolicy):
         self.forget, self.recall = policy.forget, policy.recall  # type: ignore[method-assign]
 
 
+class Crowd:
+    """Requests that stay open for a while, in several namespaces that are forgotten now and then, with copies that take
+    their time or fail. Every step is audited."""
+
+    def __init__(self, run: SynchronousRuntime, seed: int) -> None:
+        self.run = run
+        self.draws = random.Random(seed)
+        self.open: list[Running] = []
+        self.known: dict[bytes, list[str]] = {space: [""] for space in (SPACE, b"two".ljust(32), b"three".ljust(32))}
+
+    def play(self, steps: int) -> None:
+        draws = self.draws
+        for number in range(steps):
+            self.run.core.at(number * 0.001)
+            space = draws.choice(list(self.known))
+            if draws.random() < 0.7:
+                self.ask(space, number)
+            if self.run.jobs and draws.random() < 0.5:
+                status = Status.FAILED if draws.random() < 0.1 else Status.DONE
+                self.run.complete(draws.choice(self.run.in_flight()), status=status)
+            if draws.random() < 0.02:
+                self.forget(space)
+            while len(self.open) > 3 or (self.open and draws.random() < 0.2):
+                self.leave()
+        while self.open:
+            self.leave()
+        self.run.settle()
+        while self.run.core.world.dead_roots:
+            self.run.perform(self.run.core.follow_up())
+        self.run.audit(idle=True)
+
+    def ask(self, space: bytes, number: int) -> None:
+        """A text that begins like an earlier one of its namespace; it is computed and stays open."""
+        draws = self.draws
+        start = draws.choice(self.known[space][-15:]) if draws.random() < 0.7 else ""
+        new = fresh(number, draws.randrange(1, 5)) if draws.random() < 0.7 else ""
+        text = (start[: draws.randrange(len(start) + 1)] + new)[:8] or start
+        if not text:
+            return
+        request = self.run.lease(spell(text, self.run.page), space=space)
+        if request is None:
+            self.run.settle()
+            self.leave()
+            return
+        self.open.append(request)
+        self.run.complete(*[op for op in request.lease.loads if op in self.run.jobs])
+        request.compute(len(text) * self.run.page)
+        if request.commit():
+            self.known[space].append(text)
+
+    def leave(self) -> None:
+        if self.open:
+            self.open.pop(self.draws.randrange(len(self.open))).release(ended=self.draws.random() < 0.2)
+
+    def forget(self, space: bytes) -> None:
+        while isinstance(answer := self.run.core.invalidate(space), More):
+            self.run.perform(answer.plan)
+        self.run.perform(answer)
+
+
+@pytest.mark.parametrize("host", [12, 0])
 @pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.slow(0.6)
-def test_every_step_passes_the_audit_with_pins_transfers_and_namespaces(
-    components: str, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_every_step_passes_the_audit_while_it_leads_with_pins_transfers_and_namespaces(
+    components: str, host: int
 ) -> None:
-    monkeypatch.setattr(reuse, "_LEARN_EVERY", 5)
-    run = SynchronousRuntime(core_config(components, device=24, host=20, states=8, eviction="p2c", page_size=512))
-    draws = random.Random(seed)
-    texts = [""]
-    for number in range(60):
-        run.core.at(number)
-        start = draws.choice(texts) if draws.random() < 0.6 else ""
-        text = (start[: draws.randrange(len(start) + 1)] + fresh(number, draws.randrange(1, 6)))[:12]
-        run.insert(text)
-        texts.append(text)
-        if draws.random() < 0.5:
-            run.settle()
-    run.settle()
-    run.audit(idle=True)
+    config = core_config(components, device=32, host=host, states=20, eviction="p2c", page_size=512)
+    choices: Counter[str] = Counter()
+    for seed in range(3):
+        with leading(seed) as seen:
+            Crowd(SynchronousRuntime(config), seed).play(100)
+        choices += seen
+    assert choices["led"] > choices["choices"] / 2 > 30, f"p2c hardly ever leads: {choices}"
+    assert choices["not the oldest"] > (0 if host else 10), choices
 
 
 class Mru(EvictionPolicy):

@@ -15,6 +15,7 @@ from tests.core import test_core_reuse as laws
 
 pytestmark = [pytest.mark.slow, pytest.mark.source]
 
+led = laws.test_every_step_passes_the_audit_while_it_leads_with_pins_transfers_and_namespaces
 Patch = pytest.MonkeyPatch
 Law = Callable[[Patch], None]
 
@@ -29,7 +30,7 @@ def checks() -> list[Callable[[Patch], None]]:
         lambda patch: laws.test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used(),
         laws.test_ghosts_are_bounded_and_counted,
         lambda patch: laws.test_the_first_hundred_requests_are_those_of_lru(),
-        lambda patch: laws.test_every_step_passes_the_audit_with_pins_transfers_and_namespaces("full", 1, patch),
+        lambda patch: led("full", 0),
         lambda patch: laws.test_it_keeps_what_comes_back_where_lru_keeps_what_was_last(),
     ]
 
@@ -136,6 +137,31 @@ def what_was_chosen_waits_on(patch: Patch) -> None:
     patch.setattr(room, "take", left)
 
 
+def what_is_in_use_is_proposed_wherever_it_waits(patch: Patch) -> None:
+    compare = P2c._compare
+
+    def pinned(policy: P2c, order: Order, now: int) -> Node | None:
+        waiting = (part.nodes for queue in order.rest for part in queue.slices)
+        used = (node for nodes in waiting for node in nodes[1:-1] if node.pins[0])
+        return next(used, None) or compare(policy, order, now)
+
+    patch.setattr(P2c, "_compare", pinned)
+
+
+def the_duel_is_not_told_of_what_was_ended(patch: Patch) -> None:
+    patch.setattr(P2c, "end", lambda policy, node: None)
+
+
+def blocks_of_a_namespace_that_is_forgotten_wait_on(patch: Patch) -> None:
+    forget = P2c.forget
+
+    def alive(policy: P2c, node: Node, parent: Node, page: bytes, now: int) -> None:
+        if not node.root.dead:
+            forget(policy, node, parent, page, now)
+
+    patch.setattr(P2c, "forget", alive)
+
+
 LAWS: tuple[Law, ...] = (
     nothing_is_learned,
     a_use_counts_at_no_age,
@@ -152,6 +178,9 @@ LAWS: tuple[Law, ...] = (
     the_ends_of_a_queue_are_looked_at_once,
     a_cell_stays_in_the_queue_of_its_class_before,
     what_was_chosen_waits_on,
+    what_is_in_use_is_proposed_wherever_it_waits,
+    the_duel_is_not_told_of_what_was_ended,
+    blocks_of_a_namespace_that_is_forgotten_wait_on,
 )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, performers,
 from tests.group.rank_engine import CANNOT
 from tests.group.striking import FATES
 from tests.simulated.backend import HONEST, Hostility
+from tests.simulated.leading import check_books, leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 
 ATTEMPTS = 30
@@ -51,7 +52,8 @@ SHAPES = (
 class Climate(NamedTuple):
     """What kind of world it is. ``calm``: nothing goes wrong in it. ``faults``, ``loads``, ``hostility``, ``delays``:
     of each rank's device, its copies from the host, its store and link. ``pressure``: the share of attempts before
-    which the device is emptied, so that what is cached is on the host. ``fate``: what befalls ``victim``, if any."""
+    which the device is emptied, so that what is cached is on the host. ``leads``: whether its ``p2c`` is one that
+    leads, see ``leading``. ``fate``: what befalls ``victim``, if any."""
 
     topology: Topology
     own: int | None
@@ -71,6 +73,7 @@ class Climate(NamedTuple):
     victim: int
     loads: Mapping[int, Faults]
     pressure: float
+    leads: bool
 
 
 @dataclass(slots=True)
@@ -94,8 +97,11 @@ def play(seed: int, change: Callable[[Climate], Climate] = lambda climate: clima
     async def main(loop: SimulatedLoop) -> Report:
         return await RandomWorld(loop, climate).run()
 
-    return simulate(main, seed, order=Random(f"{seed}/order").choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED)),
-                    step_limit=400_000)  # fmt: skip
+    order = Random(f"{seed}/order").choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED))
+    with leading(seed) if climate.leads else nullcontext(Counter[str]()) as choices:
+        report = simulate(main, seed, order=order, step_limit=400_000)
+    report.met["p2c leads"] += choices["led"]
+    return report
 
 
 # the climate
@@ -122,6 +128,7 @@ def draw(seed: int) -> Climate:
         disturb=0.0 if calm else random.choice((0.0, 0.3)), fate=fate, victim=random.choice(others) if fate else 0,
         loads={} if calm else {rank: _load_faults(random, seed + rank) for rank in ranks},
         pressure=random.choice((0.0, 0.5, 0.9)) if config.pools()[0].host_pages else 0.0,
+        leads=Random(f"{seed}/eviction").random() < 0.5,
     )  # fmt: skip
 
 
@@ -244,6 +251,7 @@ class RandomWorld:
                 await self._all_batches()
                 core = cache.core
                 audit.check(core, idle=not core.world.ledger.ops)
+                check_books(core)
                 assert not core.active_leases()
                 assert not core.active_fetches()
         except RankFailure as error:

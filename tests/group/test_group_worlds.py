@@ -25,6 +25,7 @@ KINDS = (
 EVENTS = (
     "served", "cancelled", "copy failed", "store failed", "batch failed", "backup dropped", "lost pages", "device hit",
     "storage hit", "found again", "attached", "flush", "prefetch complete", "prefetch partial", "prefetch miss", "full",
+    "p2c leads",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -27,6 +27,8 @@ from asynccache import (
 from asynccache.core import duel, eviction, ledger, passes, reuse, transfers
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
+from asynccache.core.policies import POLICIES
+from asynccache.core.reuse import P2c
 from asynccache.core.settings import CoreConfig
 from asynccache.memory.host_copies import Faults
 from asynccache.runtime import cache_parts as parts_module
@@ -47,6 +49,7 @@ from tests.runtime.runtime_kit import (
 )
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedGate
+from tests.simulated.leading import leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 
 STEPS = 50_000
@@ -80,7 +83,8 @@ Scenario = Callable[[Here], Awaitable[None]]
 @dataclass(frozen=True, kw_only=True)
 class Play:
     """What happens in a world, on which device, with which store and which settings. ``grain``: long calls have slices
-    of so many steps, heaps are swept and runs of slots cut as early. ``late``: outcomes come in any order."""
+    of so many steps, heaps are swept and runs of slots cut as early. ``late``: outcomes come in any order. ``leads``:
+    its ``p2c`` is one that leads, see ``leading``."""
 
     scenario: Scenario
     shape: Mapping[str, Any]
@@ -90,6 +94,7 @@ class Play:
     events: bool = False
     grain: int = 0
     late: bool = False
+    leads: bool = False
     order: Order = Order.FIFO
     seed: int = 1
 
@@ -716,7 +721,7 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(CacheConfig, "core", small),
         patch.object(transfers, "_SLICE", steps), patch.object(passes, "_SWEEP_SLICE", steps),
         patch.object(passes, "_SURVEY_SLICE", steps), patch.object(passes, "_BACKFILL_SLICE", steps),
-        patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
+        patch.object(eviction, "_SLICE", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
         patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
         patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
         patch.object(duel, "_FEWEST", 4), patch.object(duel, "_ALARM", 4.0),
@@ -726,5 +731,5 @@ def grained(steps: int) -> Iterator[None]:
 
 
 def run(play: Play, injector: Injector) -> str:
-    with grained(play.grain):
+    with grained(play.grain), leading(play.seed) if play.leads else nullcontext():
         return simulate(lambda loop: world(loop, play, injector), play.seed, order=play.order, step_limit=STEPS)

@@ -16,6 +16,7 @@ from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
+    compute,
     opened,
     parts,
     serve,
@@ -345,3 +346,38 @@ async def test_a_dead_store_is_a_miss_and_the_cache_goes_on() -> None:
         assert unsaved.storage == 6
         assert cache.statistics().stages["backup_storage"].errors
     await storage.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("computed", [2, 6])
+async def test_what_another_request_computed_meanwhile_does_not_count_as_stored(computed: int) -> None:
+    """Between the arrival of a request and its prefetch's turn. Storage has six pages in both cases."""
+    async with stored() as storage, opened(policy(PrefetchPolicy.BEST_EFFORT), storage=storage) as cache:
+        storage.hold()
+        async with cache.lease(text(computed)) as first:
+            assert first.cached == 0
+            storage.let()
+            await settled(cache)
+            compute(cache, first, text(computed), ("full",))
+            commit = asyncio.create_task(first.commit(text(computed)))
+            handle = cache.prefetch(text(6))
+            await commit
+            brought = (await handle).tokens
+        assert brought == (6 - computed) * PAGE
+        async with cache.lease(text(6, extra=1), prefetch=handle) as lease:
+            assert lease.hits == (computed * PAGE, 0, brought)
+        assert cache.statistics().lookups.hits["storage"] == brought
+
+
+@pytest.mark.asyncio
+async def test_whoever_shares_a_fetch_has_its_pages_from_storage_however_soon_the_lease_is_granted() -> None:
+    async with stored() as storage, opened(policy(PrefetchPolicy.BEST_EFFORT), storage=storage) as cache:
+        storage.hold()
+        handles = [cache.prefetch(text(6)) for _ in range(3)]
+        await until(lambda: storage.waiting == 1)
+        (op,) = parts(cache).prefetching.operations()
+        storage.let()
+        await until(lambda: op not in parts(cache).driver.ops)
+        for handle in handles:
+            async with cache.lease(text(6, extra=1), prefetch=handle) as lease:
+                assert lease.hits.storage == 6 * PAGE

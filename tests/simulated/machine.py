@@ -98,6 +98,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.fills: list[Backfill] = []
         self.keys: dict[bytes, set[str]] = {space: set() for space in SPACES}
         self.disturbed = False
+        self.now = 1.0
 
     # requests
 
@@ -210,6 +211,12 @@ class CacheMachine(RuleBasedStateMachine):
         request.release()
 
     # the world around it
+
+    @rule(seconds=st.sampled_from((1e-4, 1e-3, 0.1)))
+    def time_passes(self, seconds: float) -> None:
+        """What waits gets older."""
+        self.now += seconds
+        self.run.core.at(self.now)
 
     @precondition(lambda self: self.run.jobs)
     @rule(data=st.data(), fails=st.integers(0, 4))

@@ -35,6 +35,7 @@ from asynccache.core.plan import (
     Wait,
 )
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig, WritePolicy
+from tests.simulated.leading import check_books
 
 DEVICE, HOST = 0, 1
 FULL, SWA, MAMBA = 0, 1, 2
@@ -333,6 +334,7 @@ class SynchronousRuntime:
         """Check every law of the core."""
         self.audits += 1
         audit.check(self.core, idle)
+        check_books(self.core)
 
     def guard(self, plan: Plan, places: dict[Place, bytes]) -> None:
         """The engine still reads ``places`` until the retirements in ``plan`` are done."""

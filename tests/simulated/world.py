@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from random import Random
@@ -29,6 +30,7 @@ from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.storage import PageKey
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedGate
+from tests.simulated.leading import check_books, leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 from tests.simulated.stores import Guests
 
@@ -42,7 +44,8 @@ class WrongBytes(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climate:
-    """What kind of world it is. ``cancel``: the share of requests that are cancelled at a random await."""
+    """What kind of world it is. ``cancel``: the share of requests that are cancelled at a random await. ``leads``:
+    whether its ``p2c`` is one that leads, see ``leading``."""
 
     config: CacheConfig
     order: Order
@@ -54,17 +57,19 @@ class Climate:
     cancel: float
     alphabet: int
     disturb: bool
+    leads: bool
 
 
 @dataclass(slots=True)
 class Report:
-    """What happened. ``verified``: pages whose bytes were compared."""
+    """What happened. ``verified``: pages whose bytes were compared. ``choices``: see ``Leading``."""
 
     seed: int
     climate: Climate
     verified: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
+    choices: Counter[str] = field(default_factory=Counter)
 
 
 def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None) -> Report:
@@ -78,7 +83,10 @@ def play(seed: int, pages: dict[PageKey, tuple[bytes, bytes]] | None = None) -> 
     async def main(loop: SimulatedLoop) -> Report:
         return await _World(loop, seed, climate, {} if pages is None else pages).run()
 
-    return simulate(main, seed, order=climate.order)
+    with leading(seed) if climate.leads else nullcontext(Counter[str]()) as choices:
+        report = simulate(main, seed, order=climate.order)
+    report.choices += choices
+    return report
 
 
 # the climate
@@ -99,6 +107,7 @@ def draw_climate(seed: int) -> Climate:
         cancel=random.choice((0.0, 0.2, 0.6)),
         alphabet=random.choice((1, 2, 3)),
         disturb=random.random() < 0.4,
+        leads=Random(f"{seed}/eviction").random() < 0.9,
     )
 
 
@@ -274,6 +283,7 @@ class _World:
         if not core.world.ledger.ops:
             audit.check(core, idle=True)
         audit.check(core)
+        check_books(core)
         statistics = self.cache.statistics()
         assert (statistics.leases, statistics.waiting, statistics.kept_tokens) == (0, 0, 0)
         assert not core.active_leases()

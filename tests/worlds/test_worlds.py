@@ -35,17 +35,20 @@ def chunks() -> list[object]:
 def test_worlds(seeds: Sequence[int]) -> None:
     ends: Counter[str] = Counter()
     hits: Counter[str] = Counter()
+    choices: Counter[str] = Counter()
     verified = 0
     for seed in seeds:
         report = play(seed)
         ends += report.ends
         hits += report.hits
+        choices += report.choices
         verified += report.verified
     if len(seeds) == CHUNK:
         assert ends["served"] > 3 * CHUNK, f"a world that serves nobody shows nothing: {ends}"
         assert ends["cancelled"], ends
         assert all(hits[tier] for tier in ("device", "host", "storage")), f"a tier was never hit: {hits}"
         assert verified > 50 * CHUNK
+        assert choices["led"] > choices["choices"] / 4 > CHUNK / 4, f"p2c hardly ever leads: {choices}"
 
 
 def test_one_seed_is_one_world() -> None:

@@ -1,0 +1,175 @@
+"""Holds the eviction policies to a law: ``python -m benchmarks.eviction_policies trace.jsonl``.
+
+``p2c`` never hits more than ``ALLOWED`` points less than ``lru``, whatever the size, the workload and the tiers. Both
+are played by the core alone, one request at a time, and move no byte: so the figures are counts, the same on every
+machine. The workloads are made of a trace (``workloads``). Each is played at each size, on the device alone and with
+half of the room on a host. A row has both hit ratios in points (blocks that hit, in per cent of all blocks of prompts),
+their difference, and how much of the way from ``lru`` to the offline optimum of that size ``p2c`` goes.
+
+The exit status is 1 if some row breaks the law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asynccache.cli.capacity import policy_hits
+from asynccache.cli.curve import PagePath, blocks
+from asynccache.cli.optimum import next_uses, optimum
+from asynccache.cli.parsing import integer, listed
+from asynccache.cli.request import BLOCK_TOKENS
+from asynccache.cli.trace import arrivals, read_trace
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest
+from asynccache.core.plan import Outcome, Plan, Status, Wait
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+
+ALLOWED = 0.2
+SIZES = (500, 1000, 3000, 10_000, 30_000, 100_000)
+EARLY, HALF, LOOP_BLOCKS = 100, 4000, 20
+HASH_BYTES = 32
+SPACE = bytes(HASH_BYTES)
+
+
+class Workload(NamedTuple):
+    """``times``: the seconds at which the requests come."""
+
+    requests: list[PagePath]
+    times: list[float]
+
+
+class Row(NamedTuple):
+    """One pair of runs. ``lru``, ``p2c``: hit ratios in points. ``way``: the share of the way from ``lru`` to the
+    optimum, in per cent; None if there is no way to go."""
+
+    workload: str
+    blocks: int
+    host: bool
+    lru: float
+    p2c: float
+    way: float | None
+
+    @property
+    def difference(self) -> float:
+        """How many points ``p2c`` is above ``lru``."""
+        return self.p2c - self.lru
+
+
+def workloads(trace: Workload, size: int) -> Iterator[tuple[str, Workload]]:
+    """Yield the workloads for a cache of ``size`` blocks, by name. Of two in a row the first is the trace's first
+    ``HALF`` requests."""
+    requests, times = trace
+    fresh = count(1 + max(max(path.keys, default=0) for path in requests))
+    yield "trace", trace
+    for name, some in (("first hundred", EARLY), ("first thousand", 10 * EARLY)):
+        yield name, Workload(requests[:some], times[:some])
+    yield "no reuse", Workload([PagePath([next(fresh) for _ in path.keys], path.looked_up) for path in requests], times)
+    half, until = requests[:HALF], times[:HALF]
+    anew: dict[int, int] = {}
+    others = [PagePath([anew.setdefault(key, next(fresh)) for key in path.keys], path.looked_up) for path in half]
+    random.Random(1).shuffle(others)
+    yield "trace, then others in any order", _then(half, until, others)
+    texts = [[next(fresh) for _ in range(LOOP_BLOCKS)] for _ in range(max(1, size * 9 // 10 // LOOP_BLOCKS))]
+    looped = [PagePath(texts[number % len(texts)], LOOP_BLOCKS) for number in range(len(half))]
+    yield "trace, then a loop that fits", _then(half, until, looped)
+
+
+def _then(first: list[PagePath], times: list[float], second: list[PagePath]) -> Workload:
+    """One after the other; the requests of ``second`` come as fast as those of ``first``."""
+    return Workload(first + second, times + [times[-1] + 1 + at - times[0] for at in times])
+
+
+def hits(workload: Workload, size: int, host: bool, eviction: str) -> int:
+    """Return how many blocks are found. ``host``: half of the ``size`` is on a host."""
+    if not host:
+        return policy_hits(workload.requests, size, eviction, workload.times)
+    device = size // 2
+    core = CacheCore(CoreConfig(
+        page_size=BLOCK_TOKENS, components=(ComponentSlots(ComponentKind.FULL, device, size - device),),
+        eviction=eviction, storage=False,
+    ))  # fmt: skip
+    found = 0
+    for path, at in zip(workload.requests, workload.times, strict=True):
+        if len(path.keys) <= device:
+            core.at(at)
+            found += _serve(core, path)
+    return found
+
+
+def _serve(core: CacheCore, path: PagePath) -> int:
+    """Serve one request, with copies that end as soon as they begin; return how many blocks it found."""
+    keys = np.asarray(path.keys, dtype=np.int32)
+    key, length = np.repeat(keys, BLOCK_TOKENS).tobytes(), len(keys) * BLOCK_TOKENS
+    while not isinstance(answer := core.lease(LeaseRequest(SPACE, key, length, length, length)), Grant):
+        _perform(core, answer.plan)
+    _perform(core, answer.plan)
+    found = answer.lease.cached // BLOCK_TOKENS
+    hashes = np.zeros((len(keys), HASH_BYTES // 4), dtype=np.int32)
+    hashes[:, 0] = keys                                # a key stands for all blocks before it, too
+    done = core.commit(answer.lease, key, hashes.tobytes())
+    assert not isinstance(done, Wait), "pages are on their way, but all copies have ended"
+    _perform(core, done.plan)
+    _perform(core, core.release(answer.lease))
+    return found
+
+
+def _perform(core: CacheCore, plan: Plan) -> None:
+    """End all that ``plan`` begins, and what follows from that."""
+    while plan.effects or core.behind:
+        ended = [Outcome(op, Status.DONE) for effect in plan.effects if (op := getattr(effect, "op", None)) is not None]
+        plan = core.complete(ended) if ended else core.follow_up()
+
+
+def rows(trace: Workload, sizes: Sequence[int]) -> Iterator[Row]:
+    """Play every pair."""
+    for size in sizes:
+        for name, workload in workloads(trace, size):
+            uses = next_uses(workload.requests)
+            looked_up = sum(path.looked_up for path in workload.requests)
+            most = optimum(workload.requests, uses, size)
+            for host in (False, True):
+                lru, p2c = (hits(workload, size, host, eviction) for eviction in ("lru", "p2c"))
+                way = round(100 * (p2c - lru) / (most - lru), 1) if most > lru else None
+                yield Row(name, size, host, 100 * lru / looked_up, 100 * p2c / looked_up, way)
+
+
+def line(row: Row) -> str:
+    """Return the row as a line of the table; one that breaks the law is marked."""
+    way = "" if row.way is None else f"{row.way:.0f} %"
+    broken = "  below" if row.difference < -ALLOWED else ""
+    return (f"{row.workload:32}{row.blocks:>8,}{'half' if row.host else '':>6}{row.lru:>9.2f}{row.p2c:>9.2f}"
+            f"{row.difference:>+9.2f}{way:>7}{broken}")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play and print; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", help="a trace in the Mooncake format (JSON lines)")
+    parser.add_argument("--sizes", type=listed(integer(1)), default=",".join(map(str, SIZES)), metavar="N,N",
+                        help="room in blocks of 512 tokens, host included (default: %(default)s)")
+    parser.add_argument("--limit", type=integer(1), metavar="N", help="use the first N requests of the trace only")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
+    args = parser.parse_args(arguments)
+    requests = asyncio.run(read_trace(args.trace, args.limit))
+    trace = Workload(list(blocks(requests)), arrivals(requests, 1.0))
+    if not args.json:
+        sys.stdout.write(f"{'workload':32}{'blocks':>8}{'host':>6}{'lru':>9}{'p2c':>9}{'points':>9}{'way':>7}\n")
+    broken = 0
+    for row in rows(trace, args.sizes):
+        broken += row.difference < -ALLOWED
+        found: dict[str, Any] = {**row._asdict(), "difference": row.difference}
+        sys.stdout.write((json.dumps(found) if args.json else line(row)) + "\n")
+        sys.stdout.flush()
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
