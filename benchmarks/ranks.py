@@ -27,6 +27,7 @@ import uvloop
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.main import bench
 from asynccache.cli.meter import spread
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
@@ -63,9 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="operations, and plans, per figure (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> Figures:
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure with every number of workers, and return the figures."""
-    found = {str(count): uvloop.run(_measure(count, args.rounds)) for count in args.workers}
+    found = {}
+    for count in args.workers:
+        tell(f"{count} workers")
+        found[str(count)] = uvloop.run(_measure(count, args.rounds))
     return {"bench": "ranks", "workers": found, "goals": {"ratio": GOAL_RATIO, "cpu_us": GOAL_CPU_US}}
 
 

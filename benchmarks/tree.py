@@ -33,16 +33,15 @@ from asynccache.cli.bench_tree import (
     SPACE,
     Bed,
     Figures,
-    Progress,
     Timer,
     microseconds,
-    reporter,
     shared,
     time_hits,
     timer,
 )  # fmt: skip
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.main import bench
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import choice, integer, listed
 from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import Grant, LeaseRequest
@@ -66,15 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the eviction policy (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> Figures:
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure, and return the figures under the name of what is measured."""
-    progress = reporter(args)
     if args.what == "growth":
-        found: Figures = {kind: measure_growth(kind, args.nodes, args.eviction, progress) for kind in ("full", "all")}
+        found: Figures = {kind: measure_growth(kind, args.nodes, args.eviction, tell) for kind in ("full", "all")}
     elif args.what == "ghosts":
         found = measure_ghosts(args.eviction)
     elif args.what == "metrics":
-        found = measure_metrics(args.rounds, progress)
+        found = measure_metrics(args.rounds, tell)
     else:
         found = {core: measured_core(core, args) for core in ("compiled", "pure")}
     return {"bench": "tree", args.what: found}
@@ -113,7 +111,7 @@ def measured_core(core: str, args: argparse.Namespace) -> Figures:
 # metrics
 
 
-def measure_metrics(rounds: int, progress: Progress) -> Figures:
+def measure_metrics(rounds: int, tell: Tell) -> Figures:
     """Measure how much counting for metrics adds to all calls together and to an eviction, as shares.
 
     Two trees, one with and one without it, are called in turns, so that other work of the machine slows both alike.
@@ -123,7 +121,7 @@ def measure_metrics(rounds: int, progress: Progress) -> Figures:
     """
     both: list[dict[str, Timer]] = [{name: timer() for name in ("insert", "match", "pin", "evict")} for _ in range(2)]
     for number in range(rounds):
-        progress(f"metrics off and on, round {number + 1} of {rounds}")
+        tell(f"metrics off and on, round {number + 1} of {rounds}")
         _side_by_side(both)
         gc.unfreeze()
         gc.collect()
@@ -192,11 +190,11 @@ class Forest:
             self.bed.insert(self.key())
 
 
-def measure_growth(kind: str, sizes: Sequence[int], eviction: str, progress: Progress) -> list[Figures]:
+def measure_growth(kind: str, sizes: Sequence[int], eviction: str, tell: Tell) -> list[Figures]:
     """Time match, pin, insert, release and evict in trees of different sizes."""
     rows = []
     for size in sizes:
-        progress(f"{kind}: a tree of {size:,} nodes")
+        tell(f"{kind}: a tree of {size:,} nodes")
         rows.append({"nodes": size} | _grown(kind, size, eviction))
         gc.unfreeze()
         gc.collect()

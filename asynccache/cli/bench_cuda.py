@@ -19,6 +19,7 @@ from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli import cuda_copies
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.meter import spread
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import POSITIVE, gpu, integer
 from asynccache.cli.text import first_line
 from asynccache.errors import ConfigError
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of wake-ups (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> Figures:
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure and return the figures.
 
     Raises:
@@ -60,12 +61,12 @@ def run(args: argparse.Namespace) -> Figures:
         raise ConfigError(f"bench cuda: there is no GPU to measure: {missing}")
     device = open_device(args.device)
     try:
-        return asyncio.run(measure(device, args))
+        return asyncio.run(measure(device, args, tell))
     except (DriverError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise ConfigError(f"bench cuda: the GPU could not be measured: {first_line(error)}") from error
 
 
-async def measure(device: Any, args: argparse.Namespace) -> Figures:
+async def measure(device: Any, args: argparse.Namespace, tell: Tell) -> Figures:
     """Return the figures of ``device``, which is closed at the end. Cancelling closes it as well."""
     from asynccache.memory.cuda.cupy_driver import find
 
@@ -74,8 +75,11 @@ async def measure(device: Any, args: argparse.Namespace) -> Figures:
     found: Figures = {"bench": "cuda", "device": device.driver.identity()._asdict(), "software": software}
     try:
         async with cuda_copies.by_path(device) as ways:
+            tell("copies")
             found["copies"] = cuda_copies.measure(device, ways, size, args.rounds)
+        tell("wake-ups")
         found["wake_up"] = await cuda_copies.wake_up(device, args.samples)
+        tell("loads beside computing")
         found["leases"] = await layer_wise(device, index, args.rounds)
     finally:
         await device.aclose()

@@ -20,6 +20,7 @@ import numpy as np
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import LOOPS
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
@@ -39,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="calls that each figure is made from (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> Figures:
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure on both loops and return the figures."""
     overhead = {}
     for name in LOOPS:
+        tell(f"calls on {name}")
         with asyncio.Runner(loop_factory=loop_factory(name)) as runner:
             overhead[name] = runner.run(measure_overhead(args.calls))
     return {"bench": "runtime", "overhead": overhead}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from asynccache.cli.charts import Chart, Row
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.meter import spread
 from asynccache.cli.options import LOOPS
-from asynccache.cli.output import Progress
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
 from asynccache.cli.text import size as shown
 from asynccache.errors import BackendError, ConfigError
@@ -57,7 +56,6 @@ PAGE_SIZES = "64KiB,256KiB,2MiB"
 RAW, OFF, ON = "raw", "off", "on"
 TIMEOUT = 600.0
 
-Tell = Callable[[str], None]
 Figures = dict[str, Any]
 _T = TypeVar("_T")
 
@@ -183,9 +181,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="write the figures as JSON to a file, or to standard output (-) instead of the table")
 
 
-def run(args: argparse.Namespace, tell: Tell | None = None) -> Figures:
-    """Measure, and return the figures as a dict that JSON can hold. ``tell`` is called with a line that says how far
-    the measurement has come (default: shown on standard error).
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
+    """Measure, and return the figures as a dict that JSON can hold.
 
     Raises:
         ConfigError: an option is unusable.
@@ -197,16 +194,11 @@ def run(args: argparse.Namespace, tell: Tell | None = None) -> Figures:
         raise ConfigError(f"--page-sizes={args.page_sizes}: must be at least 1")
     if total < max(sizes):
         raise ConfigError(f"--bytes={args.bytes!r} is less than one page of {max(sizes)} bytes")
-    progress = Progress(sys.stderr)
-    tell = tell or ((lambda line: None) if args.quiet else progress.tell)
-    try:
-        if args.url is not None:
-            return _measured(args, args.url, sizes, total, tell)
-        with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
-            url = f"file:{folder}/store?capacity={4 * total + (1 << 30)}"
-            return _measured(args, url, sizes, total, tell)
-    finally:
-        progress.end()
+    if args.url is not None:
+        return _measured(args, args.url, sizes, total, tell)
+    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
+        url = f"file:{folder}/store?capacity={4 * total + (1 << 30)}"
+        return _measured(args, url, sizes, total, tell)
 
 
 def _measured(args: argparse.Namespace, url: str, sizes: Sequence[int], total: int, tell: Tell) -> Figures:

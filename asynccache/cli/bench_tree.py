@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from asynccache import compiled
 from asynccache.cli.charts import Chart, Row
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import choice, listed
 from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -36,7 +37,6 @@ from asynccache.core.tree import Node
 _T = TypeVar("_T")
 
 Figures = dict[str, Any]
-Progress = Callable[[str], None]
 
 SPACE = b"bench".ljust(32)
 PROMPTS, CONTINUATIONS, PROMPT, CONTINUATION = 200, 20, 2048, 512
@@ -340,22 +340,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the eviction policy (default: %(default)s, for which the goals were set)")
 
 
-def run(args: argparse.Namespace) -> Figures:
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure, and return the figures, in microseconds unless a name says otherwise."""
-    progress = reporter(args)
     shapes = {}
     for name, (kind, page) in [list(SHAPES.items())[int(number)] for number in args.shapes]:
-        progress(f"{name}: shared, turns, evict")
+        tell(f"{name}: shared, turns, evict")
         shapes[name] = measure_shape(kind, page, args.eviction)
-    progress("memory")
+    tell("memory")
     return {"bench": "tree", "eviction": args.eviction, "python": sys.version.split()[0], "shapes": shapes,
             "memory": {kind: measure_memory(kind, args.eviction) for kind in ("full", "all")}}
-
-
-def reporter(args: argparse.Namespace) -> Progress:
-    """Return the function that is called with a line of progress: it prints the line, or with ``--quiet`` does
-    nothing."""
-    return (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def charts(figures: Figures) -> Iterator[Chart]:

@@ -17,13 +17,13 @@ import argparse
 import asyncio
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -32,6 +32,7 @@ import uvloop
 from asynccache_hf import INSTALL
 
 from asynccache.cli.charts import Chart, Row
+from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
@@ -76,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", metavar="URL", help="L3 (default: a file store in a temporary folder)")
 
 
-def run(args: argparse.Namespace) -> Figures:
-    """Measure, tell the progress on standard error, and return the figures.
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
+    """Measure and return the figures.
 
     Raises:
         ConfigError: an option cannot be used.
@@ -87,11 +88,16 @@ def run(args: argparse.Namespace) -> Figures:
         if getattr(args, name) % unit:
             raise ConfigError(f"--{name}={getattr(args, name)} must be a multiple of {unit}")
     load = RequestLoad(args.requests, args.prompt, args.new)
-    say = _Progress(args.repeats, quiet=args.quiet)
+    numbers = count(1)
+
+    def took(way: str, seconds: float) -> None:
+        tell(f"[{next(numbers):>2}/{args.repeats * (len(WAYS) + 4)}] {way:<32} {seconds * 1e3:8.1f} ms")
+
+    tell("filling the store")
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         bench = Bench(args, args.storage or f"file:{folder}/store?capacity={_store_bytes(args)}")
-        times = uvloop.run(bench.measure(say))
-    together = bench_together.measure(bench.model, load, args.repeats, say.took)
+        times = uvloop.run(bench.measure(took))
+    together = bench_together.measure(bench.model, load, args.repeats, took)
     return {**bench.figures(times), "together": _together(load, together)}
 
 
@@ -180,15 +186,14 @@ class Bench:
 
     # measuring
 
-    async def measure(self, say: _Progress) -> dict[str, list[float]]:
+    async def measure(self, tell: Callable[[str, float], None]) -> dict[str, list[float]]:
         """Measure all rounds; returns the seconds of each round by way. Cancelling closes everything that is open."""
         times: dict[str, list[float]] = {way: [] for way in WAYS}
 
         def took(way: str, seconds: float) -> None:
             times[way].append(seconds)
-            say.took(way, seconds)
+            tell(way, seconds)
 
-        say.say("filling the store")
         await self._alone(self._without)
         async with self._served() as served:
             await self._first_token(served, (0, 0, 0))
@@ -249,23 +254,6 @@ class Bench:
             "ttft_ms": {way: round(median(seconds) * 1e3, 1) for way, seconds in times.items()},
             "all_ms": {way: [round(s * 1e3, 1) for s in seconds] for way, seconds in times.items()},
         }
-
-
-class _Progress:
-    """Tells the progress on standard error, or nothing if ``quiet``."""
-
-    def __init__(self, rounds: int, *, quiet: bool) -> None:
-        self._total = rounds * (len(WAYS) + 4)
-        self._done = 0
-        self._quiet = quiet
-
-    def say(self, line: str) -> None:
-        if not self._quiet:
-            print(line, file=sys.stderr)
-
-    def took(self, way: str, seconds: float) -> None:
-        self._done += 1
-        self.say(f"[{self._done:>2}/{self._total}] {way:<32} {seconds * 1e3:8.1f} ms")
 
 
 def charts(figures: Figures) -> Iterator[Chart]:

@@ -175,8 +175,9 @@ def _bench(arguments: list[str]) -> int:
 def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> int:
     """Run the benchmark ``module``, and print and write its figures; returns the exit status.
 
-    The module has ``add_arguments(parser)``, ``run(options)``, which returns the figures, and ``charts(figures)``.
-    ``prog``: how the command is called; ``text``: what it measures (default: what the module's docstring begins with).
+    The module has ``add_arguments(parser)``; ``run(options, tell)``, which returns the figures and calls ``tell`` with
+    lines that say how far it has come; and ``charts(figures)``. ``prog``: how the command is called; ``text``: what it
+    measures (default: what the module's docstring begins with).
     """
     own = _Parser(prog=prog, description=_sentence(text or (module.__doc__ or " ").partition(":")[0]),
                   conflict_handler="resolve")  # fmt: skip
@@ -187,13 +188,17 @@ def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> in
     module.add_arguments(own)
     options = own.parse_args(arguments)
     from asynccache.cli.charts import text as table
-    from asynccache.cli.output import check_writable, dump, write_page
+    from asynccache.cli.output import Progress, check_writable, dump, write_page
 
     if options.json is not None:
         check_writable(options.json)
     if options.report is not None:
         check_writable(options.report, "--report")
-    figures = {"core": compiled.CORE, **module.run(options)}
+    progress = Progress(sys.stderr)
+    try:
+        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
+    finally:
+        progress.end()
     beside = own.get_default("json") is not None       # then the table stands beside the JSON, and not in its place
     if not options.quiet and (beside or options.json != "-"):
         out = sys.stderr if beside else sys.stdout

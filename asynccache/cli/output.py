@@ -15,6 +15,8 @@ from asynccache.errors import ConfigError
 if TYPE_CHECKING:
     from asynccache.cli.charts import Chart
 
+Tell = Callable[[str], None]
+
 QUIET_FOR = 2.0
 EVERY = 0.5
 

@@ -7,6 +7,7 @@ leaks are counted, then the cache is closed. Only after that must no task be lef
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -191,6 +192,8 @@ class Session:
         runner = RequestRunner(server, source, settings, self._tally, self._trace_clock(cache))
         watch = Watch(settings, runner, self._meter, cache, self._duration())
         loop = asyncio.get_running_loop()
+        gc.collect()
+        gc.freeze()  # a full collection of all that torch and the rest have loaded would hold up the loop for 130 ms
         self._meter.start()
         sampler = Sampler(cache, self._tally, self._meter)
         sampling = asyncio.create_task(sampler.run())

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
-from asynccache.cli.output import Progress, answer, check_writable
+from asynccache.cli.output import Progress, Tell, answer, check_writable
 from asynccache.cli.parsing import POSITIVE, integer
 from asynccache.cli.text import milliseconds, number, percent, size
 from asynccache.errors import ConfigError
@@ -61,7 +61,6 @@ AGES = {"an hour": 3600.0, "a day": 86400.0, "a week": 7 * 86400.0, "30 days": 3
 OLDER, UNKNOWN = "older", "unknown"
 
 Report = dict[str, Any]
-Tell = Callable[[str], None]
 Show = Callable[[Stored], None]
 WIDTH = 80
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")

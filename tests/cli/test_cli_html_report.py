@@ -273,7 +273,8 @@ def test_a_page_is_not_written_to_standard_output(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("asynccache.cli.bench_tree.run", lambda options: {"bench": "tree", **bench_reports()["tree"]})
+    figures = {"bench": "tree", **bench_reports()["tree"]}
+    monkeypatch.setattr("asynccache.cli.bench_tree.run", lambda options, tell: figures)
     assert main([*command, "--report", "-"]) == 2
     assert "--report=-: the page goes to a file only" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -52,7 +52,7 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
         parser.add_argument("--nodes", type=int)
 
     module.add_arguments = add_arguments  # type: ignore[attr-defined]
-    module.run = lambda args: {"nodes": args.nodes}  # type: ignore[attr-defined]
+    module.run = lambda args, tell: {"nodes": args.nodes}  # type: ignore[attr-defined]
     module.charts = lambda figures: ()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
     assert main(["bench", "tree", "--nodes", "7"]) == 0
@@ -66,7 +66,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, json_default: str | None) -> None:
     """Put a benchmark in the place of ``bench tree`` that has a table and does nothing."""
     module: Any = ModuleType("asynccache.cli.bench_tree")
     module.add_arguments = lambda parser: parser.add_argument("--json", default=json_default)
-    module.run = lambda args: {"nodes": 7}
+    module.run = lambda args, tell: {"nodes": 7}
     rows = [Row("match", [1.25])]
     module.charts = lambda figures: [Chart("", f"{figures['nodes']} nodes", (("mean", ""),), rows, "")]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)

@@ -132,7 +132,7 @@ def test_the_benchmark_measures_everything_that_was_asked_for_with_its_goal(
 ) -> None:
     device = simulated_device()
     torch_on(driver_of(device))
-    figures = asyncio.run(bench_cuda.measure(device, arguments()))
+    figures = asyncio.run(bench_cuda.measure(device, arguments(), lambda _: None))
     json.dumps(figures)
     rows = figures["copies"]["pieces"]
     assert [(r["width"], r["direction"], r["path"]) for r in rows] == [

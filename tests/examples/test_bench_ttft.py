@@ -69,14 +69,14 @@ def test_ways_that_make_different_tokens_or_hit_nothing_are_no_figure(
 def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = parser.parse_args(SMALL[2:], argparse.Namespace(quiet=True))
+    options = parser.parse_args(SMALL[2:])
 
     async def nothing(*args: object) -> None:
         """The device keeps what it has."""
 
     monkeypatch.setattr(Bench, "_empty_device", nothing)
     with pytest.raises(RuntimeError, match=r"not the expected hit: Hits\(device=64, .*\), not \(0, 64, 0\)"):
-        run(options)
+        run(options, lambda line: None)
 
 
 @pytest.mark.parametrize(

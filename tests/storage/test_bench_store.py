@@ -32,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("plug_ins")
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench_store.add_arguments(parser)
-    return parser.parse_args(words, argparse.Namespace(quiet=False))
+    return parser.parse_args(words)
+
+
+def silent(_: str) -> None:
+    """Tell nobody how far a measurement has come."""
 
 
 SMALL = ("--page-sizes", "16KiB,64KiB", "--bytes", "1MiB", "--repeat", "2", "--batch", "8")
@@ -75,13 +79,13 @@ def test_what_is_in_a_store_stays_there(tmp_path: Path) -> None:
         return results
 
     asyncio.run(pages(True))
-    bench_store.run(options(f"file:{tmp_path}/s?capacity=64MiB", *SMALL))
+    bench_store.run(options(f"file:{tmp_path}/s?capacity=64MiB", *SMALL), silent)
     assert asyncio.run(pages(False)) == [Result.HIT] * 20
 
 
 @pytest.mark.parametrize(("verify", "variants"), [("on", {"raw", "on"}), ("off", {"raw", "off"})])
 def test_with_checksums_or_without(verify: str, variants: set[str], capsys: pytest.CaptureFixture[str]) -> None:
-    report = bench_store.run(options("memory:", *SMALL, "--verify", verify))
+    report = bench_store.run(options("memory:", *SMALL, "--verify", verify), silent)
     for size in report["sizes"]:
         assert size["store"].keys() & {"raw", "off", "on"} == variants
         assert size["store"]["ratio"].keys() == {verify}
@@ -98,7 +102,7 @@ def test_checksums_are_made_only_with_checksums(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(checked, "seal", counted)
     for verify in made:
-        bench_store.run(options("memory:", *SMALL, "--verify", verify))
+        bench_store.run(options("memory:", *SMALL, "--verify", verify), silent)
     assert made == {"off": 0, "on": 2 * (64 + 16)}
 
 
@@ -112,7 +116,7 @@ def test_a_store_that_returns_wrong_bytes_is_found_out(monkeypatch: pytest.Monke
         return results
 
     monkeypatch.setattr(MemoryBackend, "get", get)
-    report = bench_store.run(options("memory:", *SMALL, "--verify", "off"))
+    report = bench_store.run(options("memory:", *SMALL, "--verify", "off"), silent)
     assert report["sizes"][0]["store"]["mismatches"] == 2 * (1 << 20) // 16384 // 8
     assert "pages came back wrong" in "".join(map(text, bench_store.charts(report)))
 
@@ -131,7 +135,7 @@ def test_a_run_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(MemoryBackend, "get", get)
     monkeypatch.setattr(MemoryBackend, "aclose", aclose)
     with pytest.raises(BackendError, match="the store failed for 8 of 8 pages"):
-        bench_store.run(options("memory:", *SMALL))
+        bench_store.run(options("memory:", *SMALL), silent)
     assert left == [0]
 
 
@@ -140,7 +144,7 @@ def test_a_raw_client_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatc
         raise ValueError("MOVED")
 
     monkeypatch.setattr(CopyClient, "put", put)
-    report = bench_store.run(options("memory:", *SMALL))
+    report = bench_store.run(options("memory:", *SMALL), silent)
     found = report["sizes"][0]["store"]
     assert (found["without_raw"], found["ratio"]) == ("ValueError: MOVED", {})
     assert "no raw client: ValueError: MOVED" in "".join(map(text, bench_store.charts(report)))
@@ -165,7 +169,7 @@ def test_the_table_fits_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_without_a_url_it_uses_a_folder_of_its_own_and_removes_it() -> None:
-    report = bench_store.run(options(*SMALL))
+    report = bench_store.run(options(*SMALL), silent)
     assert not Path(report["settings"]["url"].removeprefix("file:").split("?")[0]).parent.exists()
 
 
