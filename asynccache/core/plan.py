@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 SLOT_BYTES: Final = 4
 NO_SLOT: Final = b"\xff\xff\xff\xff"  # what a page table has where a page has no slot
 
+
 class Status(IntEnum):
     """How an operation ended."""
 

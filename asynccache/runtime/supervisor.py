@@ -122,7 +122,6 @@ class Supervisor:
             self._group = None
 
 
-
 def hand_over(loop: asyncio.AbstractEventLoop, spawn: Spawn, work: HandedOver[T]) -> Future[T]:
     """Have ``work`` run soon on ``loop``, in a task that ``spawn`` makes, after what was handed over before. For any
     thread. Returns the future of its outcome."""
