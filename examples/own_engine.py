@@ -54,7 +54,7 @@ class RandomModel:
         return int((self._head @ x[-1]).argmax())
 
 
-class Engine:
+class OwnEngine:
     """Generates tokens for many requests at once. The model runs in a thread of its own."""
 
     def __init__(self, cache: AsyncCache) -> None:
@@ -103,7 +103,7 @@ async def main() -> bool:
     system = [rng.randrange(VOCABULARY) for _ in range(500)]
     prompts = [system + [rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(16)]
     async with AsyncCache(CONFIG) as cache:
-        engine = Engine(cache)
+        engine = OwnEngine(cache)
         first = await engine.generate(prompts[0], 24)
         answers = [first, *await asyncio.gather(*(engine.generate(prompt, 24) for prompt in prompts[1:]))]
         alone = await asyncio.gather(*(engine.generate(prompt, 24, tenant=str(i)) for i, prompt in enumerate(prompts)))

@@ -2,8 +2,8 @@
 ``TokenStream`` is one answer that is being computed.
 
 To add a way, write a class with the members of ``Path``, made from ``PathParts``, and give it a name in ``PATHS``. A
-``Request`` of ``asynccache_shim`` can be used as a ``TokenStream``. A class that computes in a thread of its own may
-use ``ThreadRun``.
+``Request`` of ``asynccache_shim`` can be used as a ``TokenStream``, and so can a ``BatchRequest`` of ``asynccache_hf``,
+whose tokens come from another thread.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
+from asynccache_hf.batch_request import BatchPrompt
 from asynccache_hf.describing import longest
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
 from asynccache_shim.thread import returned
@@ -160,57 +161,6 @@ class SchedulerPath:
         return self._cache.closed or (repr(self._scheduler.failure) if self._scheduler.failure else None)
 
 
-class ThreadRun:
-    """A ``TokenStream`` that is computed in a thread. The thread calls ``tell`` and ``end``; the server's loop
-    iterates."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.output: list[int] = []
-        self.hits: Hits | None = None
-        self.finish: Finish | None = None
-        self.aborted = False
-        self._error: BaseException | None = None
-        self._loop = loop
-        self._news = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        at = 0
-        while True:
-            while at < len(self.output):
-                at += 1
-                yield self.output[at - 1]
-            if self.finish is not None:
-                break
-            self._news.clear()
-            await self._news.wait()
-        if self._error is not None:
-            raise self._error
-
-    def abort(self) -> None:
-        self.aborted = True
-        self._end(Finish.ABORTED, None, None)
-
-    # called in the thread
-
-    def tell(self, token: int) -> None:
-        """Add a token."""
-        self._loop.call_soon_threadsafe(self._add, token)
-
-    def end(self, finish: Finish, hits: Hits | None = None, error: BaseException | None = None) -> None:
-        """End the run: there will be no more tokens. Only the first call has an effect."""
-        self._loop.call_soon_threadsafe(self._end, finish, hits, error)
-
-    def _add(self, token: int) -> None:
-        if self.finish is None:
-            self.output.append(token)
-            self._news.set()
-
-    def _end(self, finish: Finish, hits: Hits | None, error: BaseException | None) -> None:
-        if self.finish is None:
-            self.finish, self.hits, self._error = finish, hits, error
-            self._news.set()
-
-
 class _InThreads(Generic[C]):
     """A path whose means are a class of ``asynccache_hf`` with a cache of its own, which is opened, asked and closed in
     threads."""
@@ -274,14 +224,14 @@ class _InThreads(Generic[C]):
 
 class PrefixPath(_InThreads[PrefixCache]):
     """``PrefixCache``: transformers' own ``generate``, which computes one request after the other, in the order in
-    which they came. A request that is too long to be cached (see ``limits``) is generated without the cache."""
+    which they came. A request that is too long to be cached (see ``Layout.limit``) is generated without the cache."""
 
     name = "prefix"
     limit: int | None = None
 
     def __init__(self, means: PathParts) -> None:
         super().__init__(means)
-        self._runs: set[ThreadRun] = set()
+        self._runs: set[BatchRequest] = set()
 
     async def __aenter__(self) -> Self:
         self._thread = ThreadPoolExecutor(1, "generate")
@@ -296,8 +246,10 @@ class PrefixPath(_InThreads[PrefixCache]):
         means = self._means
         return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
 
-    def start(self, wanted: WantedAnswer) -> ThreadRun:
-        cached, run = self._serving(wanted), ThreadRun(asyncio.get_running_loop())
+    def start(self, wanted: WantedAnswer) -> BatchRequest:
+        cached = self._serving(wanted)
+        prompt = BatchPrompt(wanted.tokens, wanted.most, wanted.ends, wanted.salt, True, {})
+        run = BatchRequest("generate", prompt, lambda run: run.end(Finish.ABORTED))
         self._runs.add(run)
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, cached, wanted, run)
         future.add_done_callback(lambda _: self._runs.discard(run))
@@ -305,19 +257,20 @@ class PrefixPath(_InThreads[PrefixCache]):
 
     # runs in the thread
 
-    def _generate(self, cached: PrefixCache, wanted: WantedAnswer, run: ThreadRun) -> None:
-        if run.aborted:
+    def _generate(self, cached: PrefixCache, wanted: WantedAnswer, run: BatchRequest) -> None:
+        if run.finish is not None:
             return
         before = cached.counts
         try:
             made = self._made(cached, wanted, run)
         except Exception as error:  # a model may raise anything; it fails this request only
-            run.end(Finish.FAILED, None, error)
+            run.end(Finish.FAILED, error)
             return
-        hits = Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True)))
-        run.end(Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH, hits)
+        if run.finish is None:
+            run.hits = Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True)))
+        run.end(Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH)
 
-    def _made(self, cached: PrefixCache, wanted: WantedAnswer, run: ThreadRun) -> list[int]:
+    def _made(self, cached: PrefixCache, wanted: WantedAnswer, run: BatchRequest) -> list[int]:
         ids = torch.tensor([wanted.tokens], device=self._means.model.device)
         with torch.random.fork_rng(enabled=wanted.sampling.seed is not None):
             if wanted.sampling.seed is not None:
@@ -376,14 +329,15 @@ def _sampled(sampling: Sampling) -> dict[str, Any]:
 class _Streamer:
     """Hands tokens on to a run. transformers calls ``put`` with the prompt first, and then with each token."""
 
-    def __init__(self, run: ThreadRun) -> None:
+    def __init__(self, run: BatchRequest) -> None:
         self._run = run
+        self._made: list[int] = []
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
-        if self._begun:
-            for token in value.reshape(-1).tolist():
-                self._run.tell(token)
+        if self._begun and self._run.finish is None:
+            self._made.extend(value.reshape(-1).tolist())
+            self._run.tell(self._made)
         self._begun = True
 
     def end(self) -> None:
@@ -393,11 +347,11 @@ class _Streamer:
 class _Aborted:
     """A stopping criterion: an aborted run ends after the token that is being computed."""
 
-    def __init__(self, run: ThreadRun) -> None:
+    def __init__(self, run: BatchRequest) -> None:
         self._run = run
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self._run.aborted, dtype=torch.bool, device=input_ids.device)
+        return torch.full((len(input_ids),), self._run.finish is not None, dtype=torch.bool, device=input_ids.device)
 
 
 PATHS: Mapping[str, Callable[[PathParts], Path]] = {

@@ -204,24 +204,29 @@ def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, window: int | None) -> RowGroup:
-    """Return one group of rows that have equally many new tokens, the first at ``starts``. A row that is shorter than
-    the longest is filled up from its last place, and what was filled up is masked."""
+    """Return one group: a row of several new tokens, or rows of one each, the first of them at ``starts``. A row that
+    is shorter than the longest is filled up from its last place, and what was filled up is masked."""
     device = rows[0].places[component].device
     new, seen = rows[0].stop - rows[0].start, [_seen(row, window) for row in rows]
-    longest = max(seen)
-    tokens = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).flatten()
-    fresh, parts = 1 < new == longest, []
-    for row, length in zip(rows, seen, strict=True):
-        own = row.places[component][row.stop - length : row.stop]
-        parts.append(own if length == longest else torch.cat([own, own[-1:].expand(longest - length)]))
-    mask = None
+    longest, read, mask = max(seen), None, None
+    tokens = (
+        torch.tensor(starts, device=device) if new == 1 else torch.arange(starts[0], starts[0] + new, device=device)
+    )
+    fresh = 1 < new == longest
+    if not fresh:
+        own = [row.places[component][row.stop - length : row.stop] for row, length in zip(rows, seen, strict=True)]
+        read = torch.cat([
+            part for each in own
+            for part in ((each,) if len(each) == longest else (each, each[-1:].expand(longest - len(each))))
+        ])  # fmt: skip
     if min(seen) < longest or (new > 1 and not (fresh and (window is None or new <= window))):
-        asks = (torch.tensor(seen, device=device)[:, None] - new + torch.arange(new, device=device))[:, None, :, None]
         keys = torch.arange(longest, device=device)
-        mask = keys <= asks
+        last = (torch.tensor(seen, device=device) - 1)[:, None, None] if new == 1 else keys[None, -new:, None]
+        mask = keys <= last
         if window is not None and new > 1:
-            mask &= keys > asks - window
-    return RowGroup(tokens, len(rows), None if fresh else torch.cat(parts), mask)
+            mask &= keys > last - window
+        mask = mask[:, None]
+    return RowGroup(tokens, len(rows), read, mask)
 
 
 # computing

@@ -41,7 +41,8 @@ def most_new_tokens(settings: Any, length: int) -> Any:
 
 
 class LoopThread:
-    """Runs until ``close``. A daemon: a program that forgets to close it ends all the same."""
+    """An event loop in a thread, which runs until ``close``. The thread is a daemon: a program that forgets to close it
+    ends all the same."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

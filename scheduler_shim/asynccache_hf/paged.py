@@ -162,11 +162,9 @@ class PagedModel:
         model allows it (``layout.packed``), else one after the other."""
         for request_id in batch.ended:
             self._tails.pop(request_id, None)
-        logits = self._each(batch.chunks)
-        self.synchronize()
         return [
-            draw(last, chunk.sampling, chunk.stop) if chunk.sample else NO_TOKEN
-            for chunk, last in zip(batch.chunks, logits, strict=True)
+            draw(logits[-1], chunk.sampling, chunk.stop) if chunk.sample else NO_TOKEN
+            for chunk, logits in zip(batch.chunks, self._computed(batch.chunks, 1), strict=True)
         ]
 
     @torch.inference_mode()
@@ -177,16 +175,12 @@ class PagedModel:
         Raises:
             ConfigError: the chunk reaches further than the model's positions mean the same (``layout.limit``).
         """
-        logits = self._packed.compute([chunk], keep)[0] if self._packed else self._alone(chunk, keep)
-        self.synchronize()
-        return logits
+        return self._computed([chunk], keep)[0]
 
-    def open(self, tables: Mapping[str, Pages], start: int) -> FilledCache:
-        """transformers' cache of what the pages have before ``start``, which is a page's end. ``tables``: the page
-        tables, by component."""
-        return self._filled(tables, start, [None] * len(self._bound))
-
-    def _filled(self, tables: Mapping[str, Pages], start: int, tails: Tails) -> FilledCache:
+    def open(self, tables: Mapping[str, Pages], start: int, tails: Tails | None = None) -> FilledCache:
+        """transformers' cache of what the pages have before ``start``. ``tables``: the page tables, by component.
+        ``tails``: the data that is not in a page; None: ``start`` is a page's end."""
+        tails = [None] * len(self._bound) if tails is None else tails
         return FilledCache(copy.deepcopy(self._empty), self._bound, tables, start, tails, self.layout.page_size)
 
     def synchronize(self) -> None:
@@ -195,16 +189,19 @@ class PagedModel:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def _each(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-        """The logits of the last token of each."""
-        if self._packed is None or not chunks:
-            return [self._alone(chunk, 1)[-1] for chunk in chunks]
-        return [logits[-1] for logits in self._packed.compute(chunks, 1)]
+    def _computed(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
+        """The logits of the last ``keep`` tokens of each, when all has been written."""
+        if self._packed is not None and chunks:
+            made = self._packed.compute(chunks, keep)
+        else:
+            made = [self._alone(chunk, keep) for chunk in chunks]
+        self.synchronize()
+        return made
 
     def _alone(self, chunk: Chunk, keep: int) -> torch.Tensor:
         """Compute one request, through transformers' own cache."""
         self.layout.check_length(chunk.stop)
-        opened = self._filled(tables_of(chunk), chunk.start, self._tails_of(chunk))
+        opened = self.open(tables_of(chunk), chunk.start, self._tails_of(chunk))
         logits = self._run(opened.cache, chunk, keep)
         opened.save(chunk.stop)
         self._keep_tails(opened, chunk)
@@ -227,16 +224,15 @@ class PagedModel:
                 if track.source == "mamba":
                     slots.copy(source, target)
 
-    def _tails_of(self, chunk: Chunk) -> Tails:
-        """Return the tails that were kept where the request stopped; None for each part if a page ended there.
+    def _tails_of(self, chunk: Chunk) -> Tails | None:
+        """Return the tails that were kept where the request stopped; None if a page ended there.
 
         Raises:
             RuntimeError: it did not stop where it is to go on.
         """
-        nothing = [None] * len(self._bound)
         if chunk.start % self.layout.page_size == 0 or not self._has_tails:
-            return nothing
-        stop, tails = self._tails.get(chunk.request_id, (0, nothing))
+            return None
+        stop, tails = self._tails.get(chunk.request_id, (0, ()))
         if stop != chunk.start:
             raise RuntimeError(f"request {chunk.request_id} stopped at {stop} and cannot go on at {chunk.start}")
         return tails

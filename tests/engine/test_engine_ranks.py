@@ -42,11 +42,11 @@ class Model(PagedModel):
 
     logits: dict[tuple[int, int], torch.Tensor]
 
-    def _each(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-        last = super()._each(chunks)
-        pairs = zip(chunks, last, strict=True)
-        self.logits |= {(chunk.request_id, chunk.stop): row for chunk, row in pairs if chunk.sample}
-        return last
+    def _computed(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
+        made = super()._computed(chunks, keep)
+        pairs = zip(chunks, made, strict=True)
+        self.logits |= {(chunk.request_id, chunk.stop): rows[-1] for chunk, rows in pairs if chunk.sample}
+        return made
 
 
 @cache

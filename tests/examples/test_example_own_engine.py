@@ -16,7 +16,7 @@ PROMPT = list(range(300))
 @pytest.mark.asyncio
 async def test_a_hit_changes_nothing_but_the_work() -> None:
     async with AsyncCache(own_engine.CONFIG) as cache:
-        engine = own_engine.Engine(cache)
+        engine = own_engine.OwnEngine(cache)
         first, again = [await engine.generate(PROMPT, 8) for _ in range(2)]
         assert again == (first[0], 288)
         assert first[1] == 0
@@ -26,7 +26,7 @@ async def test_a_hit_changes_nothing_but_the_work() -> None:
 async def test_what_is_in_the_pages_decides() -> None:
     """So that the same answer means the same KV."""
     async with AsyncCache(own_engine.CONFIG) as cache:
-        engine = own_engine.Engine(cache)
+        engine = own_engine.OwnEngine(cache)
         first = await engine.generate(PROMPT, 8)
         for layer in range(own_engine.LAYERS):
             cache.pools["full"].layer(layer)[:] = 0
@@ -38,7 +38,7 @@ async def test_what_is_in_the_pages_decides() -> None:
 @pytest.mark.asyncio
 async def test_a_request_that_is_cancelled_leaves_nothing_behind() -> None:
     async with AsyncCache(own_engine.CONFIG) as cache:
-        engine = own_engine.Engine(cache)
+        engine = own_engine.OwnEngine(cache)
         expected = await engine.generate(PROMPT, 8, tenant="undisturbed")
         for hops in (1, 3, 10, 30):
             task = asyncio.create_task(engine.generate(PROMPT, 100))
