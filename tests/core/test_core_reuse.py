@@ -187,7 +187,7 @@ def test_a_node_takes_at_most_96_bytes_more_than_under_lru_besides_ghosts() -> N
     (lru, _, _), (p2c, duel, watched) = memory("lru", nodes), memory("p2c", nodes)
     assert (p2c - duel - lru) / nodes <= 96
     assert watched == nodes, "it fits in both"
-    assert duel / watched <= 400
+    assert duel / watched <= 432, "as much as another ghost takes"
 
 
 def test_the_duel_knows_no_more_nodes_than_its_caches_have_room_for() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig, WritePolicy
 from asynccache.runtime.wasteful_settings import wasted
 from tests.runtime.runtime_kit import opened, settings
 
@@ -33,8 +33,11 @@ def test_a_setting_that_wastes_room_is_told_of(settings: CoreConfig, says: str) 
 
 @pytest.mark.parametrize(
     "settings",
-    [config(), config(host=0, write_back_watermark=1.0), config(swa=(50, 4)), config(swa=(50, 3), host=3)],
-)
+    [
+        config(), config(host=0, write_back_watermark=1.0), config(swa=(50, 4)), config(swa=(50, 3), host=3),
+        *(config(host=host, write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE) for host in (10, 100, 200)),
+    ],
+)  # fmt: skip
 def test_others_are_not(settings: CoreConfig) -> None:
     assert wasted(settings) == ()
 
