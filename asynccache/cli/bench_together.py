@@ -34,7 +34,7 @@ Serve = Callable[[Tokens, int], Tokens]
 
 
 class RequestLoad(NamedTuple):
-    """What is served: ``requests`` at once, with ``prompt`` tokens and ``new`` new tokens each."""
+    """Requests that are served at once: ``requests`` of them, with ``prompt`` tokens and ``new`` new tokens each."""
 
     requests: int
     prompt: int

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from asynccache.cli.capacity import compared
 from asynccache.cli.curve import HitCurve, PagePath, blocks, curve
 from asynccache.cli.output import Progress, answer, check_writable
-from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, integer, listed
+from asynccache.cli.parsing import POSITIVE, integer, listed
 from asynccache.cli.parsing import number as number_of
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
@@ -56,12 +56,11 @@ class TokenCost(NamedTuple):
 
 class Step(NamedTuple):
     """One size of one tier. ``gib``: the room of this tier; ``tokens``: what this tier and the tiers above it have room
-    for together; ``price``: that of this tier."""
+    for together."""
 
     tier: str
     gib: float
     tokens: int
-    price: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GB/s from host to device (default: %(default)s)")
     add("--storage-gb-per-s", type=POSITIVE, default=3.0, metavar="X",
         help="GB/s from storage to host (default: %(default)s)")
-    add("--host-gib-price", type=NOT_NEGATIVE, default=0.0, metavar="X",
-        help="price of a GiB of host memory, in any currency for any span of time")
-    add("--storage-gib-price", type=NOT_NEGATIVE, default=0.0, metavar="X",
-        help="price of a GiB of storage, as for the host")
     add("--eviction", default=EVICTION.default, choices=EVICTION.choices(),
         help="the policy in use (default: %(default)s)")
     add("--json", metavar="PATH|-", help="the answer as JSON, to a file or (-) instead of the table")
@@ -146,13 +141,13 @@ def _hits(
 
 def _steps(args: argparse.Namespace, model: TokenCost) -> Iterator[Step]:
     device = args.device_tokens
-    yield Step("device", device * model.bytes_per_token / GIB, device, 0.0)
+    yield Step("device", device * model.bytes_per_token / GIB, device)
     host = sorted(args.host_gib)
     for gib in host:
-        yield Step("host", gib, device + model.tokens(gib), gib * args.host_gib_price)
+        yield Step("host", gib, device + model.tokens(gib))
     above = device + max((model.tokens(gib) for gib in host), default=0)
     for gib in sorted(args.storage_gib):
-        yield Step("storage", gib, max(above, model.tokens(gib)), gib * args.storage_gib_price)
+        yield Step("storage", gib, max(above, model.tokens(gib)))
 
 
 def _rows(
@@ -161,61 +156,40 @@ def _rows(
     """The rows of the plan. ``hit_ratio``: under the policy in use. ``saved_s``: prefill saved minus time to load, in
     seconds, of this tier and those above it. What a GiB adds is counted from the next smaller size of the same tier,
     and for the smallest size from not having this tier."""
-    above, hits_above, saved_above = "", 0, 0.0
-    before = Step("", 0.0, 0, 0.0), 0.0
-    last = before[0], 0, 0.0
+    tier, gib, hits, saved = "", 0.0, 0, 0.0
+    hits_above, saved_above = hits, saved
     for step in steps:
-        if step.tier != above:
-            hits_above, saved_above, above = last[1], last[2], step.tier
-            before = Step(step.tier, 0.0, 0, 0.0), saved_above
-        row = found[step.tokens // BLOCK_TOKENS]
-        hits = row["policy"] * BLOCK_TOKENS
-        saved = saved_above + (hits - hits_above) * model.saves(step.tier)
-        more, price = saved - before[1], step.price - before[0].price
+        if step.tier != tier:
+            tier, gib, hits_above, saved_above = step.tier, 0.0, hits, saved
+        more, row, before = step.gib - gib or 1.0, found[step.tokens // BLOCK_TOKENS], saved
+        gib, hits = step.gib, row["policy"] * BLOCK_TOKENS
+        saved = saved_above + (hits - hits_above) * model.saves(tier)
         yield {
-            "tier": step.tier, "gib": round(step.gib, 3), "tokens": step.tokens, "hit_ratio": round(hits / tokens, 5),
+            "tier": tier, "gib": round(gib, 3), "tokens": step.tokens, "hit_ratio": round(hits / tokens, 5),
             **{name: round(row[name] * BLOCK_TOKENS / tokens, 5) for name in ("lru", "optimum")},
-            "saved_s": round(saved, 3), "adds_s_per_gib": round(more / (step.gib - before[0].gib or 1.0), 4),
-            "price": round(step.price, 4), "adds_s_per_price": round(more / price, 4) if price else None,
+            "saved_s": round(saved, 3), "adds_s_per_gib": round((saved - before) / more, 4),
         }
-        before, last = (step, saved), (step, hits, saved)
 
 
 def text(report: Report) -> str:
-    """The plan as tables of at most 80 columns."""
+    """The plan as a table of at most 80 columns, and what its columns are."""
     seconds = report["seconds"]
     time = f"{seconds / 3600:.2f} h" if seconds >= 360 else f"{number(seconds)} s"
-    priced = any(row["price"] for row in report["rows"])
     head = (f"{number(report['requests'])} requests in {time}, {number(report['tokens'])} prompt tokens: "
             f"{number(report['prefill_s'])} s of prefill")
-    columns = f"  {'':<11}{'GiB':>8}{'tokens':>14}{'hits':>9}{'saved':>11}{'s per GiB':>12}"
-    lines = [head, "", columns + (f"{'s per price':>13}" if priced else "")]
-    for row in report["rows"]:
-        price = row["adds_s_per_price"]
-        last = f"{price:>13.2f}" if price is not None else ""
-        lines.append(f"  {TIER_NAMES[row['tier']]:<11}{row['gib']:>8g}{number(row['tokens']):>14}"
-                     f"{percent(row['hit_ratio'], 1):>9}{number(row['saved_s']):>9} s{row['adds_s_per_gib']:>12.2f}"
-                     f"{last}")
-    return "\n".join([*lines, "", *_eviction(report), "", *_notes(report)])
-
-
-def _eviction(report: Report) -> Iterator[str]:
-    """The table of hit ratios by policy, beside that of the best possible cache."""
-    policy = report["eviction"]
-    middle = () if policy == "lru" else (policy,)
-    yield "  " + f"{'hits with':<11}{'GiB':>8}{'LRU':>14}" + "".join(f"{name:>9}" for name in (*middle, "best"))
-    for row in report["rows"]:
-        shown = [row["lru"], *([row["hit_ratio"]] if middle else []), row["optimum"]]
-        yield (f"  {TIER_NAMES[row['tier']]:<11}{row['gib']:>8g}{percent(shown[0], 1):>14}"
-               + "".join(f"{percent(value, 1):>9}" for value in shown[1:]))
+    columns = f"  {'':<10}{'GiB':>8}{'tokens':>13}{'hits':>8}{'LRU':>8}{'best':>8}{'saved':>12}{'s per GiB':>11}"
+    rows = [f"  {TIER_NAMES[row['tier']]:<10}{row['gib']:>8g}{number(row['tokens']):>13}"
+            + "".join(f"{percent(row[name], 1):>8}" for name in ("hit_ratio", "lru", "optimum"))
+            + f"{number(row['saved_s']):>10} s{row['adds_s_per_gib']:>11.2f}" for row in report["rows"]]
+    return "\n".join([head, "", columns, *rows, "", *_notes(report)])
 
 
 def _notes(report: Report) -> Iterator[str]:
     yield (f"No cache finds more than {percent(report['highest_hit_ratio'], 1)}; that takes "
            f"{report['highest_needs_gib']:,.0f} GiB.")
     yield f"hits: {HIT_RATIO}, full blocks only,"
-    yield f"of all tiers together, under {report['eviction']}. best: no cache of this size finds more,"
-    yield "even if it knows the future. saved: prefill saved minus time to load, all tiers."
+    yield f"of all tiers together, under {report['eviction']}; LRU: under lru. best: no cache of this size"
+    yield "finds more, even if it knows the future. saved: prefill saved minus loading."
     yield "s per GiB: what a GiB of this size adds to the next smaller size of the tier."
     model = TokenCost(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):

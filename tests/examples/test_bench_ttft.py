@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from asynccache_hf import BatchRequest, ContinuousBatching
 
-from asynccache.cli import bench_together
+from asynccache.cli import bench_together, output
 from asynccache.cli.bench_together import RequestLoad
 from asynccache.cli.bench_ttft import Bench, add_arguments, make_model, run
 from asynccache.cli.main import main
@@ -27,7 +27,11 @@ TOGETHER = [
 ]  # fmt: skip
 
 
-def test_every_way_is_measured_in_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_is_measured_in_every_round(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pause in ("QUIET_FOR", "EVERY"):               # every line of the progress is shown
+        monkeypatch.setattr(output, pause, 0.0)
     report = tmp_path / "ttft.json"
     assert main([*SMALL, "--json", str(report)]) == 0
     figures = json.loads(report.read_text())
