@@ -58,7 +58,7 @@ class ClientCalls:
 
     @property
     def registered(self) -> int:
-        """How many bytes are registered for this cache."""
+        """The bytes that are registered for this cache."""
         return sum(region.end - region.start for region in self._regions)
 
     def expect(self, memory: memoryview) -> None:
