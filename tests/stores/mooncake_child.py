@@ -190,13 +190,10 @@ class Worker:
         return {}
 
     async def misuse(self, url: str) -> dict[str, Any]:
-        """Call the real client before set-up and after close, which it does not survive if anybody gets in."""
-        client, refused = MooncakeClient(library().MooncakeDistributedStore), 0
-        options = settings_of(parse_url(url)).client
-        for step in ("nothing", "set up", "close"):
-            if step == "set up":
-                client.set_up(options, "127.0.0.1")
-            elif step == "close":
+        """Call the real client after close, which it does not survive if anybody gets in."""
+        client, refused = MooncakeClient(settings_of(parse_url(url)).client, "127.0.0.1", library()), 0
+        for step in ("set up", "close"):
+            if step == "close":
                 client.close()
             try:
                 with client as store:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from asynccache_backends.mooncake import MooncakeBackend, shared
+from asynccache_backends.mooncake import MooncakeBackend, client
+from asynccache_backends.mooncake.client import acquire
 from asynccache_backends.mooncake.raw import raw
 from asynccache_backends.mooncake.settings import ClientOptions, settings_of
-from asynccache_backends.mooncake.shared import acquire
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.storage import (
@@ -298,14 +298,14 @@ async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
 ) -> None:
     options = settings_of(parse_url(mooncake_master.url)).client
     one = await acquire(options)
-    users, begun, go_on, set_up = one.users, threading.Event(), threading.Event(), shared._acquire
+    users, begun, go_on, set_up = one.users, threading.Event(), threading.Event(), client._acquire
 
-    def slow(options: ClientOptions, host: str) -> shared.SharedClient:
+    def slow(options: ClientOptions, host: str) -> client.MooncakeClient:
         begun.set()
         go_on.wait(10)
         return set_up(options, host)
 
-    monkeypatch.setattr(shared, "_acquire", slow)
+    monkeypatch.setattr(client, "_acquire", slow)
     opening = asyncio.ensure_future(acquire(options))
     await asyncio.to_thread(begun.wait, 10)
     opening.cancel()

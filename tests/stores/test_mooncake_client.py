@@ -39,17 +39,7 @@ class Library:
 
 
 def ready(library: Library) -> MooncakeClient:
-    client = MooncakeClient(lambda: library)
-    client.set_up(OPTIONS, "10.0.0.7")
-    return client
-
-
-def test_a_new_client_lets_nobody_in() -> None:
-    client = MooncakeClient(Library)
-    with pytest.raises(Unavailable, match="NEW"), client:
-        pytest.fail("inside")
-    client.close()
-    assert client.state is ClientState.NEW
+    return MooncakeClient(OPTIONS, "10.0.0.7", type("Module", (), {"MooncakeDistributedStore": lambda: library}))
 
 
 def test_set_up_opens_the_door() -> None:
@@ -60,26 +50,11 @@ def test_set_up_opens_the_door() -> None:
     assert library.arguments == ("10.0.0.7", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", "10.0.0.1:50051")
 
 
-def test_a_failed_set_up_leaves_it_shut() -> None:
+def test_a_failed_set_up_leaves_no_client() -> None:
     library = Library(-1)
-    client = MooncakeClient(lambda: library)
     with pytest.raises(Unavailable, match=r"10\.0\.0\.1:50051"):
-        client.set_up(OPTIONS, "h")
-    with pytest.raises(Unavailable, match="CLOSED"), client:
-        pytest.fail("inside")
-    client.close()
+        ready(library)
     assert library.calls == ["setup"]
-
-
-def test_a_client_is_set_up_once() -> None:
-    library = Library()
-    client = ready(library)
-    with pytest.raises(Unavailable):
-        client.set_up(OPTIONS, "h")
-    client.close()
-    with pytest.raises(Unavailable):
-        client.set_up(OPTIONS, "h")
-    assert library.calls == ["setup", "close"]
 
 
 def test_a_closed_client_lets_nobody_in_and_is_closed_once() -> None:
@@ -113,7 +88,7 @@ def test_close_waits_for_those_inside_and_lets_nobody_else_in() -> None:
             assert closing.is_alive()
             leave.set()
     assert library.calls == ["setup", "close"]
-    assert repr(client) == "MooncakeClient(CLOSED, calls=0)"
+    assert repr(client) == "MooncakeClient(10.0.0.1:50051, CLOSED, users=1, calls=0)"
 
 
 def test_an_error_inside_opens_the_way_out() -> None:

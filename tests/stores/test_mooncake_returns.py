@@ -7,14 +7,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from asynccache_backends.mooncake import backend as module
 from asynccache_backends.mooncake.backend import MooncakeBackend
 from asynccache_backends.mooncake.client import MooncakeClient
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.mooncake.shared import SharedClient
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Result, parse_url
@@ -84,10 +82,8 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def opened(library: Scripted) -> AsyncIterator[MooncakeBackend]:
     settings = settings_of(parse_url(f"mooncake://{HOST}:{free_port()}"))  # nobody listens there
-    client = MooncakeClient(lambda: library)
-    client.set_up(settings.client, HOST)
-    kind: Any = type("Module", (), {"ReplicateConfig": ReplicateConfig})
-    backend = MooncakeBackend(settings, SharedClient(settings.client, client, kind))
+    names = {"ReplicateConfig": ReplicateConfig, "MooncakeDistributedStore": staticmethod(lambda: library)}
+    backend = MooncakeBackend(settings, MooncakeClient(settings.client, HOST, type("Module", (), names)))
     yield backend
     await backend.aclose()
 

@@ -153,7 +153,7 @@ async def test_what_is_deleted_while_it_is_moved_stays_deleted(
         await fill(one, keys[:4])
         await fill(one, keys[4:])
         read = bare(two)._client.read
-        monkeypatch.setattr(bare(two)._clock, "now", lambda: time.time() + 60)     # makes nothing younger
+        monkeypatch.setattr(bare(two)._catalog.clock, "now", lambda: time.time() + 60)     # makes nothing younger
 
         async def delete_and_read(path: str, start: int, length: int) -> Any:
             if not start and keys[0].key in bare(one)._catalog.index:
@@ -217,10 +217,10 @@ async def test_collection_while_pages_are_put_read_and_deleted(tmp_path: Path) -
 async def test_old_pages_and_damaged_objects_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, hour_ago = folder_url(tmp_path), time.time() - 3600
     async with opened(url) as store:
-        monkeypatch.setattr(bare(store)._clock, "now", lambda: hour_ago)
+        monkeypatch.setattr(bare(store)._catalog.clock, "now", lambda: hour_ago)
         await fill(store, some_keys("old", 3))
         await fill(store, some_keys("older", 4))
-        monkeypatch.setattr(bare(store)._clock, "now", time.time)
+        monkeypatch.setattr(bare(store)._catalog.clock, "now", time.time)
         await fill(store, some_keys("new", 3))
         await fill(store, some_keys("newer", 4))
         first, _, third, _ = packs(tmp_path)
@@ -257,10 +257,10 @@ async def test_a_tombstone_goes_when_it_is_old_and_nothing_needs_it(
         await store.delete(keys[:1])
         await bare(store).collect(None)                # more than half is live: the pack stays, and so does this
         assert len(objects(tmp_path)) == 2 - (len(packs(tmp_path)) == 0)
-        monkeypatch.setattr(bare(store)._clock, "now", lambda: time.time() + 3600)
+        monkeypatch.setattr(bare(store)._catalog.clock, "now", lambda: time.time() + 3600)
         await store.delete(keys[1:7])
         await bare(store).collect(None)
-        monkeypatch.setattr(bare(store)._clock, "now", lambda: time.time() + 7200)
+        monkeypatch.setattr(bare(store)._catalog.clock, "now", lambda: time.time() + 7200)
         await bare(store).collect(None)
         assert len(objects(tmp_path)) == len(packs(tmp_path)) == 1
     async with opened(folder_url(tmp_path)) as store:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import ParamSpec, Self, TypeVar
+from typing import Self, TypeVar
 
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import (
@@ -34,21 +34,20 @@ from asynccache.storage import (
 )
 from asynccache_backends.file.backend import OpenCalls
 from asynccache_backends.mooncake import codes as meaning
-from asynccache_backends.mooncake.client import library
-from asynccache_backends.mooncake.listing import object_names
-from asynccache_backends.mooncake.probe import greet
+from asynccache_backends.mooncake.client import MooncakeClient, acquire, library
+from asynccache_backends.mooncake.master import greet, object_names
 from asynccache_backends.mooncake.regions import copy
 from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
-from asynccache_backends.mooncake.shared import SharedClient, acquire
 from asynccache_backends.mooncake.transfers import CallAttempt, ClientCalls
 
-P = ParamSpec("P")
+Q = TypeVar("Q")
 T = TypeVar("T")
 
 MISS, HIT, CORRUPT, FAILED = Result
 
 PART_PAGES = 64  # in one call of the client; fewer pages mean less time in a call if an owner of pages hangs
 LIST_PAGES = 256
+COUNTERS = ("errors", "lost_calls", "full_waits", "full_pages", "deleted")
 FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)  # seconds between attempts of a put to a full store; 0.62 in all
 
 
@@ -58,10 +57,10 @@ class MooncakeBackend:
 
     shared = True
 
-    def __init__(self, settings: MooncakeSettings, shared: SharedClient) -> None:
+    def __init__(self, settings: MooncakeSettings, client: MooncakeClient) -> None:
         self._settings = settings
-        self._shared = shared
-        self._transfers = ClientCalls(shared, settings.replicas)
+        self._client = client
+        self._transfers = ClientCalls(client, settings.replicas)
         self._reading = Workers(settings.threads, "asynccache-mooncake-read")
         self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
         self._operations = OpenCalls("the Mooncake store")
@@ -90,7 +89,7 @@ class MooncakeBackend:
         return cls(settings, await acquire(settings.client))
 
     def __repr__(self) -> str:
-        return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._shared.client!r})"
+        return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._client!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. The store does not evict a page for some seconds after
@@ -104,8 +103,8 @@ class MooncakeBackend:
         """Read each object directly into the buffers of its record. Cancelling it returns when the client has let go of
         the records."""
         with self._operations:
-            first = _first_of(keys)
-            wanted = list(first.values())
+            first = {key: i for i, (_, key) in reversed(list(enumerate(keys)))}
+            wanted = sorted(first.values())
             names, into = self._names([keys[i] for i in wanted]), [records[i] for i in wanted]
             codes = await self._get(names, into)
             results = await self._get_results(names, into, codes)
@@ -131,7 +130,9 @@ class MooncakeBackend:
             self._counts["full_pages"] += sum(code in meaning.FULL_CODES for code in codes)
             self._check_reached(codes)
             results = [meaning.put_result(code) for code in codes]
-            self._count(results, records)
+            stored = [record for record, result in zip(records, results, strict=True) if result is HIT]
+            self._counts["stored"] += len(stored)
+            self._counts["stored_bytes"] += sum(HEADER_BYTES + record.payload.nbytes for record in stored)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -216,7 +217,7 @@ class MooncakeBackend:
             finally:
                 self._reading.close()
                 self._writing.close()
-                self._shared.release()
+                self._client.release()
 
     def _names(self, keys: Sequence[PageKey]) -> list[str]:
         return [self._settings.name(key) for _, key in keys]
@@ -247,8 +248,8 @@ class MooncakeBackend:
         put = self._transfers.put
         return await self._ask(self._writing, lambda at, part: put(at, names[part], records[part]), len(names))
 
-    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return (await _answers([self._reading.call(function, *args, **kwargs)], CallAttempt()))[0]
+    async def _in_thread(self, function: Callable[[Q], T], arg: Q) -> T:
+        return (await _answers([self._reading.call(function, arg)], CallAttempt()))[0]
 
     async def _greet(self) -> None:
         """Ask the master for a sign of life, if it did not answer in an earlier call. Raises Unavailable if it gives
@@ -280,15 +281,6 @@ class MooncakeBackend:
             self._counts["lost_calls"] += 1
             raise meaning.nobody_error(codes, str(self._settings.client.master))
 
-    def _count(self, results: Sequence[Result], records: Sequence[Record]) -> None:
-        hit = HIT
-        sizes = [HEADER_BYTES + r.payload.nbytes for r, result in zip(records, results, strict=True) if result is hit]
-        self._counts["stored"] += len(sizes)
-        self._counts["stored_bytes"] += sum(sizes)
-
-
-COUNTERS = ("errors", "lost_calls", "full_waits", "full_pages", "deleted")
-
 
 async def _answers(futures: Sequence[asyncio.Future[T]], attempt: CallAttempt) -> list[T]:
     """Wait for the parts of ``attempt`` and return their results, or raise the first of their errors. If it is
@@ -306,14 +298,6 @@ async def _answers(futures: Sequence[asyncio.Future[T]], attempt: CallAttempt) -
         if error is not None:
             raise error
     return [future.result() for future in futures]
-
-
-def _first_of(keys: Sequence[PageKey]) -> dict[bytes, int]:
-    """Return for each different key its first position."""
-    first: dict[bytes, int] = {}
-    for i, (_, key) in enumerate(keys):
-        first.setdefault(key, i)
-    return first
 
 
 def _copy_to_repeated(

@@ -1,21 +1,32 @@
-"""The only access to Mooncake's client library, which segfaults when it is called before set-up or after close.
+"""The process's client, and the only access to Mooncake's library, which segfaults when it is called before set-up or
+after close.
 
 Law: the library is called only in the state READY, between ``__enter__`` and ``__exit__``, which count the calls under
-way. ``close`` first refuses new calls and then waits until none is under way. The states are NEW → READY → CLOSING →
-CLOSED; a set-up that fails leads from NEW to CLOSED. It is used from several threads.
+way. ``close`` first refuses new calls and then waits until none is under way. The states are READY → CLOSING → CLOSED.
+The client is used from several threads.
+
+A process has only one client, because no other thread of the process runs while a client is set up, and for still
+longer while one is closed. Caches with the same options share it. It stays when the last of them has closed, for the
+next one. It is closed at the end of the process: if that were left to the library, the process might abort while a
+thread still calls it. A cache with other options is refused while the client is in use; if nobody uses it, it is
+replaced. Mutable state: ``_current``, which ``_lock`` guards.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum, auto
-from threading import Condition
+from threading import Condition, Lock
 from types import TracebackType
 from typing import Any
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
+from asynccache.storage import Workers, settled
+from asynccache_backends.mooncake.master import greet
+from asynccache_backends.mooncake.regions import Regions
 from asynccache_backends.mooncake.settings import ClientOptions
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -35,43 +46,34 @@ LIBRARIES = "apt-get install libibverbs1 libnuma1"
 class ClientState(Enum):
     """The state of a client."""
 
-    NEW = auto()
     READY = auto()
     CLOSING = auto()
     CLOSED = auto()
 
 
 class MooncakeClient:
-    """A client of the library. Every call to the library's object is made inside ``with client as store:``."""
+    """A client of the library, set up. Every call to the library's object is made inside ``with client as store:``.
+    ``module`` is the library; ``regions``: the memory that is registered; ``users``: how many caches use the client."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.state = ClientState.NEW
-        self._make = make
-        self._store: Any = None
+    def __init__(self, options: ClientOptions, host: str, module: Any) -> None:
+        """Connect to the master. The GIL is held meanwhile. Raises Unavailable if the client could not be set up."""
+        self.options = options
+        self.module = module
+        self.regions = Regions(self)
+        self.users = 1
         self._calls = 0
         self._changed = Condition()
+        self._store = module.MooncakeDistributedStore()
+        code = self._store.setup(
+            host, options.metadata, options.segment, options.buffer, options.protocol, options.device,
+            str(options.master),
+        )  # fmt: skip
+        if code != 0:
+            raise Unavailable(f"mooncake: the client could not be set up at master {options.master} ({code})")
+        self.state = ClientState.READY
 
     def __repr__(self) -> str:
-        return f"MooncakeClient({self.state.name}, calls={self._calls})"
-
-    def set_up(self, options: ClientOptions, host: str) -> None:
-        """Connect to the master; only once. It holds the GIL meanwhile.
-
-        Raises:
-            Unavailable: the client could not be set up, or was set up before.
-        """
-        with self._changed:
-            if self.state is not ClientState.NEW:
-                raise Unavailable(f"mooncake: a client is set up once; this one is {self.state.name}")
-            self.state = ClientState.CLOSED
-            self._store = self._make()
-            code = self._store.setup(
-                host, options.metadata, options.segment, options.buffer, options.protocol, options.device,
-                str(options.master),
-            )  # fmt: skip
-            if code != 0:
-                raise Unavailable(f"mooncake: the client could not be set up at master {options.master} ({code})")
-            self.state = ClientState.READY
+        return f"MooncakeClient({self.options.master}, {self.state.name}, users={self.users}, calls={self._calls})"
 
     def __enter__(self) -> Any:
         with self._changed:
@@ -95,6 +97,57 @@ class MooncakeClient:
             self._changed.wait_for(lambda: self._calls == 0)
             self._store.close()
             self.state = ClientState.CLOSED
+
+    def release(self) -> None:
+        """Note that one of the users has ended. The client stays."""
+        with _lock:
+            self.users -= 1
+
+
+_lock = Lock()
+_current: MooncakeClient | None = None
+
+
+async def acquire(options: ClientOptions) -> MooncakeClient:
+    """Return the process's client, set up for the master of ``options``. The caller has to ``release`` it. Cancelling
+    it waits for a set-up that has begun, and releases the client.
+
+    Raises:
+        ConfigError: the client is not installed, or is in use with other options.
+        Unavailable: the master cannot be reached, or refuses. ``Timeout``: it does not answer.
+    """
+    host = await greet(options.master)
+    worker = Workers(1, "asynccache-mooncake-setup")
+    future = worker.call(_acquire, options, options.host or host)
+    try:
+        await settled([future])
+    except BaseException:
+        if future.exception() is None:
+            future.result().release()
+        raise
+    finally:
+        worker.close()
+    return future.result()
+
+
+def _acquire(options: ClientOptions, host: str) -> MooncakeClient:
+    global _current
+    with _lock:
+        if _current is not None and _current.state is ClientState.READY:
+            if _current.options == options:
+                _current.users += 1
+                return _current
+            if _current.users:
+                different = [o for o in options._fields if getattr(options, o) != getattr(_current.options, o)]
+                raise ConfigError(
+                    f"mooncake: this process's client is in use at {_current.options.master} with another "
+                    f"{', '.join(different)}; a process has one client"
+                )
+            _current.close()
+        _current = None
+        _current = MooncakeClient(options, host, library())
+        atexit.register(_current.close)
+        return _current
 
 
 def prepare() -> None:

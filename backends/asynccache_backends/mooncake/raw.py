@@ -9,9 +9,9 @@ from typing import Any
 
 from asynccache.errors import BackendError
 from asynccache.storage import ParsedUrl, Workers
+from asynccache_backends.mooncake.client import MooncakeClient, acquire
 from asynccache_backends.mooncake.regions import Region, address_of, region_of
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.mooncake.shared import SharedClient, acquire
 
 PREFIX = "asynccache-raw/"
 
@@ -19,8 +19,8 @@ PREFIX = "asynccache-raw/"
 class MooncakeRawClient:
     """The client; ``raw`` makes it. Each value is an object without a header."""
 
-    def __init__(self, shared: SharedClient) -> None:
-        self._shared = shared
+    def __init__(self, client: MooncakeClient) -> None:
+        self._client = client
         self._worker = Workers(1, "asynccache-mooncake-raw")
         self._regions: dict[Region, memoryview] = {}
         self._stored: set[str] = set()
@@ -57,8 +57,8 @@ class MooncakeRawClient:
         finally:
             self._worker.close()
             for region in self._regions:
-                self._shared.regions.remove(region)
-            self._shared.release()
+                self._client.regions.remove(region)
+            self._client.release()
 
     async def _call(self, name: str, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         self._register(views)
@@ -67,18 +67,18 @@ class MooncakeRawClient:
         return await self._run(lambda store: getattr(store, name)(names, addresses, sizes))
 
     async def _run(self, call: Callable[[Any], list[int]]) -> list[int]:
-        return await self._worker.run(self._call_client, call)
+        def inside() -> list[int]:
+            with self._client as store:
+                return call(store)
 
-    def _call_client(self, call: Callable[[Any], list[int]]) -> list[int]:
-        with self._shared.client as store:
-            return call(store)
+        return await self._worker.run(inside)
 
     def _register(self, views: Sequence[memoryview]) -> None:
         """Register all memory of which the views are slices, unless it was registered before."""
         for owner in {id(view.obj): view.obj for view in views}.values():
             memory = memoryview(owner)
             region = region_of(memory)
-            if region not in self._regions and self._shared.regions.add(region):
+            if region not in self._regions and self._client.regions.add(region):
                 self._regions[region] = memory
 
 

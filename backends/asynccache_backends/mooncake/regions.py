@@ -11,11 +11,12 @@ import ctypes
 from bisect import bisect_right
 from collections import Counter
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asynccache_backends.mooncake.client import MooncakeClient
+if TYPE_CHECKING:
+    from asynccache_backends.mooncake.client import MooncakeClient
 
 
 class Region(NamedTuple):
@@ -33,11 +34,6 @@ class Regions:
         self._wanted: Counter[Region] = Counter()
         self._sorted: tuple[list[int], list[int]] = ([], [])  # replaced, never changed: look-ups need no lock
         self._lock = Lock()
-
-    @property
-    def bytes(self) -> int:
-        """How many bytes are registered."""
-        return sum(region.end - region.start for region in list(self._wanted))
 
     def add(self, region: Region) -> bool:
         """Register a region, or add a user to one that is registered. Returns False if the client refuses it. Each

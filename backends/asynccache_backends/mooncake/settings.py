@@ -41,7 +41,7 @@ class ClientOptions(NamedTuple):
 
 
 class MooncakeSettings(NamedTuple):
-    """All settings in a URL.
+    """The settings in a URL, those of the client and those of one cache.
 
     ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page. ``threads``:
     how many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is best where

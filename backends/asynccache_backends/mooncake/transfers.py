@@ -13,20 +13,20 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock, local
-from typing import Any
+from typing import Any, cast
 
 from asynccache.errors import BackendError
 from asynccache.storage import HEADER_BYTES, Record
+from asynccache_backends.mooncake.client import MooncakeClient
 from asynccache_backends.mooncake.codes import NOT_TRIED, is_nobody, lost_master
 from asynccache_backends.mooncake.regions import Region, address_of, copy, region_of
-from asynccache_backends.mooncake.shared import SharedClient
 
 STAGE_BYTES = 8 << 20
 SHORT_BYTES = 128 << 10  # over TCP; with pages of 64 KiB the stage was twice as fast, with 256 KiB equally fast
 
 Names = Sequence[str]
-Buffers = Sequence[Sequence[int]]
-Move = Callable[[Any, Names, Buffers, Buffers], list[int]]
+Move = Callable[..., list[int]]
+"""A call of the library: it takes its object, and the names, the buffers' addresses and their sizes of the pages."""
 
 
 class CallAttempt:
@@ -42,15 +42,15 @@ class ClientCalls:
     thread. ``lost_master``: whether the master did not answer in the last call that has ended. ``staged``: pages that
     were copied through a stage. ``refused``: regions that the client has refused."""
 
-    def __init__(self, shared: SharedClient, replicas: int) -> None:
-        self._shared = shared
-        self._config = shared.module.ReplicateConfig()
+    def __init__(self, client: MooncakeClient, replicas: int) -> None:
+        self._client = client
+        self._config = client.module.ReplicateConfig()
         self._config.replica_num = replicas
         self._coming: list[Region] = []
         self._regions: list[Region] = []
         self._held: list[memoryview] = []
         self._lock = Lock()
-        self._short = SHORT_BYTES if shared.options.protocol == "tcp" else 0
+        self._short = SHORT_BYTES if client.options.protocol == "tcp" else 0
         self._own = local()  # a stage for each thread, so that no read waits for the stage of a write
         self.lost_master = False
         self.staged = 0
@@ -58,7 +58,7 @@ class ClientCalls:
 
     @property
     def registered(self) -> int:
-        """How many bytes are registered for this cache."""
+        """The bytes that are registered for this cache."""
         return sum(region.end - region.start for region in self._regions)
 
     def expect(self, memory: memoryview) -> None:
@@ -68,21 +68,16 @@ class ClientCalls:
 
     def put(self, attempt: CallAttempt, names: Names, records: Sequence[Record]) -> list[int]:
         """Store objects. Those that exist are left as they are."""
-        config = self._config
-
-        def move(store: Any, names: Names, buffers: Buffers, sizes: Buffers) -> list[int]:
-            codes: list[int] = store.batch_put_from_multi_buffers(names, buffers, sizes, config)
-            return codes
+        def move(store: Any, *pages: object) -> list[int]:
+            return cast(list[int], store.batch_put_from_multi_buffers(*pages, self._config))
 
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=False))
 
     def get(self, attempt: CallAttempt, names: Names, records: Sequence[Record]) -> list[int]:
         """Read objects into records. No name may come twice: the client would fill one of the records and report
         both."""
-
-        def move(store: Any, names: Names, buffers: Buffers, sizes: Buffers) -> list[int]:
-            codes: list[int] = store.batch_get_into_multi_buffers(names, buffers, sizes)
-            return codes
+        def move(store: Any, *pages: object) -> list[int]:
+            return cast(list[int], store.batch_get_into_multi_buffers(*pages))
 
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=True))
 
@@ -96,13 +91,13 @@ class ClientCalls:
 
     def clear(self, pattern: str) -> int:
         """Remove all objects whose names match the regular expression. Returns how many, or a negative code."""
-        with self._shared.client as store:
+        with self._client as store:
             code: int = store.remove_by_regex(pattern, True)
         return code
 
     def sizes(self, names: Names) -> list[int | None]:
         """Return the length of each object in bytes; None if it does not exist or is not in memory."""
-        with self._shared.client as store:
+        with self._client as store:
             found = store.batch_get_replica_desc(names)
         return [_size(found.get(name, ())) for name in names]
 
@@ -111,7 +106,7 @@ class ClientCalls:
         with self._lock:
             regions, self._regions = self._regions, []
         for region in regions:
-            self._shared.regions.remove(region)
+            self._client.regions.remove(region)
         self._held.clear()
 
     def _tried(self, attempt: CallAttempt, count: int, call: Callable[[], list[int]]) -> list[int]:
@@ -125,7 +120,7 @@ class ClientCalls:
         return codes
 
     def _called(self, name: str, *args: object) -> list[int]:
-        with self._shared.client as store:
+        with self._client as store:
             codes: list[int] = getattr(store, name)(*args)
         return codes
 
@@ -133,7 +128,7 @@ class ClientCalls:
         with self._lock:
             while self._coming:
                 region = self._coming.pop(0)
-                if self._shared.regions.add(region):
+                if self._client.regions.add(region):
                     self._regions.append(region)
                 else:
                     self.refused += 1
@@ -148,7 +143,7 @@ class ClientCalls:
         codes = [NOT_TRIED] * len(names)
         if direct:
             sizes = [(HEADER_BYTES, records[i].payload.nbytes) for i in direct]
-            with self._shared.client as store:
+            with self._client as store:
                 answer = move(store, [names[i] for i in direct], [buffers[i] for i in direct], sizes)
             _fill(codes, direct, answer)
         if staged:
@@ -157,14 +152,15 @@ class ClientCalls:
         return codes
 
     def _goes_directly(self, places: tuple[int, int], size: int) -> bool:
-        covers = self._shared.regions.covers
+        covers = self._client.regions.covers
         return size >= self._short and covers(places[1], size) and covers(places[0], HEADER_BYTES)
 
     def _staged(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
         codes: list[int] = []
         for part in parts(records, STAGE_BYTES):
             codes += self._through_stage(names[part], records[part], move, into)
-            self._count_staged(part.stop - part.start)
+        with self._lock:
+            self.staged += len(records)
         return codes
 
     def _through_stage(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
@@ -176,7 +172,7 @@ class ClientCalls:
         start = address_of(stage)
         ends = list(accumulate(lengths))
         buffers = [(start + end - length,) for end, length in zip(ends, lengths, strict=True)]
-        with self._shared.client as store:
+        with self._client as store:
             codes = move(store, names, buffers, [(length,) for length in lengths])
         if into:
             _copy_all(records, places)
@@ -191,10 +187,6 @@ class ClientCalls:
             self.expect(stage)
             self._register()
         return stage
-
-    def _count_staged(self, pages: int) -> None:
-        with self._lock:
-            self.staged += pages
 
 
 def parts(records: Sequence[Record], limit: int) -> Iterator[slice]:

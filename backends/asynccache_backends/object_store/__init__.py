@@ -9,13 +9,12 @@ page reach a quarter of the rate of packs. On S3 the PUT of such an object costs
 ``exists`` would be a request for each key, where here it is a look-up in a dict. The price is that a process has to
 find the packs of others: see ``catalog``.
 
-    names     128-bit names that sort by time            connect   opens the client for a URL
-    packs     the format of a pack                       client    the requests that are made, and their errors
-    index     which keys lie where                       lending   tells when the client has let go of a buffer
-    snapshot  the index as a stored object               uploads   puts pages together into packs and sends them
-    catalog   finds what others have stored and removed  reads     plans the range reads of a get
-    keeper    the work in the background                 fetches   makes those reads
-    collect   removes waste                              backend   the storage contract, on all of these
+    formats   the names and the content of objects       connect   opens the client for a URL
+    index     which keys lie where                       client    the requests that are made, and their errors
+    catalog   finds what others have stored and removed  local     a plain folder: permissions, and what is no file
+    keeper    the work in the background                 uploads   puts pages together into packs and sends them
+    collect   removes waste                              reads     plans and makes the range reads of gets
+    backend   the storage contract, on all of these      raw       a bare client, for comparison
 """
 
 from __future__ import annotations

@@ -65,12 +65,10 @@ class ObjectBackend:
         self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes, *, lends: bool
     ) -> None:
         self._client = client
-        self._clock = clock
         self._settings = settings
-        self._schema = schema
         self._workers = Workers(2, "asynccache-object")
         self._catalog = PackCatalog(client, clock, self._workers, schema, settings.parallel)
-        self._keeper = CatalogKeeper(self._catalog, client, settings.refresh, settings.capacity)
+        self._keeper = CatalogKeeper(self._catalog, settings.refresh, settings.capacity)
         self._uploads = Uploads(
             client, clock, self._workers, schema, pack=settings.pack, parallel=settings.parallel,
             stored=self._stored, lends=lends,
@@ -214,8 +212,7 @@ class ObjectBackend:
         """
         with self._operations:
             async with self._catalog.lock:
-                schema, target = self._schema, self._settings.pack
-                return await Collector(self._catalog, self._client, self._clock, schema, target).run(older_than)
+                return await Collector(self._catalog, self._settings.pack).run(older_than)
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: the client takes any memory."""
@@ -257,18 +254,13 @@ class ObjectBackend:
             finally:
                 await self._keeper.stop()
                 await self._uploads.drain()
-            await self._save_if_due()
-        finally:
-            self._workers.close()
-
-    async def _save_if_due(self) -> None:
-        """Store a snapshot if much is new. A failure is only counted."""
-        if self._catalog.save_due:
-            try:
+            if self._catalog.save_due:
                 async with asyncio.timeout(_CLOSING):
                     await self._catalog.save()
-            except (Unavailable, TimeoutError):
-                self._catalog.counts["errors"] += 1
+        except (Unavailable, TimeoutError):
+            self._catalog.counts["errors"] += 1
+        finally:
+            self._workers.close()
 
     async def _fetch(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
         stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
@@ -332,7 +324,7 @@ class ObjectBackend:
         refuses that, else HIT."""
         self._catalog.counts["deleted"] += len(keys)
         try:
-            await self._catalog.bury(self._clock.name(), keys)
+            await self._catalog.bury(self._catalog.clock.name(), keys)
         except Unavailable:
             self._catalog.counts["errors"] += 1
             return FAILED

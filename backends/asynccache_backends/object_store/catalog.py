@@ -71,10 +71,10 @@ class PackCatalog:
         self.counts: Counter[str] = Counter()
         self.unread: dict[str, tuple[FooterCheck, ListedObject]] = {}
         self.lock = asyncio.Lock()
-        self._client = client
-        self._clock = clock
+        self.client = client
+        self.clock = clock
         self._workers = workers
-        self._schema = schema
+        self.schema = schema
         self._parallel = parallel
         self._cursor = 0.0
         self._unsaved = 0
@@ -88,12 +88,12 @@ class PackCatalog:
         """
         saved = await self._load_snapshot()
         if saved is not None:
-            self._cursor = saved.cursor if saved.cursor < self._clock.now() + AHEAD else 0.0
+            self._cursor = saved.cursor if saved.cursor < self.clock.now() + AHEAD else 0.0
             for name, keys in saved.tombs.items():
-                self._clock.seen(stamp_of(name))
+                self.clock.seen(stamp_of(name))
                 self.index.bury(name, keys)
             async for pack in gently([Pack(*found) for found in saved.packs]):
-                self._clock.seen(pack.stamp)
+                self.clock.seen(pack.stamp)
                 self.index.add(pack)
         await self.refresh(full=saved is None)
         self._unsaved = self.counts["footers_read"]
@@ -113,7 +113,7 @@ class PackCatalog:
         newest = self._cursor
         fresh: list[ListedObject] = []
         tombs: list[ListedObject] = []
-        async for metas in self._client.list(PACKS, after):
+        async for metas in self.client.list(PACKS, after):
             for meta in metas:
                 newest = max(newest, meta.written)
                 kept.add(meta.name)
@@ -140,7 +140,7 @@ class PackCatalog:
             Unavailable: the store refuses, and there is no tombstone.
         """
         self.index.bury(name, keys)
-        await self._client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
+        await self.client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
 
     def lost(self, pack: Pack) -> None:
         """Remove a pack from the index that was found to be missing or changed."""
@@ -163,18 +163,18 @@ class PackCatalog:
         Raises:
             Unavailable: the store refuses.
         """
-        index, name, unsaved = self.index, self._clock.name(), self._unsaved
+        index, name, unsaved = self.index, self.clock.name(), self._unsaved
         packs = [(pack.name, pack.size, pack.entries) for pack in index.packs()]
         snapshot = PackIndexSnapshot(self._cursor, packs, dict(index.tombs))
-        packed = await self._workers.run(pack_snapshot, snapshot, self._schema)
+        packed = await self._workers.run(pack_snapshot, snapshot, self.schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
-        await self._client.create(f"{INDEX}/{name}", packed)
-        await self._client.delete([f"{INDEX}/{other}" for other in older])
+        await self.client.create(f"{INDEX}/{name}", packed)
+        await self.client.delete([f"{INDEX}/{other}" for other in older])
         self._unsaved -= unsaved
         self.counts["snapshots"] += 1
 
     async def _snapshots(self) -> list[ListedObject]:
-        found = [meta async for metas in self._client.list(INDEX) for meta in metas if is_name(meta.name)]
+        found = [meta async for metas in self.client.list(INDEX) for meta in metas if is_name(meta.name)]
         return sorted(found, key=lambda meta: meta.name, reverse=True)
 
     async def _load_snapshot(self) -> PackIndexSnapshot | None:
@@ -184,10 +184,10 @@ class PackCatalog:
                 self.counts["bad_snapshots"] += 1
                 continue
             try:
-                data = await self._client.read_all(f"{INDEX}/{meta.name}")
+                data = await self.client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
                 continue
-            found = await self._workers.run(parse_snapshot, memoryview(data), self._schema)
+            found = await self._workers.run(parse_snapshot, memoryview(data), self.schema)
             if found is not None:
                 return found
             self.counts["bad_snapshots"] += 1
@@ -198,7 +198,7 @@ class PackCatalog:
         name = meta.name.removesuffix(DEAD)
         if not is_name(name):
             return
-        self._clock.seen(stamp_of(name))
+        self.clock.seen(stamp_of(name))
         if meta.name.endswith(DEAD):
             if name not in self.index.tombs:
                 tombs.append(meta)
@@ -211,7 +211,7 @@ class PackCatalog:
             self.counts["bad_tombstones"] += 1
             return
         try:
-            data = await self._client.read_all(f"{PACKS}/{meta.name}")
+            data = await self.client.read_all(f"{PACKS}/{meta.name}")
         except FileNotFoundError:
             return
         keys = parse_tomb(name, bytes(data))
@@ -232,7 +232,7 @@ class PackCatalog:
         except (FileNotFoundError, EOFError):
             return
         self.counts["footers_read"] += 1
-        verdict, entries = parse_footer(tail, meta.size, self._schema)
+        verdict, entries = parse_footer(tail, meta.size, self.schema)
         if verdict is FooterCheck.GOOD:
             self._unsaved += 1
             self.index.add(Pack(meta.name, meta.size, entries))
@@ -241,7 +241,7 @@ class PackCatalog:
 
     async def _tail(self, path: str, size: int, length: int) -> bytes:
         length = min(size, length)
-        return bytes(await self._client.read(path, size - length, length)) if length else b""
+        return bytes(await self.client.read(path, size - length, length)) if length else b""
 
     async def _each(self, metas: Sequence[ListedObject], read: Callable[[ListedObject], Awaitable[None]]) -> None:
         """Call ``read`` for all of them, a few at a time. If one raises, the others are cancelled and waited for before

@@ -22,14 +22,12 @@ import numpy as np
 
 from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, PackCatalog, gently
-from asynccache_backends.object_store.client import ObjectClient
 from asynccache_backends.object_store.formats import (
     DEAD,
     MAX_RECORDS,
     PACKS,
     FooterCheck,
     FooterEntry,
-    NameClock,
     Pack,
     name_at,
     pack_entries,
@@ -41,13 +39,9 @@ from asynccache_backends.object_store.formats import (
 class Collector:
     """One collection. The caller holds the catalog's lock. ``target``: the bytes of a full pack."""
 
-    def __init__(
-        self, catalog: PackCatalog, client: ObjectClient, clock: NameClock, schema: bytes, target: int
-    ) -> None:
+    def __init__(self, catalog: PackCatalog, target: int) -> None:
         self._catalog = catalog
-        self._client = client
-        self._clock = clock
-        self._schema = schema
+        self._client, self._clock, self._schema = catalog.client, catalog.clock, catalog.schema
         self._target = target
         self._done = Collected()
 

@@ -144,7 +144,7 @@ class Pack:
 
     @property
     def count(self) -> int:
-        """How many records it has, live or not."""
+        """The number of its records, live or not."""
         return len(self.entries) // ENTRY_BYTES
 
     def entry(self, at: int) -> FooterEntry:

@@ -45,7 +45,7 @@ class PackIndex:
 
     @property
     def pages(self) -> int:
-        """How many keys can be read."""
+        """The number of keys that can be read."""
         return len(self._slots)
 
     def keys(self) -> list[bytes]:
@@ -54,7 +54,7 @@ class PackIndex:
 
     @property
     def pack_count(self) -> int:
-        """How many packs there are."""
+        """The number of packs."""
         return len(self._packs)
 
     def packs(self) -> list[Pack]:

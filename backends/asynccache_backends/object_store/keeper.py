@@ -13,7 +13,6 @@ from contextlib import suppress
 from asynccache.errors import Unavailable
 from asynccache.storage import settled
 from asynccache_backends.object_store.catalog import PackCatalog
-from asynccache_backends.object_store.client import ObjectClient
 from asynccache_backends.object_store.formats import PACKS
 
 FULL_EVERY = 600.0
@@ -26,9 +25,8 @@ class CatalogKeeper:
     """Owns that task. ``refresh``: seconds; 0: packs of other processes are not looked for. ``capacity``: bytes of all
     packs together; None: no limit."""
 
-    def __init__(self, catalog: PackCatalog, client: ObjectClient, refresh: float, capacity: int | None) -> None:
+    def __init__(self, catalog: PackCatalog, refresh: float, capacity: int | None) -> None:
         self._catalog = catalog
-        self._client = client
         self._refresh = refresh
         self._capacity = capacity
         self._due = asyncio.Event()
@@ -74,7 +72,7 @@ class CatalogKeeper:
                 break
             victims.append(pack)
             stored -= pack.size
-        await self._client.delete([f"{PACKS}/{pack.name}" for pack in victims])
+        await self._catalog.client.delete([f"{PACKS}/{pack.name}" for pack in victims])
         for pack in victims:
             index.drop(pack.name)
         self._catalog.counts["evicted_packs"] += len(victims)

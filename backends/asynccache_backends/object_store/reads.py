@@ -43,7 +43,7 @@ class PackStretch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many bytes are read."""
+        """The bytes that are read."""
         return self.end - self.start
 
     @property

@@ -35,7 +35,7 @@ COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects"
 
 
 class RedisBackend:
-    """Made by ``open``. ``shared``: whoever uses the server finds the same pages."""
+    """An open store, which ``open`` makes. ``shared``: whoever uses the server finds the same pages."""
 
     shared = True
 
@@ -111,7 +111,7 @@ class RedisBackend:
             await self._catalog.unlink(names)
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """All pages under this prefix. When they were written is known only where they have this store's ``ttl``.
+        """Yield all pages under this prefix. When they were written is known only where they have this store's ``ttl``.
 
         Raises:
             BackendError: a server cannot be asked. Cancelling it changes nothing.
@@ -140,18 +140,18 @@ class RedisBackend:
         return done
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Nothing to do: any memory will do."""
+        """Do nothing: any memory will do."""
 
     def stats(self) -> Mapping[str, int | float]:
-        """What this instance did: ``pages`` and ``bytes`` it stored, others may have stored more; ``refused_pages``
-        the server had no room for; ``connects``: connections made since it was opened."""
+        """The counters of this instance: ``pages`` and ``bytes`` that it stored, others may have stored more;
+        ``refused_pages``: the server had no room for them; ``connects``: connections made since it was opened."""
         nodes = self._router.nodes.values()
         connections = sum(not connection.closed for node in nodes for connection in node.made)
         now = {"nodes": len(nodes), "connections": connections}
         return {**{name: self._counts[name] for name in COUNTERS}, **now}
 
     async def flush(self) -> None:
-        """Nothing: what survives a power loss is the server's configuration."""
+        """Do nothing: the server's configuration decides what survives a power loss."""
 
     async def aclose(self) -> None:
         """Close all connections; calls under way fail. Twice is fine. Never waits."""
@@ -209,12 +209,12 @@ class RedisBackend:
 
 
 def _counted(reply: Any) -> Result:
-    """Of EXISTS and UNLINK: how many keys there were."""
+    """The result of EXISTS or UNLINK, which say how many keys there were."""
     return FAILED if not isinstance(reply, int) else HIT if reply else MISS
 
 
 def _fetched(reply: Any) -> Result:
-    """Of GET. Something else than a string under a page's key is no page of the right length."""
+    """The result of GET. Something else than a string under a page's key is no page of the right length."""
     if isinstance(reply, Result):
         return reply
     return CORRUPT if isinstance(reply, Refusal) and reply.code == "WRONGTYPE" else FAILED

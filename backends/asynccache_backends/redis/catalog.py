@@ -1,4 +1,4 @@
-"""All pages of a store, found by going through the keys of every server: for people and tools, never for requests."""
+"""The list of a store's pages, found by going through all keys of every server: for people, not for requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Catalog:
                         raise Unavailable(f"{node.address}: {text}")
 
     async def entries(self, names: Sequence[bytes]) -> list[tuple[bytes, Stored]]:
-        """What is stored under each name that is still there; a size of 0 where it is no string."""
+        """Return the page under each name that is still there; its size is 0 where it is no string."""
         sizes = await self._each(b"STRLEN", names)
         left = await self._each(b"PTTL", names)
         return [

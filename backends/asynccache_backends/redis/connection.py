@@ -43,11 +43,11 @@ class CommandBatch(NamedTuple):
     ahead: int
 
     def part(self, which: Sequence[int]) -> CommandBatch:
-        """Some of them."""
+        """Return some of the commands."""
         return CommandBatch([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead)
 
     def asking(self) -> CommandBatch:
-        """The same, with a word before each command that a server wants which has a slot only by half."""
+        """Return the same commands, each after the word that a server wants which has a slot only by half."""
         commands = [each for command in self.commands for each in (ASKING, command)]
         return CommandBatch(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
 
@@ -213,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.writelines([self._out.popleft() for _ in range(min(len(self._out), self._most))])
 
     def _look(self) -> None:
-        """Whether it has been silent for too long."""
+        """End the connection if it has been silent for too long."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self._moved_at = unsent, now

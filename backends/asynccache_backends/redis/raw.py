@@ -23,7 +23,7 @@ from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 
 class RedisRawClient:
-    """Made by ``raw``."""
+    """The client, which ``raw`` makes."""
 
     def __init__(self, settings: RedisSettings, router: Router) -> None:
         self._settings = settings
@@ -143,7 +143,7 @@ class _Protocol(asyncio.BufferedProtocol):
 
 
 def _values(into: Sequence[memoryview]) -> list[Buffer]:
-    """How replies to GET look: a length, the value, and the end of the one with the length of the next."""
+    """The form of replies to GET: a length, the value, and the end of the one with the length of the next."""
     parts: list[Buffer] = []
     end = b""
     for buffer in into:

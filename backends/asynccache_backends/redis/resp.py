@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
 
 
 class ProtocolError(Unavailable):
-    """What came is no RESP: whoever is at the other end, it is no Redis."""
+    """An answer that is no RESP: whoever is at the other end, it is no Redis."""
 
 
 def command(*words: bytes) -> bytes:
@@ -78,7 +78,7 @@ class Names:
         return name[len(self._prefix) :]
 
     def ours(self, names: Iterable[bytes]) -> list[bytes]:
-        """Those that are names of this store."""
+        """Return those that are names of this store."""
         return [name for name in names if len(name) == self._length and name.startswith(self._prefix)]
 
     def commands(self, verb: bytes, names: Sequence[bytes]) -> list[bytes]:
@@ -87,7 +87,7 @@ class Names:
         return [b"%b%b\r\n" % (head, name) for name in names]
 
     def pattern(self) -> bytes:
-        """What SCAN is to look for; it may find more, never less."""
+        """The pattern for SCAN, which may find more, never less."""
         return b"".join(b"\\%c" % byte if byte in _SPECIAL else b"%c" % byte for byte in self._prefix) + b"*"
 
     def storing(self, name: bytes, record: Record) -> Command:
@@ -208,7 +208,7 @@ class Reader:
         return bytes(value) if record is None else value
 
     def _line(self, record: Record | None) -> Receiving[bytes]:
-        """All before the next line's end. Where a page may begin by it, no more is received than comes before that."""
+        """Take all before the next line's end. Where a page may begin, no more is received than comes before that."""
         limit = _before(record)
         while (end := self._raw.find(b"\r\n", self._at, self._end)) < 0:
             yield from self._more(limit)
@@ -233,7 +233,7 @@ class Reader:
         self._at += 2
 
     def _taken(self, count: int) -> int:
-        """How many of the next ``count`` bytes are there already; they are done with."""
+        """Skip those of the next ``count`` bytes that are there already. Returns how many they are."""
         count = min(count, self._end - self._at)
         self._at += count
         return count
@@ -256,7 +256,7 @@ class Reader:
 
 
 def _before(record: Record | None) -> int:
-    """How many bytes come before a page's payload: so many are received at once, and no byte of a payload lands
+    """The bytes that come before a page's payload: so many are received at once, and no byte of a payload lands
     anywhere but where it belongs."""
     return SPARE_BYTES if record is None else HEADER_BYTES + len(b"$%d\r\n" % (HEADER_BYTES + len(record.payload)))
 

@@ -1,4 +1,4 @@
-"""Which server has which key, one for all or a cluster's map of hash slots; and the connections to each server.
+"""The server of each key, one for all or a cluster's map of hash slots; and the connections to each server.
 
 To each there are a few connections for pages and one for small questions, which so never wait behind pages. A
 connection serves one request at a time; more requests wait in line. Where none can be made, a new one is lost or one
@@ -44,7 +44,7 @@ _SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
 
 
 def slot_of(key: bytes) -> int:
-    """Its hash slot: of what is between the first brace and the next closing one, if that is anything, or of all."""
+    """The hash slot of a key: of what is between the first brace and the next closing one, if any, or of all."""
     tag = _TAG.match(key)
     return crc_hqx(tag[1] if tag else key, 0) % SLOTS
 
@@ -229,7 +229,7 @@ class Router:
     # the map
 
     def _settle(self, address: HostPort, reply: Any) -> None:
-        """What the first answer says it is."""
+        """Note from the first answer whether it is a cluster."""
         if isinstance(reply, list):
             self.clustered = True
             self._learn(address, reply)
@@ -273,7 +273,7 @@ class Router:
     # a request
 
     async def _answers(self, lane: Lane, part: CommandBatch, node: RedisNode | None, asking: bool) -> list[Any]:
-        """What ``node`` says to ``part``."""
+        """Return the replies of ``node`` to ``part``."""
         try:
             if node is not None:
                 return (await node.ask(lane, part.asking()))[1::2] if asking else await node.ask(lane, part)
@@ -284,8 +284,9 @@ class Router:
         return [refusal] * len(part.sinks)
 
     def _redirected(self, groups: Groups, replies: Sequence[Any]) -> Groups:
-        """Where to ask again, and for what. A redirection that names no slot and no port is none; the host may be an
-        IPv6 address without brackets, or missing: that is the server's that was asked, which does not know its own."""
+        """The nodes to ask again, and for what. A redirection that names no slot and no port is none. The host may be
+        an IPv6 address without brackets, or missing: that is the server's that was asked, which does not know its own.
+        """
         again: Groups = {}
         for asked, i in ((node, i) for (node, _), which in groups.items() for i in which):
             reply = replies[i]

@@ -1,4 +1,4 @@
-"""What a URL and the environment say about where the server is and how it is used. Parsed once; secrets stay in here.
+"""The settings in a URL and the environment: where the server is, and how it is used. Secrets stay in here.
 
 ``redis://user:password@host:6379/0?prefix=...`` or ``rediss://`` with TLS; a cluster may be named by several hosts.
 The user's part of a URL is percent-encoded, everything else is literal.
@@ -47,7 +47,7 @@ class RedisSettings:
 
 
 def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> RedisSettings:
-    """What ``url`` says; what it leaves out, the environment may.
+    """Return the settings in ``url``. The environment may have what it leaves out.
 
     Raises:
         ConfigError: the message names the option, and never the user's part of the URL.
