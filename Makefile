@@ -188,8 +188,9 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# With pip's own progress: it is the first thing that a user waits for, torch included.
 $(VENV)/.installed-cli: $(VENV)/.created pyproject.toml constraints.txt
-	$(INSTALL) -e '.[cli]'
+	$(filter-out --quiet,$(INSTALL)) -e '.[cli]'
 	@touch $@
 
 # The site is made from the sources as text: neither torch nor anything else of ours has to be there.

@@ -13,6 +13,7 @@ import resource
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path as FilePath
+from textwrap import wrap
 from typing import Any
 
 from asynccache import compiled
@@ -124,8 +125,9 @@ def told(report: Report) -> Iterator[str]:
     """Yield the report in lines for a person."""
     yield from _software(report)
     if report["missing"]:
-        yield f"No GPU can be used here: {report['missing']}."
-        yield 'The cache runs on device="cpu": pages in host memory, threads as streams. That is complete and tested.'
+        yield from wrap(f"No GPU can be used here: {report['missing']}.", 79, break_on_hyphens=False)
+        yield 'The cache runs on device="cpu": pages in host memory, threads as'
+        yield "streams. That is complete and tested."
     elif report.get("error"):
         yield f"There is a GPU, and it cannot be used: {report['error']}"
     else:
