@@ -92,7 +92,7 @@ class ContinuousBatching(CachedModel):
         self._ids = count(1)
         self._open: dict[str, _ServedRequest] = {}
         self._prompts = UncomputedPrompts(page_size)
-        self._door, self._closer = threading.Lock(), threading.Lock()
+        self._door = threading.Lock()
         self._closing = False
         self._manager.begin(self._pages, self._told, f"{NAME}-generates")
 
@@ -162,12 +162,10 @@ class ContinuousBatching(CachedModel):
 
     def close(self) -> None:
         """End what is not over (its error is ``CacheClosed``), save what is not saved yet, for as long as the cache's
-        ``close_deadline`` says, and end the threads. May be repeated."""
+        ``close_deadline`` says, and end the threads. May be repeated, and called by several threads at once."""
         with self._door:
             self._closing = True
-        with self._closer:
-            if self._loop.alive:
-                self._close()
+        super().close()
 
     def _close(self) -> None:
         try:
@@ -176,7 +174,7 @@ class ContinuousBatching(CachedModel):
             try:
                 self._manager.end()
             finally:
-                super().close()
+                super()._close()
 
     def _asked(
         self, what: str, tokens: Any, most: Any, ends: Any, extra_key: Any, streaming: bool, options: Mapping[str, Any],

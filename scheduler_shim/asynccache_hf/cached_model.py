@@ -61,7 +61,7 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
         """Return what ``work`` returns, or raise what it raises. Blocks the thread of whoever calls; when that is
-        interrupted, ``work`` is cancelled and waited for.
+        interrupted, ``work`` is cancelled, and its end is not waited for.
 
         Raises:
             CacheClosed: the loop has ended.
@@ -130,6 +130,7 @@ class CachedModel:
         self._model = model
         self._layout = layout
         self._counts = Counts()
+        self._closer = threading.Lock()
         self._loop = LoopThread(thread)
         try:
             self._cache = self._loop.call(_open(config, on_event))
@@ -169,12 +170,17 @@ class CachedModel:
         return self._loop.call(asked())
 
     def close(self) -> None:
-        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
-        if self._loop.alive:
-            try:
-                self._loop.call(self._cache.aclose())
-            finally:
-                self._loop.close()
+        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated, and
+        called by several threads at once: each of them returns when this has ended."""
+        with self._closer:
+            if self._loop.alive:
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._loop.call(self._cache.aclose())
+        finally:
+            self._loop.close()
 
 
 async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:
