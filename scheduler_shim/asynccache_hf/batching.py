@@ -24,7 +24,7 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, 
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
-from asynccache_hf.cached_model import CachedModel, most_new_tokens
+from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.continuous import (
     PageCache,
     PagedManager,
@@ -77,13 +77,14 @@ class ContinuousBatching(CachedModel):
         layout, expected = described(model, page_size, name)
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
+        config = config_of(layout, settings)
         take_part()
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
             tried_together(self._manager, model, layout, expected)
-            super().__init__(model, layout, NAME, settings, on_event)
+            super().__init__(model, layout, NAME, config, on_event)
         except BaseException:
             self._manager.end()
             raise

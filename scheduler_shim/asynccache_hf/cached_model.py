@@ -40,6 +40,16 @@ def most_new_tokens(settings: Any, length: int) -> Any:
     return int(settings.max_length) - length if settings.max_length else USUAL_LENGTH
 
 
+def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
+    """The configuration of a cache for such a model. A prefix of one page is worth fetching, unless ``settings`` (of
+    ``Layout.cache_config``) say otherwise.
+
+    Raises:
+        ConfigError: a setting is unusable.
+    """
+    return layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
+
+
 class LoopThread:
     """An event loop in a thread, which runs until ``close``. The thread is a daemon: a program that forgets to close it
     ends all the same."""
@@ -116,17 +126,13 @@ class CachedModel:
     while they are."""
 
     def __init__(
-        self, model: Any, layout: Layout, thread: str, settings: Mapping[str, Any],
-        on_event: Callable[[Any], None] | None,
+        self, model: Any, layout: Layout, thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None,
     ) -> None:  # fmt: skip
-        """Opens the cache. A prefix of one page is worth fetching, unless ``settings`` (of ``Layout.cache_config``) say
-        otherwise.
+        """Opens the cache.
 
         Raises:
-            ConfigError: a setting is unusable.
-            Exception: what opening raises. Nothing is left then.
+            Exception: the error of opening. Nothing is left then.
         """
-        config = layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
         self._model = model
         self._layout = layout
         self._counts = Counts()

@@ -401,6 +401,13 @@ def test_what_was_opened_in_vain_leaves_nothing() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_setting_is_refused_before_the_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of several requests in a step runs the model several times over its longest window."""
+    monkeypatch.setattr("asynccache_hf.batching.tried_together", lambda *_: pytest.fail("it was tried"))
+    with pytest.raises(ConfigError, match="device_tokens=-1"):
+        ContinuousBatching(model_of("llama"), **{**NAMED, "device_tokens": -1})
+
+
 def test_an_idle_one_uses_no_processor(llama: ContinuousBatching) -> None:
     start = time.process_time()
     time.sleep(0.5)
