@@ -81,6 +81,12 @@ class ContinuousBatching(CachedModel):
         take_part()
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
+        self._device_tokens, self._step_tokens = device_tokens, step_tokens
+        self._ids = count(1)
+        self._open: dict[str, _ServedRequest] = {}
+        self._prompts = UncomputedPrompts(page_size)
+        self._door = threading.Lock()
+        self._closing = False
         self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
             tried_together(self._manager, model, layout, expected)
@@ -88,13 +94,10 @@ class ContinuousBatching(CachedModel):
         except BaseException:
             self._manager.end()
             raise
-        slots = [own.slots[0] for own in bind(layout, self._cache.pools)]
-        self._pages = PageCache(layout, slots, device_tokens, step_tokens)
-        self._ids = count(1)
-        self._open: dict[str, _ServedRequest] = {}
-        self._prompts = UncomputedPrompts(page_size)
-        self._door = threading.Lock()
-        self._closing = False
+
+    def _bind(self) -> None:
+        slots = [own.slots[0] for own in bind(self._layout, self._cache.pools)]
+        self._pages = PageCache(self._layout, slots, self._device_tokens, self._step_tokens)
         self._manager.begin(self._pages, self._told, f"{NAME}-generates")
 
     def __repr__(self) -> str:

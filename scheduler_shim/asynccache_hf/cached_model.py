@@ -128,10 +128,10 @@ class CachedModel:
     def __init__(
         self, model: Any, layout: Layout, thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None,
     ) -> None:  # fmt: skip
-        """Opens the cache.
+        """Opens the cache and binds the model to it.
 
         Raises:
-            Exception: the error of opening. Nothing is left then.
+            Exception: the error of opening or of binding. Nothing is left open then.
         """
         self._model = model
         self._layout = layout
@@ -143,6 +143,15 @@ class CachedModel:
         except BaseException:
             self._loop.close()
             raise
+        try:
+            self._bind()
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self) -> None:
+        """Bind the model to the pools of the cache, which is open; an error closes it."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._layout.model!r}: {self._counts}>"

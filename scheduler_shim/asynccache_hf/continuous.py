@@ -314,8 +314,9 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         """Start the thread, which ends with the program if nobody ends it before."""
         self.page_cache, self._tell = cache, tell
         self.background_thread_status.clear()
-        self._generation_thread = threading.Thread(target=self._run_generation_loop, name=name, daemon=True)
-        self._generation_thread.start()
+        thread = threading.Thread(target=self._run_generation_loop, name=name, daemon=True)
+        thread.start()
+        self._generation_thread = thread               # one that could not be started cannot be stopped either
 
     def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool,
                held: RequestPages, options: Mapping[str, Any]) -> None:  # fmt: skip

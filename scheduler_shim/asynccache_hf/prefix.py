@@ -88,10 +88,12 @@ class PrefixCache(CachedModel):
         """
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         layout = describe(model, page_size, name=name)
-        super().__init__(model, layout, "asynccache-prefix", config_of(layout, settings), on_event)
-        self._paged = PagedModel(model, self._layout, self._cache.pools)
         self._ids = count(1)
         self._one, self._counting = threading.Lock(), threading.Lock()
+        super().__init__(model, layout, "asynccache-prefix", config_of(layout, settings), on_event)
+
+    def _bind(self) -> None:
+        self._paged = PagedModel(self._model, self._layout, self._cache.pools)
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.

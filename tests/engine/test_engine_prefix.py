@@ -15,7 +15,7 @@ from asynccache_hf.cached_model import LoopThread
 
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine.engine_kit import model_of, prompt, settled
+from tests.engine.engine_kit import model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
 pytestmark = pytest.mark.slow(0.3)
@@ -285,6 +285,21 @@ def test_an_error_of_the_model_gives_the_pages_back(cached: PrefixCache) -> None
         with pytest.raises(RuntimeError, match="enough"):
             cached.generate(ids(prompt(LENGTH)), max_new_tokens=9, stopping_criteria=[stop])
     assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
+
+
+def test_an_error_after_the_cache_has_opened_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no more")
+
+    before, caches = set(threading.enumerate()), open_caches()
+    with monkeypatch.context() as patched:
+        patched.setattr("asynccache_hf.prefix.PagedModel", broken)
+        with pytest.raises(MemoryError, match="no more"):
+            PrefixCache(model_of("llama"), name="llama", **SIZES)
+    assert not set(threading.enumerate()) - before
+    assert open_caches() == caches
+    with PrefixCache(model_of("llama"), name="llama", **SIZES) as cached:
+        assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
 
 
 def test_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
