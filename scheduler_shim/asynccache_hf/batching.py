@@ -25,14 +25,7 @@ from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
-from asynccache_hf.continuous import (
-    PageCache,
-    PagedManager,
-    RequestOutcome,
-    RequestPages,
-    check_model,
-    check_version,
-)
+from asynccache_hf.continuous import PageCache, PagedManager, RequestOutcome, RequestPages, check_model
 from asynccache_hf.describing import described
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.paged import bind
@@ -73,7 +66,6 @@ class ContinuousBatching(CachedModel):
         step_tokens = checks.integer("step_tokens", step_tokens, 1)
         seed = None if seed is None else checks.integer("seed", seed)
         generation = _generation(model, generation_config)
-        check_version()
         layout, expected = described(model, page_size, name)
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}

@@ -555,7 +555,7 @@ def test_another_transformers_is_refused_in_a_sentence(monkeypatch: pytest.Monke
     for other in ("5.22.3", "5.24.0", "5.230.0"):
         monkeypatch.setattr(transformers, "__version__", other)
         with pytest.raises(ConfigError, match=rf"transformers 5\.23, and here is {other}: install .* PrefixCache"):
-            ContinuousBatching(model_of("llama"), **NAMED)
+            continuous.check_version()
 
 
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:
