@@ -296,7 +296,8 @@ def test_an_error_after_the_cache_has_opened_closes_it(monkeypatch: pytest.Monke
         patched.setattr("asynccache_hf.prefix.PagedModel", broken)
         with pytest.raises(MemoryError, match="no more"):
             PrefixCache(model_of("llama"), name="llama", **SIZES)
-    assert not set(threading.enumerate()) - before
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("asynccache")]
     assert open_caches() == caches
     with PrefixCache(model_of("llama"), name="llama", **SIZES) as cached:
         assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
