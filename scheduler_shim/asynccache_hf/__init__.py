@@ -2,12 +2,14 @@
 
 Each name is imported when it is first asked for. Without transformers (the extra ``hf``) that raises
 ``ModuleNotFoundError`` with the command that installs it, and with a version of transformers that lacks what is used,
-``ImportError`` with the same command.
+``ImportError`` with the same command. ``ContinuousBatching`` is written against one version; with another one it raises
+``ConfigError``, which names both.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from asynccache.extras import install
@@ -45,7 +47,7 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "transformers":
             raise
-        what = "transformers" if isinstance(error, ModuleNotFoundError) else "another version of transformers"
+        what = "another version of transformers" if find_spec("transformers") else "transformers"
         raise type(error)(f"{error}; asynccache_hf needs {what}: {INSTALL}", name=error.name, path=error.path) from None
     value = globals()[name] = getattr(module, name)
     return value

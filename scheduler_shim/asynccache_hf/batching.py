@@ -24,15 +24,8 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, 
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
-from asynccache_hf.cached_model import CachedModel, most_new_tokens
-from asynccache_hf.continuous import (
-    PageCache,
-    PagedManager,
-    RequestOutcome,
-    RequestPages,
-    check_model,
-    check_version,
-)
+from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
+from asynccache_hf.continuous import PageCache, PagedManager, RequestOutcome, RequestPages, check_model
 from asynccache_hf.describing import described
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.paged import bind
@@ -73,27 +66,30 @@ class ContinuousBatching(CachedModel):
         step_tokens = checks.integer("step_tokens", step_tokens, 1)
         seed = None if seed is None else checks.integer("seed", seed)
         generation = _generation(model, generation_config)
-        check_version()
         layout, expected = described(model, page_size, name)
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
+        config = config_of(layout, settings)
         take_part()
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
-        self._manager = PagedManager(model, generation, seed, step_tokens)
-        try:
-            tried_together(self._manager, model, layout, expected)
-            super().__init__(model, layout, NAME, settings, on_event)
-        except BaseException:
-            self._manager.end()
-            raise
-        slots = [own.slots[0] for own in bind(layout, self._cache.pools)]
-        self._pages = PageCache(layout, slots, device_tokens, step_tokens)
+        self._device_tokens, self._step_tokens = device_tokens, step_tokens
         self._ids = count(1)
         self._open: dict[str, _ServedRequest] = {}
         self._prompts = UncomputedPrompts(page_size)
-        self._door, self._closer = threading.Lock(), threading.Lock()
+        self._door = threading.Lock()
         self._closing = False
+        self._manager = PagedManager(model, generation, seed, step_tokens)
+        try:
+            tried_together(self._manager, model, layout, expected)
+            super().__init__(model, layout, NAME, config, on_event)
+        except BaseException:
+            self._manager.end()
+            raise
+
+    def _bind(self) -> None:
+        slots = [own.slots[0] for own in bind(self._layout, self._cache.pools)]
+        self._pages = PageCache(self._layout, slots, self._device_tokens, self._step_tokens)
         self._manager.begin(self._pages, self._told, f"{NAME}-generates")
 
     def __repr__(self) -> str:
@@ -162,12 +158,10 @@ class ContinuousBatching(CachedModel):
 
     def close(self) -> None:
         """End what is not over (its error is ``CacheClosed``), save what is not saved yet, for as long as the cache's
-        ``close_deadline`` says, and end the threads. May be repeated."""
+        ``close_deadline`` says, and end the threads. May be repeated, and called by several threads at once."""
         with self._door:
             self._closing = True
-        with self._closer:
-            if self._loop.alive:
-                self._close()
+        super().close()
 
     def _close(self) -> None:
         try:
@@ -176,7 +170,7 @@ class ContinuousBatching(CachedModel):
             try:
                 self._manager.end()
             finally:
-                super().close()
+                super()._close()
 
     def _asked(
         self, what: str, tokens: Any, most: Any, ends: Any, extra_key: Any, streaming: bool, options: Mapping[str, Any],

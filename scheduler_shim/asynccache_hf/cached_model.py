@@ -40,6 +40,16 @@ def most_new_tokens(settings: Any, length: int) -> Any:
     return int(settings.max_length) - length if settings.max_length else USUAL_LENGTH
 
 
+def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
+    """The configuration of a cache for such a model. A prefix of one page is worth fetching, unless ``settings`` (of
+    ``Layout.cache_config``) say otherwise.
+
+    Raises:
+        ConfigError: a setting is unusable.
+    """
+    return layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
+
+
 class LoopThread:
     """An event loop in a thread, which runs until ``close``. The thread is a daemon: a program that forgets to close it
     ends all the same."""
@@ -61,7 +71,7 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
         """Return what ``work`` returns, or raise what it raises. Blocks the thread of whoever calls; when that is
-        interrupted, ``work`` is cancelled and waited for.
+        interrupted, ``work`` is cancelled, and its end is not waited for.
 
         Raises:
             CacheClosed: the loop has ended.
@@ -116,26 +126,32 @@ class CachedModel:
     while they are."""
 
     def __init__(
-        self, model: Any, layout: Layout, thread: str, settings: Mapping[str, Any],
-        on_event: Callable[[Any], None] | None,
+        self, model: Any, layout: Layout, thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None,
     ) -> None:  # fmt: skip
-        """Opens the cache. A prefix of one page is worth fetching, unless ``settings`` (of ``Layout.cache_config``) say
-        otherwise.
+        """Opens the cache and binds the model to it.
 
         Raises:
-            ConfigError: a setting is unusable.
-            Exception: what opening raises. Nothing is left then.
+            Exception: the error of opening or of binding. Nothing is left open then.
         """
-        config = layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
         self._model = model
         self._layout = layout
         self._counts = Counts()
+        self._closer = threading.Lock()
         self._loop = LoopThread(thread)
         try:
             self._cache = self._loop.call(_open(config, on_event))
         except BaseException:
             self._loop.close()
             raise
+        try:
+            self._bind()
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self) -> None:
+        """Bind the model to the pools of the cache, which is open; an error closes it."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._layout.model!r}: {self._counts}>"
@@ -169,12 +185,17 @@ class CachedModel:
         return self._loop.call(asked())
 
     def close(self) -> None:
-        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
-        if self._loop.alive:
-            try:
-                self._loop.call(self._cache.aclose())
-            finally:
-                self._loop.close()
+        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated, and
+        called by several threads at once: each of them returns when this has ended."""
+        with self._closer:
+            if self._loop.alive:
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self._loop.call(self._cache.aclose())
+        finally:
+            self._loop.close()
 
 
 async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:

@@ -4,13 +4,14 @@ transformers decides which requests a step computes, runs the model, chooses tok
 classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
 allocated, shared or evicted), its scheduler and processor (what becomes of requests that are cancelled or fail), and
 its manager (which makes the other three). Other versions of transformers than the one that this is written against are
-refused (``check_version``).
+refused when this module is imported (``check_version``).
 
 The attention of a step is computed by ``asynccache_hf.attending``.
 
 Law: whatever becomes of a request, its ``RequestPages.over`` is called once, when no step will touch its pages again.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import copy
@@ -22,24 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import cache as paging
-from transformers.generation.continuous_batching import continuous_api as api
-from transformers.generation.continuous_batching import scheduler
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from asynccache import ConfigError
-from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, unpageable
-from asynccache_hf.layout import Layout
-from asynccache_hf.memory import TrackMemory
-
-READ = 4
-"""A step reads at most so many times the tokens of the device, since requests may share pages."""
-
-ELSEWHERE = "PrefixCache serves such a model one request at a time, and Scheduler on PagedModel many"
-
-
-# which transformers, and which models
 
 VERSION = "5.23"
 """The version whose inside is known here."""
@@ -55,6 +40,27 @@ def check_version() -> None:
             f"ContinuousBatching is written against the inside of transformers {VERSION}, and here is "
             f"{transformers.__version__}: install that version, or use PrefixCache"
         )
+
+
+check_version()  # before inner names are looked up, which another version may lack
+
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as paging
+from transformers.generation.continuous_batching import continuous_api as api
+from transformers.generation.continuous_batching import scheduler
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, unpageable
+from asynccache_hf.layout import Layout
+from asynccache_hf.memory import TrackMemory
+
+READ = 4
+"""A step reads at most so many times the tokens of the device, since requests may share pages."""
+
+ELSEWHERE = "PrefixCache serves such a model one request at a time, and Scheduler on PagedModel many"
+
+
+# which models
 
 
 def check_model(model: Any, layout: Layout) -> None:
@@ -314,8 +320,9 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         """Start the thread, which ends with the program if nobody ends it before."""
         self.page_cache, self._tell = cache, tell
         self.background_thread_status.clear()
-        self._generation_thread = threading.Thread(target=self._run_generation_loop, name=name, daemon=True)
-        self._generation_thread.start()
+        thread = threading.Thread(target=self._run_generation_loop, name=name, daemon=True)
+        thread.start()
+        self._generation_thread = thread               # one that could not be started cannot be stopped either
 
     def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool,
                held: RequestPages, options: Mapping[str, Any]) -> None:  # fmt: skip

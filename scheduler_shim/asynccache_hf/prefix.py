@@ -22,7 +22,7 @@ from asynccache_shim.model import Checkpoint
 from transformers.generation.configuration_utils import GenerationMode
 
 from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
-from asynccache_hf.cached_model import CachedModel, most_new_tokens
+from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import due, loaded_lease
@@ -87,10 +87,13 @@ class PrefixCache(CachedModel):
             ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
         """
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
-        super().__init__(model, describe(model, page_size, name=name), "asynccache-prefix", settings, on_event)
-        self._paged = PagedModel(model, self._layout, self._cache.pools)
+        layout = describe(model, page_size, name=name)
         self._ids = count(1)
         self._one, self._counting = threading.Lock(), threading.Lock()
+        super().__init__(model, layout, "asynccache-prefix", config_of(layout, settings), on_event)
+
+    def _bind(self) -> None:
+        self._paged = PagedModel(self._model, self._layout, self._cache.pools)
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.

@@ -182,10 +182,10 @@ class _Stage:
         self.later = np.concatenate([self.first[:shared], np.arange(all_pages, count, dtype=np.int32)])
 
     def compute(
-        self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None, keep: int = 0
+        self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None, keep: int = 1
     ) -> torch.Tensor:
-        """The logits of the last ``keep`` tokens of a chunk (0: of all). ``state``: the slot of the request's state;
-        ``checkpoint``: that of its copy."""
+        """The logits of the last ``keep`` tokens of a chunk (0: of all, GiB for a long window). ``state``: the slot of
+        the request's state; ``checkpoint``: that of its copy."""
         kept = Checkpoint(stop, checkpoint) if checkpoint is not None else None
         states = np.array([state], np.int32)
         chunk = Chunk(who, self.tokens, start, stop, pages, pages, states, kept, sample=False)
@@ -200,9 +200,9 @@ def _worst(model: Any, layout: Layout, expected: ExpectedLogits) -> TrialDiffere
     early, late, stop = expected.plan
     compute(1, stage.first, 0, early, 0, checkpoint=2)
     compute(1, stage.first, early, late, 0, checkpoint=1)
-    found = [(late, compute(1, stage.first, late, stop - 1, 0))]
-    found.append((stop - 1, compute(1, stage.first, stop - 1, stop, 0)))
-    found.append((late, compute(2, stage.later, late, stop, 1)))
+    found = [(late, compute(1, stage.first, late, stop - 1, 0, keep=0))]
+    found.append((stop - 1, compute(1, stage.first, stop - 1, stop, 0, keep=0)))
+    found.append((late, compute(2, stage.later, late, stop, 1, keep=0)))
     found.append((late, compute(3, stage.first, early, stop, 2, keep=stop - late)))
     return max((expected.missed(at, seen) for at, seen in found), key=lambda missed: missed.error)
 

@@ -148,8 +148,9 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[torch.Tensor | None]:
         """Fill each target. Returns for each page its target, or None if the page was not read."""
         done = self._move_tensors(MoveDirection.IN, keys, target_locations)
-        targets = target_locations or [None] * len(keys)
-        return [target if hit else None for target, hit in zip(targets, done, strict=True)]
+        if not any(done):
+            return [None] * len(keys)
+        return [target if hit else None for target, hit in zip(target_locations, done, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store ``value``, a flat page as the KV pool makes them. Returns whether it is stored."""
@@ -338,6 +339,9 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _move_tensors(self, way: MoveDirection, keys: list[str], tensors: Any) -> list[bool]:
         """Move flat copies of KV pages. Returns for each page whether it was moved."""
         if not keys or tensors is None or any(tensor is None for tensor in tensors):
+            return [False] * len(keys)
+        if len(tensors) != len(keys):
+            logger.error("asynccache: %d tensors for %d pages of KV: nothing is moved", len(tensors), len(keys))
             return [False] * len(keys)
         return self._move(way, [(KV, keys, TensorPages(tensors))])[0]
 

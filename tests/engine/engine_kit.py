@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -150,6 +151,11 @@ async def sound_at_the_end(served: Served) -> AsyncIterator[Served]:
         check(served.cache.core, idle=True)
     finally:
         served.generator.close()
+
+
+def open_caches() -> list[AsyncCache]:
+    """The caches of this process that are open."""
+    return [each for each in gc.get_objects() if type(each) is AsyncCache and each.closed is None]
 
 
 async def settled(cache: AsyncCache) -> None:

@@ -22,7 +22,7 @@ from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
 from tests.engine import batching_child, engine_kit
-from tests.engine.engine_kit import model_of, prompt, settled
+from tests.engine.engine_kit import model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
 pytestmark = pytest.mark.slow(0.5)
@@ -401,6 +401,38 @@ def test_what_was_opened_in_vain_leaves_nothing() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("lacking", ["memory", "thread"])
+def test_an_error_after_the_cache_has_opened_closes_it(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("no more")
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name.endswith("-generates"):
+            raise MemoryError("no more")
+        start(thread)
+
+    model, before, caches, start = make("gpt_oss"), threads(), open_caches(), threading.Thread.start
+    with monkeypatch.context() as patched:
+        if lacking == "memory":
+            patched.setattr("asynccache_hf.batching.PageCache", no_memory)
+        else:
+            patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(MemoryError, match="no more"):
+            ContinuousBatching(model, **SIZES, name="gpt_oss")
+    assert threads() <= before
+    assert open_caches() == caches
+    assert model.config._attn_implementation == "eager"
+    with ContinuousBatching(model, **SIZES, name="gpt_oss") as batching:
+        assert made(batching, [prompt(23)]) == all_wanted("gpt_oss", [prompt(23)])
+
+
+def test_a_setting_is_refused_before_the_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of several requests in a step runs the model several times over its longest window."""
+    monkeypatch.setattr("asynccache_hf.batching.tried_together", lambda *_: pytest.fail("it was tried"))
+    with pytest.raises(ConfigError, match="device_tokens=-1"):
+        ContinuousBatching(model_of("llama"), **{**NAMED, "device_tokens": -1})
+
+
 def test_an_idle_one_uses_no_processor(llama: ContinuousBatching) -> None:
     start = time.process_time()
     time.sleep(0.5)
@@ -523,7 +555,7 @@ def test_another_transformers_is_refused_in_a_sentence(monkeypatch: pytest.Monke
     for other in ("5.22.3", "5.24.0", "5.230.0"):
         monkeypatch.setattr(transformers, "__version__", other)
         with pytest.raises(ConfigError, match=rf"transformers 5\.23, and here is {other}: install .* PrefixCache"):
-            ContinuousBatching(model_of("llama"), **NAMED)
+            continuous.check_version()
 
 
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:

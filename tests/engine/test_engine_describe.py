@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from asynccache_hf import describe
+from asynccache_hf.trial import MORE
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from asynccache import CacheConfig
@@ -83,6 +84,18 @@ def test_states_of_different_dtypes_share_a_slot() -> None:
     """The trial has put them back: in half precision the recurrent state stays float32 and the convolution's is not."""
     layout = describe(make("falcon_h1").to(torch.bfloat16), 8)
     assert {pool.name: pool.dtype for pool in layout.pools} == {"mamba": "bfloat16+float32", "full": "bfloat16"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "lfm2", "nemotron_h"])
+def test_only_the_logits_that_are_compared_are_computed(family: str) -> None:
+    """Those of a whole window are GiB: 4096 tokens of a vocabulary of 256000."""
+    model, size, rows = make(family), 4, []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    try:
+        describe(model, size, name=family)
+    finally:
+        hook.remove()
+    assert max(rows) == size + MORE + 1  # a page, what follows the last one, and the token before them
 
 
 # refusals

@@ -11,10 +11,11 @@ import pytest
 import torch
 import transformers
 from asynccache_hf import Counts, PrefixCache
+from asynccache_hf.cached_model import LoopThread
 
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine.engine_kit import model_of, prompt, settled
+from tests.engine.engine_kit import model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
 pytestmark = pytest.mark.slow(0.3)
@@ -284,6 +285,54 @@ def test_an_error_of_the_model_gives_the_pages_back(cached: PrefixCache) -> None
         with pytest.raises(RuntimeError, match="enough"):
             cached.generate(ids(prompt(LENGTH)), max_new_tokens=9, stopping_criteria=[stop])
     assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
+
+
+def test_an_error_after_the_cache_has_opened_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no more")
+
+    before, caches = set(threading.enumerate()), open_caches()
+    with monkeypatch.context() as patched:
+        patched.setattr("asynccache_hf.prefix.PagedModel", broken)
+        with pytest.raises(MemoryError, match="no more"):
+            PrefixCache(model_of("llama"), name="llama", **SIZES)
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("asynccache")]
+    assert open_caches() == caches
+    with PrefixCache(model_of("llama"), name="llama", **SIZES) as cached:
+        assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
+
+
+def test_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here one of them is about to close the cache when the other one has closed it."""
+    cached = PrefixCache(model_of("llama"), name="llama", **SIZES)
+    arrived, ended, failed = threading.Event(), threading.Event(), []
+    usual = LoopThread.call
+
+    def call(loop: LoopThread, work: Any) -> Any:
+        if threading.current_thread() is late:
+            arrived.set()
+            ended.wait(10)
+        else:
+            arrived.wait(0.5)
+        return usual(loop, work)
+
+    def close() -> None:
+        try:
+            cached.close()
+        except CacheClosed as error:
+            failed.append(error)
+
+    late = threading.Thread(target=close)
+    monkeypatch.setattr(LoopThread, "call", call)
+    closing = threading.Thread(target=close)
+    closing.start()
+    late.start()
+    closing.join(20)
+    ended.set()
+    late.join(20)
+    assert cached.closed == "the cache is closed"
+    assert not failed
 
 
 def test_closed_it_takes_no_calls() -> None:

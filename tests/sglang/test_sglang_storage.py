@@ -210,6 +210,23 @@ def test_copies_of_pages_for_an_sglang_that_asks_for_copies(tmp_path: Path) -> N
         storage.close()
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_copies_that_do_not_fit_the_keys_move_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    """Nothing is raised: it would end the thread of SGLang that calls."""
+    pool = mha()
+    storage = opened({"kv": pool}, file_store(tmp_path) | {"interface_v1": 0})
+    pages = [pool.get_data_page(0, flat=True).clone() for _ in range(count)]
+    try:
+        assert not storage.batch_set(KEYS[:2], pages)
+        assert storage.batch_get(KEYS[:2], pages) == [None, None]
+        assert storage.batch_exists(KEYS[:2]) == 0
+        assert caplog.text.count(f"{count} tensors for 2 pages of KV: nothing is moved") == 2
+    finally:
+        storage.close()
+
+
 def test_indices_that_do_not_fit_the_keys_move_nothing(tmp_path: Path) -> None:
     storage = opened({"kv": mha()}, file_store(tmp_path))
     try:
