@@ -246,12 +246,13 @@ def test_an_index_that_verifies_and_cannot_be_true_is_not_believed(data: bytes) 
 
 
 @pytest.mark.asyncio
-async def test_an_index_that_says_it_is_from_the_future_hides_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cursor", [1e10, 1e300, -1e306])
+async def test_an_index_of_an_impossible_time_hides_nothing(tmp_path: Path, cursor: float) -> None:
     await use(folder_url(tmp_path / "s"))
     for path in objects(tmp_path / "s", "index"):
         path.unlink()
     name = NameClock().name()
-    data = pack_snapshot(PackIndexSnapshot(1e10, [], {}), SCHEMA)
+    data = pack_snapshot(PackIndexSnapshot(cursor, [], {}), SCHEMA)
     (tmp_path / "s" / "index" / name).write_bytes(data)
     async with opened(folder_url(tmp_path / "s")) as store:
         assert await get(store, KEYS) == [MISS] + [HIT] * 19
