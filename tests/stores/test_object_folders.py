@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from asynccache_backends.object_store import ObjectBackend
 from asynccache_backends.object_store.formats import (
+    MAX_RECORDS,
     NameClock,
     Pack,
     PackIndexSnapshot,
@@ -197,30 +198,47 @@ SCHEMA = LAYOUT.schema
 ENTRY = struct.Struct("<32s64sQQQ")
 
 
-def saved(packs: object, tombs: object = (), cursor: float = 1.0) -> bytes:
-    """An index with a right checksum."""
-    body = msgspec.msgpack.encode((cursor, packs, dict(tombs)))  # type: ignore[call-overload]
-    return b"acINDX\x00\x02" + SCHEMA + xxh3_128_digest(body) + body
+def saved(packs: object, tombs: object = (), cursor: float = 1.0, raw: bytes = b"", more: int = 0) -> bytes:
+    """An index with a right checksum. ``raw``: what follows the table, which says that it is ``more`` bytes longer."""
+    table = msgspec.msgpack.encode((cursor, packs, dict(tombs)))  # type: ignore[call-overload]
+    body = (len(table) + more).to_bytes(8, "little") + table + raw
+    return b"acINDX\x00\x03" + SCHEMA + xxh3_128_digest(body) + body
 
 
-def one_pack(name: str = "0" * 32, size: int = 184 + 10, offset: int = 0, length: int = 10, end: bytes = b"") -> object:
-    return [(name, size, ENTRY.pack(bytes(32), bytes(64), offset, length, 0) + end)]
+def one_pack(
+    name: str = "0" * 32, size: int = 184 + 10, offset: int = 0, length: int = 10, end: bytes = b"", count: int = 1,
+    more: int = 0,
+) -> bytes:
+    raw = ENTRY.pack(bytes(32), bytes(64), offset, length, 0) + end
+    return saved([(name, size, count)], raw=raw, more=more)
+
+
+def many_records(count: int) -> bytes:
+    """An index of one pack with so many records."""
+    raw = b"".join(ENTRY.pack(i.to_bytes(32, "little"), bytes(64), i, 1, 0) for i in range(count))
+    return saved([("0" * 32, len(raw) + 64 + count, count)], raw=raw)
 
 
 def test_an_index_that_can_be_true_is_believed() -> None:
-    found = parse_snapshot(memoryview(saved(one_pack())), SCHEMA)
+    found = parse_snapshot(memoryview(one_pack()), SCHEMA)
     assert found is not None
     assert (found.cursor, [name for name, _, _ in found.packs]) == (1.0, ["0" * 32])
+    assert parse_snapshot(memoryview(many_records(MAX_RECORDS)), SCHEMA) is not None
+    assert parse_snapshot(memoryview(saved([], {"0" * 32: 2}, raw=bytes(64))), SCHEMA) is not None
 
 
 @pytest.mark.parametrize("data", [
-    saved(1), saved([()]), saved([("0" * 32, 10)]), saved(one_pack(end=b"x")), saved(one_pack(end=bytes(120))),
-    saved(one_pack(name="x" * 32)), saved(one_pack(name="0" * 32 + "\n")), saved(one_pack(size=-1)),
-    saved(one_pack(name="../../../../../../../etc/passwd")), saved(one_pack(offset=1 << 63)),
-    saved(one_pack(length=1 << 63)), saved(one_pack(size=(1 << 64) - 1)),
-    saved(one_pack(length=(1 << 63) - 1, size=(1 << 63) + 183)), saved([], {"x" * 32: ()}),
-    saved([], {"0" * 32: [bytes(31)]}), saved([], {"0" * 32: [bytes(33)]}), saved([], {"0" * 32: 1}),
-    saved([], cursor=float("nan")), saved([], cursor=float("inf")),
+    saved(1), saved([()]), saved([("0" * 32, 10)]), one_pack(end=b"x"), one_pack(end=bytes(120)),
+    one_pack(end=bytes(120), count=2), one_pack(count=0), one_pack(count=2), one_pack(count=-1),
+    one_pack(count=1 << 62), one_pack(more=1), one_pack(more=-1), one_pack(more=1 << 60),
+    one_pack(name="x" * 32), one_pack(name="0" * 32 + "\n"), one_pack(size=-1),
+    one_pack(name="../../../../../../../etc/passwd"), one_pack(offset=1 << 63),
+    one_pack(length=1 << 63), one_pack(size=(1 << 64) - 1),
+    one_pack(length=(1 << 63) - 1, size=(1 << 63) + 183), saved([], {"x" * 32: 0}),
+    saved([], {"0" * 32: 1}, raw=bytes(31)), saved([], {"0" * 32: 1}, raw=bytes(33)), saved([], {"0" * 32: 1}),
+    saved([], {"0" * 32: -1, "1" * 32: 1}), saved([], {"0" * 32: [bytes(32)]}),
+    saved([], cursor=float("nan")), saved([], cursor=float("inf")), saved([], cursor=-1e306), saved([], cursor=-1.0),
+    saved([], cursor=1e306), many_records(MAX_RECORDS + 1),
 ])  # fmt: skip
 def test_an_index_that_verifies_and_cannot_be_true_is_not_believed(data: bytes) -> None:
     """Its checksum is one that anybody can make."""
@@ -228,12 +246,13 @@ def test_an_index_that_verifies_and_cannot_be_true_is_not_believed(data: bytes) 
 
 
 @pytest.mark.asyncio
-async def test_an_index_that_says_it_is_from_the_future_hides_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cursor", [1e10, 1e300, -1e306])
+async def test_an_index_of_an_impossible_time_hides_nothing(tmp_path: Path, cursor: float) -> None:
     await use(folder_url(tmp_path / "s"))
     for path in objects(tmp_path / "s", "index"):
         path.unlink()
     name = NameClock().name()
-    data = pack_snapshot(PackIndexSnapshot(1e300, [], {}), SCHEMA)
+    data = pack_snapshot(PackIndexSnapshot(cursor, [], {}), SCHEMA)
     (tmp_path / "s" / "index" / name).write_bytes(data)
     async with opened(folder_url(tmp_path / "s")) as store:
         assert await get(store, KEYS) == [MISS] + [HIT] * 19

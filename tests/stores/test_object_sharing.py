@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from asynccache_backends.object_store.formats import LAST_STAMP, is_name, name_at
 
 from asynccache.storage import Collectable, Collected, Listable, PageKey, Result, Watchable
 from asynccache.testing.backend_suite import blank, record_of, same
@@ -182,6 +183,44 @@ async def test_two_that_collect_at_once_lose_nothing(tmp_path: Path) -> None:
                 assert set(results) <= {HIT, MISS}     # a pack may vanish under a reader
         async with opened(url) as three:
             assert set(await get(three, keys)) == {HIT}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ahead", [0.0, 3600.0, 48 * 3600.0, 2**48 / 1000])
+async def test_pages_whose_writer_has_its_clock_ahead_outlive_collections(
+    tmp_path: Path, ahead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of the last time that a name can have."""
+    url = folder_url(tmp_path)
+    keys = [key for n in range(3) for key in some_keys(str(n), 2)]
+    async with opened(url) as store:
+        clock = bare(store)._catalog.clock
+        monkeypatch.setattr(clock, "name", lambda: name_at(min(int((time.time() + ahead) * 1000), LAST_STAMP)))
+        for n in range(3):
+            await fill(store, keys[2 * n : 2 * n + 2])
+    for _ in range(3):
+        async with opened(url) as store:
+            await bare(store).collect(None)
+            assert set(await get(store, keys)) == {HIT}
+            assert all(is_name(path.name) for path in packs(tmp_path))
+    async with opened(url) as store:
+        assert set(await get(store, keys)) == {HIT}
+        assert store.stats()["pages"] == 6
+
+
+@pytest.mark.asyncio
+async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path) -> None:
+    url = folder_url(tmp_path)
+    keys = some_keys("0", 4)
+    async with opened(url) as one, opened(url) as two:
+        await asyncio.gather(fill(one, keys), fill(two, keys))
+    async with opened(url) as store:
+        packs(tmp_path)[-1].unlink()
+        assert await get(store, keys) == [MISS] * 4    # the pack that was read has vanished
+        assert await store.delete([*keys[:2], *some_keys("never", 1)]) == [MISS] * 3
+        assert store.stats()["deleted"] == 0
+    async with opened(url) as store:
+        assert await get(store, keys) == [MISS, MISS, HIT, HIT]
 
 
 @pytest.mark.asyncio

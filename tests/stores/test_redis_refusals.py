@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from asynccache_backends.options import HostPort
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Refusal, command
-from asynccache_backends.redis.routing import Lane, Router, slot_of
+from asynccache_backends.redis.routing import LOST, Lane, Router, slot_of
 from asynccache_backends.redis.settings import RedisSettings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
@@ -22,6 +24,7 @@ from tests.stores.conftest import served
 from tests.stores.redis_kit import opened
 from tests.stores.redis_server import RedisServer
 from tests.stores.test_redis_connection import Script, answers, connected, peer, silent
+from tests.waiting import until
 
 PING = plain([command(b"PING")])
 
@@ -146,6 +149,70 @@ async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
         router.close()
 
 
+@asynccontextmanager
+async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asyncio.Event]]:
+    """A cluster's router that is reading the map anew from its first server, which has all slots and says a byte of the
+    map now and then; a request to that server, behind the map; and whether the second server was asked for the map."""
+    maps, drips, asked = Counter[str](), asyncio.Event(), asyncio.Event()
+    one_map = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
+
+    def serves(name: str) -> Script:
+        async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while request := await reader.read(1 << 20):
+                if b"SLOTS" not in request:
+                    writer.write(b"+PONG\r\n")
+                    continue
+                maps[name] += 1
+                if name == "well" or maps[name] == 1:
+                    writer.write(one_map % port)
+                    asked.set() if name == "well" else None
+                    continue
+                writer.write(b"*1000000\r\n")
+                drips.set()
+                while True:
+                    writer.write(b"*0\r\n")
+                    await asyncio.sleep(0.05)
+
+        return script
+
+    async with peer(serves("drips")) as one, peer(serves("well")) as other:
+        port = one.seeds[0].port
+        router = Router(replace(one, seeds=one.seeds + other.seeds, stall=0.3), Counter())
+        await router.open()
+        router._stale = True
+        asking = asyncio.ensure_future(router.ask(Lane.WORDS, [b"k"], PING))
+        router._refreshed = float("-inf")
+        await drips.wait()
+        try:
+            yield router, asking, asked
+        finally:
+            asking.cancel()
+            router.close()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_drips_its_map_keeps_neither_the_map_old_nor_requests_waiting() -> None:
+    async with dripping() as (router, asking, asked), asyncio.timeout(5):
+        await asked.wait()
+        (reply,) = await asking
+        assert reply == b"PONG" or reply.code == LOST  # it is left alone for a moment
+        await until(lambda: router._refreshing is not None and router._refreshing.done())
+
+
+@pytest.mark.asyncio
+async def test_a_router_that_is_closed_reads_no_map() -> None:
+    async with dripping() as (router, asking, asked), asyncio.timeout(5):
+        reading = router._refreshing
+        assert reading is not None
+        await router.aclose()
+        assert reading.cancelled()
+        assert [reply.code for reply in await asking] == [LOST]
+        router._refreshed = float("-inf")
+        assert [reply.code for reply in await router.ask(Lane.WORDS, [b"k"], PING)] == [LOST]
+        assert router._refreshing is reading
+        assert not asked.is_set()
+
+
 @pytest.mark.asyncio
 async def test_pages_of_which_nothing_is_known_are_not_collected(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(3)]
@@ -171,6 +238,6 @@ async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer)
 async def test_a_name_that_no_machine_can_have() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         await RedisBackend.open(parse_url("redis://a..b"), LAYOUT)
-    address = HostPort("a..b", 1)  # as a cluster's map may name one
-    with pytest.raises(BackendError):
-        await Connection(address, RedisSettings((address,))).open()
+    for address in (HostPort("a..b", 1), HostPort("a\0b", 1)):  # as a cluster's map may name them
+        with pytest.raises(BackendError):
+            await Connection(address, RedisSettings((address,))).open()

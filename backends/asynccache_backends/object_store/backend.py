@@ -170,16 +170,18 @@ class ObjectBackend:
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Delete the page of each key: HIT if there was one, else MISS. This process forgets it at once, and others
-        when they find the tombstone. FAILED means that no tombstone could be stored, so only this process has forgotten
-        it.
+        """Delete the page of each key: HIT if this process knew of one, else MISS. This process forgets it at once, and
+        others when they find the tombstone. The tombstone is for all keys, since there may be pages that this process
+        does not know: it is one object for each call, whatever the keys. FAILED means that it could not be stored, so
+        only this process has forgotten them.
 
         Cancelling it may leave any of them deleted.
         """
         with self._operations:
-            there = [key.key for key in keys if key.key in self._catalog.index]
-            outcome = await self._store_tombstone(there) if there else HIT
-            return [outcome if key.key in there else MISS for key in keys]
+            results = [HIT if key.key in self._catalog.index else MISS for key in keys]
+            self._catalog.counts["deleted"] += results.count(HIT)
+            stored = not keys or await self._store_tombstone(list(dict.fromkeys(key.key for key in keys)))
+            return results if stored else [FAILED] * len(keys)
 
     async def clear(self) -> None:
         """Remove every pack, tombstone and snapshot below the prefix, also those of other processes. Packs that are
@@ -319,13 +321,12 @@ class ObjectBackend:
                 counts["put_bytes"] += payload.nbytes
                 results[i] = HIT
 
-    async def _store_tombstone(self, keys: Sequence[bytes]) -> Result:
-        """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns FAILED if the store
-        refuses that, else HIT."""
-        self._catalog.counts["deleted"] += len(keys)
+    async def _store_tombstone(self, keys: Sequence[bytes]) -> bool:
+        """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns False if the store refuses
+        that."""
         try:
             await self._catalog.bury(self._catalog.clock.name(), keys)
         except Unavailable:
             self._catalog.counts["errors"] += 1
-            return FAILED
-        return HIT
+            return False
+        return True

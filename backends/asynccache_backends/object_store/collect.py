@@ -24,6 +24,7 @@ from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, PackCatalog, gently
 from asynccache_backends.object_store.formats import (
     DEAD,
+    LAST_STAMP,
     MAX_RECORDS,
     PACKS,
     FooterCheck,
@@ -92,20 +93,26 @@ class Collector:
             self._add(size=pack.size)
 
     async def _rewrite(self, group: Sequence[Pack]) -> None:
-        """Copy the live records of these packs to a new pack, and remove them."""
-        name, entries, payloads = self._clock.name(), [], []
+        """Copy the live records of these packs to a new pack, and remove those that have no live record then.
+
+        The new pack's name is later than theirs, also where their writer's clock is far ahead of this one, because of
+        two records of one birth the one in the later pack is read."""
+        stamp = max(stamp_of(self._clock.name()), max(pack.stamp for pack in group) + 1)
+        name, entries, payloads = name_at(min(stamp, LAST_STAMP)), [], []
         for pack in group:
             try:
                 data = np.frombuffer(await self._client.read(f"{PACKS}/{pack.name}", 0, pack.size), np.uint8)
             except (FileNotFoundError, EOFError):
+                data = np.empty(0, np.uint8)
+            if len(data) != pack.size:
                 self._catalog.lost(pack)
                 continue
-            found = [pack.entry(at) for at in self._catalog.index.live(pack)] if len(data) == pack.size else []
+            found = [pack.entry(at) for at in self._catalog.index.live(pack)]
             entries += found
             payloads += [data[entry.offset : entry.offset + entry.length] for entry in found]
         if entries:
             await self._store(name, entries, payloads)
-        there = [pack for pack in group if self._catalog.index.has(pack.name)]
+        there = [pack for pack in group if self._catalog.index.has(pack.name) and not pack.live]
         self._add(waste=len(there))
         await self._remove(there)
 

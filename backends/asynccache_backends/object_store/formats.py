@@ -9,7 +9,8 @@
                 8 born; 64 bytes trailer: 8 magic · 32 schema · 8 number of records · 16 xxh3_128 of the entries and the
                 trailer before it
     tombstone:  8 magic · 8 number of keys · 16 xxh3_128 of the keys; the keys
-    snapshot:   8 magic · 32 schema · 16 xxh3_128 of the rest; a ``PackIndexSnapshot`` in MessagePack
+    snapshot:   8 magic · 32 schema · 16 xxh3_128 of the rest; 8 length of the table; the table, a ``_SnapshotTable``
+                in MessagePack; the footers' entries of each pack; the keys of each tombstone
 
 No part of a name comes from a user. The times in a writer's names never go back, and are later than those in all names
 that it has seen of others. So its tombstones are later than every pack that it knows, and what it stores after a
@@ -27,13 +28,12 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from math import isfinite
 from typing import Annotated, NamedTuple
 
 import msgspec
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from asynccache.storage import KEY_BYTES
 
@@ -43,6 +43,7 @@ DEAD = ".dead"
 
 _NAME = re.compile(r"[0-9a-f]{32}")
 _STAMP_DIGITS = 12
+LAST_STAMP = 16**_STAMP_DIGITS - 1
 _WILD = 24 * 3600 * 1000
 
 MAGIC = b"acPACK\x00\x01"
@@ -53,12 +54,13 @@ _ENTRY = struct.Struct("<32s64sQQQ")
 _HEAD = struct.Struct("<8s32sQ")
 TRAILER_BYTES = _HEAD.size + 16
 ENTRY_BYTES = _ENTRY.size
-_INDEX_MAGIC = b"acINDX\x00\x02"
+_INDEX_MAGIC = b"acINDX\x00\x03"
 _TOMB_MAGIC = b"acDEAD\x00\x01"
 _TOMB_HEAD = struct.Struct("<8sQ16s")
 
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME.pattern}\Z")]
-_Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_HASHED_AT_ONCE = 1 << 20
 
 
 def is_name(text: str) -> bool:
@@ -205,8 +207,9 @@ def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
 
 
 def in_bounds(entries: bytes, size: int) -> bool:
-    """Return True if the payloads lie one after another and fill an object of ``size`` bytes up to its footer."""
-    if len(entries) % ENTRY_BYTES:
+    """Return True if the payloads lie one after another and fill an object of ``size`` bytes up to its footer, and
+    there are no more records than a pack may have."""
+    if len(entries) % ENTRY_BYTES or len(entries) > MAX_RECORDS * ENTRY_BYTES:
         return False
     at, end = 0, size - len(entries) - TRAILER_BYTES
     for _, _, offset, length, _ in _ENTRY.iter_unpack(entries):
@@ -222,30 +225,65 @@ class PackIndexSnapshot(NamedTuple):
     had listed the packs. Later ones are listed at opening."""
 
     cursor: float
-    packs: Sequence[tuple[_Name, int, bytes]]
-    tombs: Mapping[_Name, tuple[_Key, ...]]
+    packs: Sequence[tuple[str, int, bytes]]
+    tombs: Mapping[str, tuple[bytes, ...]]
+
+
+class _SnapshotTable(NamedTuple):
+    """The small part of a snapshot: the name, the size and the number of records of each pack, and the number of keys
+    of each tombstone. Entries and keys follow as they are, because one call that encodes or decodes all of them would
+    hold the interpreter's lock for a tenth of a second where there are a million."""
+
+    cursor: float
+    packs: list[tuple[_Name, int, _Count]]
+    tombs: dict[_Name, _Count]
 
 
 def pack_snapshot(snapshot: PackIndexSnapshot, schema: bytes) -> bytes:
     """Return the content of the object."""
-    body = msgspec.msgpack.encode(snapshot)
-    return b"".join((_INDEX_MAGIC, schema, xxh3_128_digest(body), body))
+    packs = [(name, size, len(entries) // ENTRY_BYTES) for name, size, entries in snapshot.packs]
+    tombs = {name: len(keys) for name, keys in snapshot.tombs.items()}
+    table = msgspec.msgpack.encode(_SnapshotTable(snapshot.cursor, packs, tombs))
+    body = [len(table).to_bytes(8, "little"), table, *(entries for _, _, entries in snapshot.packs)]
+    body += [b"".join(keys) for keys in snapshot.tombs.values()]
+    return b"".join((_INDEX_MAGIC, schema, _digest(body), *body))
 
 
 def parse_snapshot(data: memoryview, schema: bytes) -> PackIndexSnapshot | None:
     """Return the snapshot in ``data``; None if it is damaged or has another schema. The checksum does not tell whether
     its content is possible: somebody may have made the object by hand."""
     start = len(_INDEX_MAGIC) + len(schema) + 16
-    if data[:start] != _INDEX_MAGIC + schema + xxh3_128_digest(data[start:]):
+    parts = (data[at : at + _HASHED_AT_ONCE] for at in range(start, len(data), _HASHED_AT_ONCE))
+    if data[:start] != _INDEX_MAGIC + schema + _digest(parts):
         return None
+    at = start + 8
+    end = at + int.from_bytes(data[start:at], "little")
     try:
-        found = msgspec.msgpack.decode(data[start:], type=PackIndexSnapshot)
+        cursor, sizes, counts = msgspec.msgpack.decode(data[at:end], type=_SnapshotTable)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if not isfinite(found.cursor):
+    records, buried = sum(count for _, _, count in sizes), sum(counts.values())
+    if end + records * ENTRY_BYTES + buried * KEY_BYTES != len(data) or not 0 <= cursor * 1000 <= LAST_STAMP:
         return None
-    good = all(size <= MOST_PACK_BYTES and in_bounds(entries, size) for _, size, entries in found.packs)
-    return found if good else None
+    packs = []
+    for name, size, count in sizes:
+        entries = bytes(data[end : (end := end + count * ENTRY_BYTES)])
+        if size > MOST_PACK_BYTES or not in_bounds(entries, size):
+            return None
+        packs.append((name, size, entries))
+    tombs = {}
+    for name, count in counts.items():
+        ends = range(end + KEY_BYTES, (end := end + count * KEY_BYTES) + 1, KEY_BYTES)
+        tombs[name] = tuple(bytes(data[key_end - KEY_BYTES : key_end]) for key_end in ends)
+    return PackIndexSnapshot(cursor, packs, tombs)
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
+    """Return the xxh3_128 of these parts, one after another."""
+    digest = xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def pack_tomb(keys: Sequence[bytes]) -> bytes:

@@ -154,8 +154,8 @@ class RedisBackend:
         """Do nothing: the server's configuration decides what survives a power loss."""
 
     async def aclose(self) -> None:
-        """Close all connections; calls under way fail. Twice is fine. Never waits."""
-        self._router.close()
+        """Close all connections; calls under way fail. Twice is fine. No server is waited for."""
+        await self._router.aclose()
 
     # one request
 

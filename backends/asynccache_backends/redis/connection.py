@@ -101,7 +101,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{address}: no connection after {self.loop.time() - began:.3g} s") from None
-            if isinstance(error, OSError | UnicodeError):  # ssl.SSLError is the first; no name may be "a..b"
+            if isinstance(error, OSError | ValueError):  # ssl.SSLError is the first; no name may be "a..b" or "a\0b"
                 raise Unavailable(f"{address}: {error}") from error
             raise
         finally:

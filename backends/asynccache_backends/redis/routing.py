@@ -23,6 +23,7 @@ from itertools import chain
 from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache.settle import settled
 from asynccache_backends.options import HostPort
 from asynccache_backends.pause import Health, Pause
 from asynccache_backends.redis.connection import CommandBatch, Connection, plain
@@ -32,7 +33,6 @@ from asynccache_backends.redis.settings import RedisSettings
 SLOTS = 16384
 REDIRECTIONS = 4
 REFRESH_SECONDS = 1.0
-OPEN_SECONDS = 30.0
 
 LOST = "LOST"
 """The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
@@ -63,7 +63,7 @@ class RedisNode:
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self.pause = Pause()
-        self._last = ""                                # the error's words: its traceback would hold the pages
+        self._last = ""                                # the error's words
         self._closed = False
         self.asked = 0
         self.made: set[Connection] = set()
@@ -92,6 +92,11 @@ class RedisNode:
             self.asked -= 1
         return replies
 
+    def failed(self, error: BackendError) -> None:
+        """Leave it alone for a moment, because of ``error``."""
+        self._last = str(error)                        # its traceback would hold the pages
+        self.pause.failed(self._loop.time())
+
     def close(self, *, idle: bool = False) -> None:
         """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
         self._closed = self._closed or not idle
@@ -106,8 +111,7 @@ class RedisNode:
             replies = await connection.ask(batch)
         except BaseException as error:
             if isinstance(error, Timeout) or (fresh and isinstance(error, BackendError)):
-                self._last = str(error)
-                self.pause.failed(self._loop.time())
+                self.failed(error)
             else:                                      # cancelled; or an old one is lost: does a new one work?
                 self.pause.given_up()
             raise
@@ -156,14 +160,10 @@ class Router:
             ConfigError: the URL says otherwise.
         """
         question = plain([command(b"PING")]) if self._settings.cluster == "off" else _SLOTS
-        within = max(OPEN_SECONDS, 2 * self._settings.stall * len(self._settings.seeds))
         try:
-            async with asyncio.timeout(within):  # a server that says a byte now and then is never silent
-                self._settle(*await self._of_any(self._settings.seeds, question))
-        except BaseException as error:
+            self._settle(*await self._of_any(self._settings.seeds, question))
+        except BaseException:
             self.close()
-            if isinstance(error, TimeoutError):
-                raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
             raise
 
     async def ask(self, lane: Lane, keys: Sequence[bytes], batch: CommandBatch) -> list[Any]:
@@ -215,7 +215,8 @@ class Router:
 
     def _refresh_if_stale(self) -> None:
         """Begin to read the map anew if it is known to be old, unless that was done in the last second."""
-        due = self._stale and asyncio.get_running_loop().time() >= self._refreshed + REFRESH_SECONDS
+        now = asyncio.get_running_loop().time()
+        due = self._stale and not self._closed and now >= self._refreshed + REFRESH_SECONDS
         if due and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.create_task(self.refresh())
 
@@ -223,8 +224,15 @@ class Router:
         """End all connections, and requests under way fail; or those that are not in use, because a server has changed
         sides: a cluster's map is old then, too."""
         self._closed, self._stale = self._closed or not idle, True
+        if self._closed and self._refreshing is not None:
+            self._refreshing.cancel()
         for node in self.nodes.values():
             node.close(idle=idle)
+
+    async def aclose(self) -> None:
+        """``close`` for good, and wait until the map is no longer being read."""
+        self.close()
+        await settled([] if self._refreshing is None else [self._refreshing])
 
     # the map
 
@@ -260,14 +268,21 @@ class Router:
         return self.nodes[address]
 
     async def _of_any(self, addresses: Sequence[HostPort], batch: CommandBatch) -> tuple[HostPort, Any]:
-        """The first who answers, and the answer."""
+        """The first who answers, and the answer. Each has twice ``stall``: once to connect, and once to answer. One
+        that says a byte now and then is never silent, and would be waited for without end."""
         failure: BackendError = Unavailable("no server is named")
+        within = 2 * self._settings.stall
         for address in dict.fromkeys(addresses):
+            node = self._node(address)
             try:
-                (reply,) = await self._node(address).ask(Lane.WORDS, batch)
+                async with asyncio.timeout(within):
+                    (reply,) = await node.ask(Lane.WORDS, batch)
                 return address, reply
             except BackendError as error:
                 failure = error
+            except TimeoutError:
+                failure = Timeout(f"{address}: no answer in {within:g} s")
+                node.failed(failure)
         raise failure
 
     # a request
