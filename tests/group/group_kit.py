@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from random import Random
 from typing import Any, TypeVar
 
@@ -128,6 +129,22 @@ def stage_of(topology: Topology, rank: int) -> Shard:
     return shard
 
 
+class _EndOf(asyncio.Future[Status]):
+    """A waiter for the end of ``op`` that is never done: ``ended`` is called as the operation ends, in the same turn.
+    The compiled ``Operations`` lets nothing else see that."""
+
+    def __init__(self, op: int, ended: Callable[[int, Status], None], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._op = op
+        self._ended = ended
+
+    def set_result(self, result: Status, /) -> None:
+        self._ended(self._op, result)
+
+    def set_exception(self, exception: type | BaseException, /) -> None:
+        """The cache is closed: the operation has no end."""
+
+
 class GroupWorld:
     """The devices and stores of all ranks, which outlive a group. ``shared``: all ranks write to one store; else each
     to one of its own; so with the store that may come as a guest. ``faults``, ``loads``, ``hostile``, ``delays``: what
@@ -223,22 +240,19 @@ class GroupWorld:
             performer._tell = partial(self._note_ends, performer.rank, performer._tell)
         self.running = {rank: self.loop.create_task(engine.run()) for rank, engine in self.engines.items()}
         driver, worker, core = self.cache._opened().driver, self.cache._opened().worker, self.cache.core
-        clock, end, hand_over = driver.clock, driver.ops.end, worker.perform
+        clock, hand_over = driver.clock, worker.perform
 
         def audited() -> float:
             audit.check(core)
             return clock()
 
-        def ended(op: int, status: Status) -> None:
-            self._check_end(op, status)
-            end(op, status)
-
         def noted(plan: Sequence[Work]) -> None:
             self.works |= {work.ops[0]: work.ops for work in plan}
+            for op in chain.from_iterable(work.ops for work in plan):
+                driver.ops._live[op].append(_EndOf(op, self._check_end, loop=self.loop))
             hand_over(plan)
 
         driver.clock = audited  # asked before each call of the core
-        driver.ops.end = ended  # type: ignore[method-assign]
         worker.perform = noted  # type: ignore[method-assign]
 
     def _note_ends(self, rank: int, tell: Callable[[m.Message], None], message: m.Message) -> None:
