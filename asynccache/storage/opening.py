@@ -14,7 +14,7 @@ from random import uniform
 from typing import Protocol, runtime_checkable
 
 from asynccache import checks
-from asynccache.errors import ConfigError
+from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.redaction import redacted
 from asynccache.storage.call_guard import Breaker
 from asynccache.storage.checked import CheckedStore
@@ -154,14 +154,21 @@ def backend_class(scheme: str) -> BackendClass:
     """Return the backend class for URLs with this ``scheme``.
 
     Raises:
-        ConfigError: no installed backend has this scheme; the message lists those that are installed.
+        ConfigError: no installed backend has this scheme; the message lists those that are installed. Or its module
+            cannot be imported.
     """
     checks.text("scheme", scheme)
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in installed:
         names = ", ".join(sorted(installed)) or "none: is the distribution installed?"
         raise ConfigError(f"storage: unknown backend {scheme!r}; installed: {names}")
-    loaded: BackendClass = installed[scheme].load()
+    try:
+        loaded: BackendClass = installed[scheme].load()
+    except AsyncCacheError:
+        raise
+    except Exception as error:  # of a module that may be anybody's
+        module = installed[scheme].value
+        raise ConfigError(f"storage: backend {scheme!r} cannot be imported from {module}: {error!r}") from error
     return loaded
 
 

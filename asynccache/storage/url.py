@@ -109,7 +109,8 @@ class ParsedUrl:
         for name in self.options:
             if name not in names:
                 where = redacted(f"{self.scheme}:{self.path}")  # without options: a misspelt one may be a password
-                raise ConfigError(f"storage={where!r}: unknown option {name!r}; one of {', '.join(sorted(names))}")
+                known = f"one of {', '.join(sorted(names))}" if names else "it has none"
+                raise ConfigError(f"storage={where!r}: unknown option {name!r}; {known}")
 
     def size(self, name: str, default: int) -> int:
         """Return the option ``name`` as a size in bytes (see ``parse_size``), or ``default`` if it is not given."""

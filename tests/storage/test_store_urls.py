@@ -56,6 +56,8 @@ def test_what_is_no_url_is_refused(text: str) -> None:
 def test_unknown_options_and_choices_are_refused_by_name_and_value() -> None:
     with pytest.raises(ConfigError, match="'colour'"):
         parse_url("file:/x?colour=red").allow_only(("capacity",))
+    with pytest.raises(ConfigError, match="unknown option 'colour'; it has none"):
+        parse_url("dict:?colour=red").allow_only(())
     with pytest.raises(ConfigError, match="direct='maybe'"):
         parse_url("file:/x?direct=maybe").choice("direct", ("auto", "on"))
 
@@ -66,7 +68,10 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "plugin-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[asynccache.backends]\nshelf = asynccache_backends.memory:MemoryBackend\n")
+    (info / "entry_points.txt").write_text(
+        "[asynccache.backends]\nshelf = asynccache_backends.memory:MemoryBackend\nbroken = plugin_that_raises:Nothing\n"
+    )
+    (tmp_path / "plugin_that_raises.py").write_text("raise RuntimeError('no shelf here')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
 
 
@@ -84,6 +89,13 @@ async def test_a_backend_is_found_by_its_entry_point() -> None:
 async def test_an_unknown_scheme_is_refused_with_a_list_of_what_is_installed() -> None:
     with pytest.raises(ConfigError, match=r"unknown backend 'teapot'; installed: .*shelf"):
         await open_store("teapot:/x", LAYOUT)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("plug_in")
+async def test_a_plug_in_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'broken' cannot be imported from plugin_that_raises:.*no shelf"):
+        await open_store("broken:", LAYOUT)
 
 
 @pytest.mark.asyncio
