@@ -107,7 +107,7 @@ def test_without_a_terminal_ctrl_c_reports_too(kind: str, tmp_path: Path) -> Non
         out, err = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()
-    assert re.match(r"\d+ (of 120 )?s +\d+ % · [\d,]+ served · \d+ running", line), line
+    assert re.match(r"\d+ (of 120 )?s +\d+ % · requests [\d,]+ served · \d+ running", line), line
     assert process.returncode == 130, err
     assert "\x1b" not in line + out + err
     assert f"{kind} OK" in out
