@@ -549,7 +549,9 @@ async def test_small_questions_do_not_wait_behind_pages() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_dead_server_is_not_stormed() -> None:
+@pytest.mark.parametrize("password", ["p", ""], ids=["greeted", "not greeted"])
+async def test_a_server_that_accepts_and_hangs_up_is_left_alone(password: str) -> None:
+    """Without a password nothing is said over a new connection, so that it is lost only when it has been asked."""
     attempts = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -557,25 +559,7 @@ async def test_a_dead_server_is_not_stormed() -> None:
         attempts += 1
 
     async with peer(script) as settings:
-        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, password="p"), Counter())
-        outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(100)), return_exceptions=True)
-        assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
-        assert attempts <= settings.connections
-        assert "left alone" in str(outcomes[-1])
-        node.close()
-
-
-@pytest.mark.asyncio
-async def test_a_server_that_accepts_and_hangs_up_is_left_alone() -> None:
-    """Nothing is said over a new connection, so that it is lost only when it has been asked."""
-    attempts = 0
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal attempts
-        attempts += 1
-
-    async with peer(script) as settings:
-        node = RedisNode(settings.seeds[0], settings, Counter())
+        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, password=password), Counter())
         outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(100)), return_exceptions=True)
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
         assert attempts <= settings.connections
