@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """What an operation does. RETIRE moves nothing: it keeps slots from being taken until the engine is done with
-    them."""
+    """The kind of an operation says what it moves. RETIRE moves nothing: it keeps slots from being taken until the
+    engine is done with them."""
 
     BACKUP_HOST = 0
     LOAD_BACK = 1

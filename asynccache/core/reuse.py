@@ -230,9 +230,9 @@ def _unimodal(values: Sequence[float]) -> list[float]:
 
 
 class _Ends:
-    """What was worked out about a queue. ``worth``: of the cell at its cheaper end. ``newest``: True if that is the
-    newest cell, False if it is the oldest. ``bin``: the cell's bin of age. ``until``: until when this holds, in
-    microseconds, if ``version`` is still that of the curves."""
+    """The result of looking at the two ends of a queue. ``worth``: of the cell at its cheaper end. ``newest``: True if
+    that is the newest cell, False if it is the oldest. ``bin``: the cell's bin of age. ``until``: until when this
+    holds, in microseconds, if ``version`` is still that of the curves."""
 
     __slots__ = ("bin", "newest", "until", "version", "worth")
 

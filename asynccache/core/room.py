@@ -35,7 +35,7 @@ _ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
 
 class Room(Enum):
-    """What came of making room."""
+    """The outcome of an attempt to make room."""
 
     FREE = "the slots are free"
     SHORT = "not now: too much is pinned"

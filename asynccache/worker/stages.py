@@ -48,6 +48,12 @@ class QueuedWork(NamedTuple):
     at: float
 
 
+def _joined(batch: Sequence[QueuedWork]) -> tuple[list[Move], list[Event]]:
+    """Return the moves of all works of ``batch``, and the events that they wait for, each once."""
+    moves = [move for queued in batch for move in queued.work.moves]
+    return moves, list(dict.fromkeys(event for queued in batch for event in queued.after))
+
+
 class BackupHostStage:
     """A queue of backups and the task that performs them. ``post``: called with the outcome of each work. ``clock``:
     returns seconds."""
@@ -82,8 +88,7 @@ class BackupHostStage:
         while True:
             await self._inbox.filled()
             batch = self._inbox.take()
-            moves = [move for queued in batch for move in queued.work.moves]
-            after = list(dict.fromkeys(event for queued in batch for event in queued.after))
+            moves, after = _joined(batch)
             status = await _copied(self._mover.backup(moves, after))
             self._report(batch, moves, status)
 
@@ -189,8 +194,7 @@ class LoadBackStage:
             self._submit_clones(*queued)
 
     def _submit_loads(self, loads: Sequence[QueuedWork]) -> None:
-        moves = [move for queued in loads for move in queued.work.moves]
-        after = list(dict.fromkeys(event for queued in loads for event in queued.after))
+        moves, after = _joined(loads)
         events = self._mover.load(moves, after)
         self.meter.count(sum(len(queued.work.ops) for queued in loads), *self._size_of(moves))
         for work, _, at in loads:
