@@ -8,7 +8,7 @@ would keep is the last resort, and is counted.
 
 On the host, copies of what stays on the device go first, so that both tiers together hold as much as they can; then
 what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched. For
-a copy that can wait, either all that must go may go, or nothing goes (``make_gently``).
+a copy that can wait or that a drain makes, either all that must go may go, or nothing goes (``make_gently``).
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ class Room(Enum):
     SLICE = "not yet: the step budget is used up"
 
 
+class Cost(Enum):
+    """What the host may give up for a backup."""
+
+    ANY = "what the policy chooses"
+    STORED = "copies that storage has: for a drain, which ends, since it saves only what storage lacks"
+    SPARE = "copies that storage has and that were not made so that their device cells can go"
+
+
 class RoomMaker:
     """Frees slots by eviction. ``save`` starts the backup of a node, and returns False if it cannot start now."""
 
@@ -52,7 +60,7 @@ class RoomMaker:
         self._world = world
         self._save = save
         self._claims = claims
-        self._refusal: tuple[Node | None, tuple[int, ...], list[int], int] | None = None
+        self._refusal: tuple[Node | None, tuple[int, ...], list[int], int, Cost] | None = None
 
     def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
         """Evict until ``needs[c]`` slots of every component are free on ``tier``, in at most ``steps`` steps, and
@@ -81,16 +89,16 @@ class RoomMaker:
                     return verdict
         return Room.FREE
 
-    def make_gently(self, needs: Sequence[int]) -> bool:
+    def make_gently(self, needs: Sequence[int], cost: Cost) -> bool:
         """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If one
-        would have to go that may not go gently, evict nothing and return False."""
+        would have to go that is no copy that ``cost`` names, evict nothing and return False."""
         world, count = self._world, self._world.count
         reach = [shelf.reachable() for shelf in world.shelves[count:]]
-        if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach):
+        if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach, cost):
             return False
         taken: dict[tuple[Node, int], None] = {}
         above: list[tuple[Node, list[int]]] = []
-        enough, refusing = self._choose_gently(needs, taken, above)
+        enough, refusing = self._choose_gently(needs, cost, taken, above)
         for parent, stamps in reversed(above):             # as it was before
             for c in range(count):
                 withdraw(parent, count + c)
@@ -101,7 +109,7 @@ class RoomMaker:
                 if (parent, place) not in taken:
                     world.offer(parent, place)
         if not enough:
-            self._refusal = refusing, tuple(needs), reach, world.recency.now
+            self._refusal = refusing, tuple(needs), reach, world.recency.now, cost
         for node, place in taken:
             if not enough:
                 world.offer(node, place)
@@ -109,20 +117,23 @@ class RoomMaker:
                 self.evict(node, place)
         return enough
 
-    def _is_refused(self, needs: Sequence[int], reach: Sequence[int]) -> bool:
-        """Return True if the last refusal holds for ``needs``, too: no less is wanted, no more can be reached, nothing
-        was used since, and the node that was in the way still is. When all is saved, many backups ask in a row, and
-        each would choose in vain what the first one chose."""
+    def _is_refused(self, needs: Sequence[int], reach: Sequence[int], cost: Cost) -> bool:
+        """Return True if the last refusal holds for ``needs``, too: no less is wanted at the same cost, no more can be
+        reached, nothing was used since, and the node that was in the way still is. When all is saved, many backups ask
+        in a row, and each would choose in vain what the first one chose."""
         if self._refusal is None:
             return False
-        node, wanted, reached, now = self._refusal
-        if now != self._world.recency.now or any(map(lt, needs, wanted)) or any(map(gt, reach, reached)):
+        node, wanted, reached, now, cost_then = self._refusal
+        if cost_then is not cost or now != self._world.recency.now:
             return False
-        return node is None or (node.state[self._world.count] == PRESENT and not self._may_go_gently(node))
+        if any(map(lt, needs, wanted)) or any(map(gt, reach, reached)):
+            return False
+        return node is None or (node.state[self._world.count] == PRESENT and not self._may_go_gently(node, cost))
 
     def _choose_gently(
-        self, needs: Sequence[int], taken: dict[tuple[Node, int], None], above: list[tuple[Node, list[int]]]
-    ) -> tuple[bool, Node | None]:
+        self, needs: Sequence[int], cost: Cost, taken: dict[tuple[Node, int], None],
+        above: list[tuple[Node, list[int]]],
+    ) -> tuple[bool, Node | None]:  # fmt: skip
         """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
         ``taken``. Return whether it is enough, and if not, the node that may not go gently; None if no other waits.
 
@@ -140,7 +151,7 @@ class RoomMaker:
                 taken[node, place] = None
                 if node in going:
                     continue
-                if not self._may_go_gently(node):
+                if not self._may_go_gently(node, cost):
                     return False, node
                 going.add(node)
                 first = self._first(node, place)
@@ -217,11 +228,14 @@ class RoomMaker:
         self._world.condemn(node, place)
         self.evict(node, place)
 
-    def _may_go_gently(self, node: Node) -> bool:
-        """Return True if the host copy of ``node`` is in storage, and was not made so that its device cell can go:
-        whoever waits for that would have it saved anew, and find it gone again."""
+    def _may_go_gently(self, node: Node, cost: Cost) -> bool:
+        """Return True if storage has the host copy of ``node``, and ``cost`` allows for it. A copy that was made so
+        that its device cell can go is no spare one: whoever waits for that would have it saved anew, and find it gone
+        again, as often as there are backups that can wait."""
+        if node.condemned and cost is Cost.SPARE:
+            return False
         count, stored = self._world.count, self._world.stored(node)
-        return not node.condemned and all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
+        return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest cells until they cover what is missing, and evict those that need no backup.

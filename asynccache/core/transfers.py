@@ -35,7 +35,7 @@ from asynccache.core.plan import (
     Status,
     StoredPages,
 )
-from asynccache.core.room import Room, RoomMaker
+from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
@@ -68,26 +68,25 @@ class Transfers:
 
     # backup_host
 
-    def save(self, node: Node, floor: int = _UNBOUNDED, *, gently: bool = False) -> bool:
+    def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> bool:
         """Start the backup of ``node`` and of every ancestor that lacks one. Returns False if that must wait, else
         True, also if there was nothing to start. What the host could never hold is left out.
 
         ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing, but not
-        as long as nodes end after this page. ``gently``: the host gives up nothing for it but copies that storage has,
-        too, and that nobody waits for.
+        as long as nodes end after this page. ``cost``: what the host may give up for it.
         """
         chain = self._lacking(node, floor)
         if not chain:
             return chain is not None
         if self._is_busy():
             return False
-        return self._open_backup(chain, gently)
+        return self._open_backup(chain, cost)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """Make ``save``, gently. If the backup must wait, it is tried again later when storage is to have it, or when
-        too many backups are in flight. Any other node can wait until it is among the coldest of the device, since
-        before that a copy on the host would only take room."""
-        if self.save(node, floor, gently=True):
+        """Make ``save`` at the cost of spare copies. If the backup must wait, it is tried again later when storage is
+        to have it, or when too many backups are in flight. Any other node can wait until it is among the coldest of the
+        device, since before that a copy on the host would only take room."""
+        if self.save(node, floor, Cost.SPARE):
             self.deferred.pop(node, None)
         elif self._world.access is Access.WRITE or self._is_busy():
             self.deferred[node] = None
@@ -101,7 +100,7 @@ class Transfers:
             del self.deferred[node]
             if node.parent is None or node.root.dead:
                 continue
-            if not self.save(node, 0, gently=True):
+            if not self.save(node, 0, Cost.SPARE):
                 self.deferred[node] = None
                 return
 
@@ -119,7 +118,7 @@ class Transfers:
                 continue  # it left the tree between two slices
             self._walk.extend((node.children or {}).values())
             if self._worth_saving(node):
-                self.save(node, gently=True)
+                self.save(node, cost=Cost.STORED)
             self.store([node])
         return bool(self._walk)
 
@@ -159,7 +158,7 @@ class Transfers:
                 missing |= 1 << c
         return missing
 
-    def _open_backup(self, chain: list[tuple[Node, int]], gently: bool) -> bool:
+    def _open_backup(self, chain: list[tuple[Node, int]], cost: Cost) -> bool:
         world = self._world
         needs = [0] * self._count
         for node, mask in chain:
@@ -169,7 +168,7 @@ class Transfers:
             needs, chain = self._fitting(chain)
             if not chain:
                 return True
-        if not self._has_host_room(chain[-1][0], needs, gently):
+        if not self._has_host_room(chain[-1][0], needs, cost):
             return False
         op = world.ledger.open(BACKUP_HOST)
         world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
@@ -195,7 +194,7 @@ class Transfers:
         fitting.reverse()
         return needs, fitting
 
-    def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
+    def _has_host_room(self, end: Node, needs: Sequence[int], cost: Cost) -> bool:
         """Make room on the host, if there is too little, but not at the cost of what ``end`` hangs on. Returns True if
         there is room now. ``needs``: slots by component."""
         place, crowded = self._count, False
@@ -209,7 +208,10 @@ class Transfers:
         if not crowded:
             return True
         self._world.pin(end, HOST, 0)
-        made = self.room.make_gently(needs) if gently else self.room.make(HOST, needs, _UNBOUNDED) is Room.FREE
+        if cost is Cost.ANY:
+            made = self.room.make(HOST, needs, _UNBOUNDED) is Room.FREE
+        else:
+            made = self.room.make_gently(needs, cost)
         self._world.unpin(end, HOST, 0)
         return made
 

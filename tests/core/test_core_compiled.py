@@ -154,11 +154,11 @@ def test_a_core_is_let_go_when_nobody_has_it() -> None:
 OBJECTS = {
     "node": "Node", "root": "Root", "end": "Node", "above": "Node", "suffix": "Node", "covered": "Node",
     "op": "Operation", "failed": "Operation", "part": "a slice of a queue", "wanted": "a queue", "place": "Place",
-    "ghost": "a tuple of any length, which the compiler leaves as it is",
+    "cost_then": "Cost", "ghost": "a tuple of any length, which the compiler leaves as it is",
 }  # fmt: skip
 """Names by which the compiled modules compare identity. Each stands for objects of a class that is no value: nothing
 makes a second one that is equal, or takes it apart."""
-MEMBERS = {"Access", "Begin", "ComponentKind", "Room", "Status", "WritePolicy", "kind"}
+MEMBERS = {"Access", "Begin", "ComponentKind", "Cost", "Room", "Status", "WritePolicy", "kind"}
 """Enumerations whose members are compared by identity; ``kind`` is that of an operation."""
 KINDS = {"BACKUP_HOST", "LOAD_BACK", "BACKUP_STORAGE", "CLONE", "PREFETCH", "_SELECTIVE", "_WRITE_BACK"}
 """Members of enumerations that have a name of their own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from asynccache.core import transfers
@@ -46,6 +48,48 @@ def test_what_the_host_can_hold_by_turns_is_all_saved() -> None:
     run.flush()
     assert run.unsaved() == (0, 0)
     run.audit(idle=True)
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("components", ["full", "full,swa,mamba"])
+def test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has(
+    write_policy: str, components: str
+) -> None:
+    """The coldest pages of the device are condemned and saved before room is wanted. While they fill the host, what the
+    device alone has is saved by a drain all the same."""
+    config = core_config(components, device=8, host=4, write_policy=write_policy, write_back_watermark=0.5)
+    run = SynchronousRuntime(config)
+    for text in ("abcd", "wxyz"):
+        run.insert(text, checkpoint=len(text) if "mamba" in components else 0)
+        run.settle()
+    assert run.core.world.condemned_pages, "the host's room is taken by what was saved ahead"
+    run.flush()
+    assert run.unsaved() == (0, 0)
+    run.audit(idle=True)
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
+def test_an_idle_cache_whose_store_takes_all_is_saved_whole(components: str) -> None:
+    """No path here is longer than the host, so there is nothing that a drain could not save."""
+    for seed in range(12):
+        draw = Random(seed)
+        config = core_config(
+            components, device=draw.choice([12, 16, 24]), host=draw.choice([6, 8, 12]),
+            write_policy=draw.choice(["write_back", "write_through", "write_through_selective"]),
+            write_back_watermark=draw.choice([0, 0.25, 0.5, 1.0]), eviction=draw.choice(["lru", "p2c"]),
+        )  # fmt: skip
+        run = SynchronousRuntime(config, seed)
+        texts = [""]
+        for _ in range(30):
+            text = (draw.choice(texts) + "".join(draw.choices("abcd", k=draw.randint(1, 3))))[:6]
+            texts = [*texts, text][-10:]
+            run.insert(text, checkpoint=len(text) if "mamba" in components and draw.random() < 0.5 else 0)
+            if draw.random() < 0.4:
+                run.settle()
+            if draw.random() < 0.1:
+                run.flush()
+                assert run.unsaved() == (0, 0), seed
 
 
 def test_a_prefetch_below_what_no_host_holds_copies_nothing_and_leaves_no_effect_behind() -> None:

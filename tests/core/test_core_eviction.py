@@ -15,7 +15,7 @@ import pytest
 from asynccache.core.cache import Grant
 from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
-from asynccache.core.room import RoomMaker
+from asynccache.core.room import Cost, RoomMaker
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node, Root
@@ -449,7 +449,7 @@ def all_nodes(world: World) -> Iterator[Node]:
             yield node
 
 
-def one_by_one(room: RoomMaker, needs: Sequence[int]) -> bool:
+def one_by_one(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
     """Evict the coldest cell, and the next, until there is room; False if one may not go gently."""
     world = room._world
     for place, need in enumerate(needs, world.count):
@@ -458,7 +458,7 @@ def one_by_one(room: RoomMaker, needs: Sequence[int]) -> bool:
             if node is None:
                 return False
             world.offer(node, place)
-            if not room._may_go_gently(node):
+            if not room._may_go_gently(node, cost):
                 return False
             room.evict(node, place)
     return True
@@ -474,11 +474,11 @@ def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
     seen = Counter[bool]()
     make = RoomMaker.make_gently
 
-    def compared(room: RoomMaker, needs: Sequence[int]) -> bool:
+    def compared(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
         other = copy.deepcopy(room)
         before = on_host(room._world)
-        made = make(room, needs)
-        assert one_by_one(other, needs) is made
+        made = make(room, needs, cost)
+        assert one_by_one(other, needs, cost) is made
         assert on_host(room._world) == (on_host(other._world) if made else before)
         seen[made] += 1
         return made
@@ -519,11 +519,11 @@ def test_a_refusal_holds_until_something_changes(monkeypatch: pytest.MonkeyPatch
         return choose(room, *more)
 
     monkeypatch.setattr(RoomMaker, "_choose_gently", counted)
-    monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node: node is not refused)
+    monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node, cost: node is not refused)
     needs = [run.core.world.shelves[1].reachable()]
     for _ in range(5):
-        assert not room.make_gently(needs)
+        assert not room.make_gently(needs, Cost.SPARE)
     assert chosen["times"] == 1
-    assert not room.make_gently([needs[0] - 1]) or chosen["times"] == 2
-    monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node: True)
-    assert room.make_gently(needs)
+    assert not room.make_gently([needs[0] - 1], Cost.SPARE) or chosen["times"] == 2
+    monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node, cost: True)
+    assert room.make_gently(needs, Cost.SPARE)

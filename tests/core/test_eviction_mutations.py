@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from asynccache.core.room import RoomMaker
+from asynccache.core.room import Cost, RoomMaker
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node
 from asynccache.core.world import EARLY, LATE, World
 from tests.core import test_core_eviction as laws
+from tests.core.test_core_draining import (
+    test_the_host_gives_up_what_was_saved_ahead_of_demand_for_what_only_the_device_has as saved_ahead_gives_way,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +35,8 @@ def checks() -> list[Callable[[], None]]:
           for p in POLICIES),
         *(lambda p=p: laws.test_no_host_is_so_small_that_it_costs_hits(p, False) for p in POLICIES),
         laws.test_a_copy_that_was_made_for_somebody_who_waits_is_not_given_up_for_one_that_can_wait,
+        *(lambda p=p: saved_ahead_gives_way(p, "full")
+          for p in POLICIES),
         laws.test_a_copy_that_can_wait_has_nothing_evicted_in_vain,
         *(lambda s=s: laws.test_who_waits_alone_for_backups_gets_the_room_that_they_make(s) for s in (3, 5, 39)),
     ]  # fmt: skip
@@ -91,25 +96,23 @@ def what_is_saved_for_somebody_who_waits_is_not_marked(patch: Patch) -> None:
 def a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits(patch: Patch) -> None:
     can_wait = RoomMaker._may_go_gently
 
-    def stored(room: RoomMaker, node: Node) -> bool:
-        condemned, node.condemned = node.condemned, 0
-        try:
-            return can_wait(room, node)
-        finally:
-            node.condemned = condemned
+    patch.setattr(RoomMaker, "_may_go_gently", lambda room, node, cost: can_wait(room, node, Cost.STORED))
 
-    patch.setattr(RoomMaker, "_may_go_gently", stored)
+
+def a_drain_spares_a_copy_that_was_made_for_somebody_who_waits(patch: Patch) -> None:
+    can_wait = RoomMaker._may_go_gently
+    patch.setattr(RoomMaker, "_may_go_gently", lambda room, node, cost: can_wait(room, node, Cost.SPARE))
 
 
 def what_can_wait_goes_as_far_as_it_may_whether_that_is_enough_or_not(patch: Patch) -> None:
-    def step_by_step(room: RoomMaker, needs: Sequence[int]) -> bool:
+    def step_by_step(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
         for place, need in enumerate(needs, room._world.count):
             while room._world.shelves[place].slots.left < need:
                 node = room.coldest(place, EARLY) or room.coldest(place, LATE)
                 if node is None:
                     return False
                 room._world.offer(node, place)
-                if not room._may_go_gently(node):
+                if not room._may_go_gently(node, cost):
                     return False
                 room.evict(node, place)
         return True
@@ -139,6 +142,7 @@ RULES: tuple[Rule, ...] = (
     a_copy_of_what_is_about_to_leave_counts_as_a_duplicate,
     what_is_saved_for_somebody_who_waits_is_not_marked,
     a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits,
+    a_drain_spares_a_copy_that_was_made_for_somebody_who_waits,
     what_can_wait_goes_as_far_as_it_may_whether_that_is_enough_or_not,
     what_is_wanted_again_leaves_all_the_same,
     nothing_is_saved_ahead,
