@@ -14,7 +14,7 @@ from asynccache.checks import integer, shown
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
-from asynccache.core.holds import Claim
+from asynccache.core.holds import Hold
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import Kind
@@ -333,7 +333,13 @@ class CacheCore:
         """Return the leases that are not released, for the audit and for tools."""
         return tuple(self._leases.active.values())
 
-    def active_claims(self) -> tuple[Claim, ...]:
+    def active_holds(self) -> list[Hold]:
+        """Return the holds of all leases, claims and prefetches, for the audit."""
+        leases = [lease.hold for lease in self._leases.active.values()]
+        fetches = [hold for fetch in self._prefetches.active.values() for hold in fetch.holds]
+        return [*leases, *self._transfers.claims.held.values(), *fetches]
+
+    def active_claims(self) -> tuple[Hold, ...]:
         """Return the claims that are held, for the audit."""
         return tuple(self._transfers.claims.held.values())
 

@@ -1,8 +1,8 @@
 """Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
 
 A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
-the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it pins the anchor
-and what there is of SWA in the windows that it may complete, and its slots are its own. It begins when the host has
+the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it holds the anchor
+and the windows that it may complete, and its slots are its own. It begins when the host has
 room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
@@ -127,11 +128,10 @@ class PrefetchInFlight:
     ``anchor``: the node that its pages will hang below. ``key``: the prompt from the root, ``total`` pages long.
     ``held``: the host slots that it has taken, by component, and ``spare``: those whose pages turned out to be
     duplicates. ``aux_end``: the end, in tokens, for which it holds auxiliary slots. ``wants``: how many slots it may
-    still take, by component. ``tiers``: on which it pins. ``runs``: from which page to which it pins SWA, which is
-    component ``swa``; the last run first.
+    still take, by component. ``holds``: its pins, at most one hold on each tier.
     """
 
-    __slots__ = ("anchor", "aux_end", "held", "key", "op", "runs", "shape", "spare", "swa", "tiers", "total", "wants")
+    __slots__ = ("anchor", "aux_end", "held", "holds", "key", "op", "shape", "spare", "total", "wants")
 
     def __init__(self, op: Operation, anchor: Node, key: bytes, shape: PrefetchShape, components: int) -> None:
         self.op = op
@@ -142,9 +142,7 @@ class PrefetchInFlight:
         self.held: dict[int, bytes] = {}
         self.aux_end = 0
         self.spare = b""
-        self.tiers: tuple[int, ...] = (HOST,)
-        self.runs: list[tuple[int, int]] = []
-        self.swa = 0
+        self.holds: list[Hold] = []
         self.wants = [0] * components
 
     def take(self, size: int) -> bytes:
@@ -152,18 +150,6 @@ class PrefetchInFlight:
         slots = self.held.get(0, b"")
         self.held[0] = slots[size:]
         return slots[:size]
-
-
-def run_nodes(fetch: PrefetchInFlight) -> list[Node]:
-    """Return the nodes whose SWA the prefetch pins, from the anchor upwards. They may have been split since it
-    began."""
-    nodes, node = [], fetch.anchor
-    for start, end in fetch.runs:
-        while node.parent is not None and node.end > start:
-            if node.end <= end:
-                nodes.append(node)
-            node = node.parent
-    return nodes
 
 
 class Prefetches:
@@ -283,60 +269,46 @@ class Prefetches:
         node = path[-1] if path else root
         if node.end > anchor:
             node = split_at(world, node, anchor)
-        op = world.ledger.open(PREFETCH)
+        op, size = world.ledger.open(PREFETCH), self._size
         swa = self._index.get(ComponentKind.SWA)
-        runs = self._runs(node, covered) if swa is not None else []
         window = world.config.components[swa].window if swa is not None else 0
-        size = self._size
+        runs, on_host = self._runs(node, covered) if swa is not None else ([], True)
         shape = PrefetchShape(
-            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window,
-            tuple([(start * size, end * size) for start, end in reversed(runs)]), ComponentKind.MAMBA in self._index,
+            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window, tuple(runs),
+            ComponentKind.MAMBA in self._index,
         )  # fmt: skip
         fetch = PrefetchInFlight(op, node, key, shape, world.count)
         self._promise(fetch, self._wants(anchor, fetch.total))
         self.active[op.id] = fetch
-        self._hold(fetch, runs)
+        fetch.holds = [take_hold(world, node, covered + 1, tier) for tier in ((HOST,) if on_host else (DEVICE, HOST))]
         return PrefetchBegun(op.id, shape, world.plan())
 
-    def _runs(self, node: Node, covered: int) -> list[tuple[int, int]]:
-        """Return from which page to which SWA is there, on either tier, on the path to ``node``; the last run first.
-        Nodes are looked at as far up as a window could begin that ends behind page ``covered``."""
-        world, swa, runs = self._world, self._index[ComponentKind.SWA], []
-        low, end = covered + 1 - self._window_pages(), 0
+    def _runs(self, node: Node, covered: int) -> tuple[list[tuple[int, int]], bool]:
+        """Return from which position to which, in tokens, SWA is there, on either tier, on the path to ``node``, the
+        first run first; and whether all of that is on the host. Nodes are looked at as far up as a window could begin
+        that ends behind page ``covered``."""
+        world, swa, size = self._world, self._index[ComponentKind.SWA], self._size
+        runs: list[tuple[int, int]] = []
+        low, on_host = covered + 1 - self._window_pages(), True
         while node.parent is not None and node.end > low:
-            here = node.state[swa] == PRESENT or node.state[swa + world.count] == PRESENT
-            if here and not end:
-                end = node.end
-            elif end and not here:
-                runs.append((node.end, end))
-                end = 0
+            there = node.state[swa + world.count] == PRESENT
+            if there or node.state[swa] == PRESENT:
+                joins = bool(runs) and runs[0][0] == node.end * size
+                runs[: joins] = [(node.parent.end * size, runs[0][1] if joins else node.end * size)]
+                on_host &= there
             node = node.parent
-        return [*runs, (node.end, end)] if end else runs
+        return runs, on_host
 
     def _window_pages(self) -> int:
         swa = self._index.get(ComponentKind.SWA)
         return -(-self._world.config.components[swa].window // self._size) if swa is not None else 0
 
-    def _hold(self, fetch: PrefetchInFlight, runs: list[tuple[int, int]]) -> None:
-        """Pin the anchor, and the runs of SWA on whichever tiers hold them."""
-        world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
-        fetch.runs, fetch.swa = runs, swa
-        nodes = run_nodes(fetch)
-        if any(node.state[swa + world.count] != PRESENT for node in nodes):
-            fetch.tiers = (DEVICE, HOST)
-        for tier in fetch.tiers:
-            world.pin_full(fetch.anchor, tier)
-            for node in nodes:
-                world.pin_cell(node, tier * world.count + swa)
-
     def _drop(self, fetch: PrefetchInFlight, status: Status) -> None:
         """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
-        world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
-        for tier in fetch.tiers:
-            for node in run_nodes(fetch):
-                world.unpin_cell(node, tier * world.count + swa)
-            world.unpin_full(fetch.anchor, tier)
+        world = self._world
+        for hold in fetch.holds:
+            drop_hold(world, hold)
         for c, slots in fetch.held.items():
             self._give(c, slots)
         self._give(0, fetch.spare)

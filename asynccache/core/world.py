@@ -442,36 +442,36 @@ class World:
             if node.entry[place] is None:
                 self.offer(node, place)
 
-    def pin_run(self, node: Node, c: int, low: int) -> int:
-        """Pin auxiliary component ``c`` on the device, on the nodes from ``node`` upwards that end after page ``low``;
-        if it does not divide, on ``node`` alone. Return the page at which the pinned nodes begin; NOWHERE if there are
+    def pin_run(self, node: Node, c: int, tier: int, low: int) -> int:
+        """Pin auxiliary component ``c`` on ``tier``, on the nodes from ``node`` upwards that end after page ``low``; if
+        it does not divide, on ``node`` alone. Return the page at which the pinned nodes begin; NOWHERE if there are
         none."""
-        border, pages = NOWHERE, 0
+        place, border, pages = tier * self.count + c, NOWHERE, 0
         divides = self.components[c].divides
         parent = node.parent
         while parent is not None and node.end > low:
-            pins = node.pins[c]
-            node.pins[c] = pins + 1
-            if not pins and node.state[c] == PRESENT:
-                pages += len(node.slots[c])
+            pins = node.pins[place]
+            node.pins[place] = pins + 1
+            if not pins and node.state[place] == PRESENT:
+                pages += len(node.slots[place])
             border = parent.end
             if not divides:
                 break
             node = parent
             parent = node.parent
-        self.shelves[c].evictable -= pages // SLOT_BYTES
+        self.shelves[place].evictable -= pages // SLOT_BYTES
         return border
 
-    def unpin_run(self, node: Node, c: int, low: int, border: int = NOWHERE) -> int:
+    def unpin_run(self, node: Node, c: int, tier: int, low: int, border: int) -> int:
         """Undo ``pin_run``, which returned ``low``, on the nodes that end at page ``border`` or before. Return the page
         at which the nodes begin that stay pinned; NOWHERE if there are none."""
-        rest = NOWHERE
+        place, rest = tier * self.count + c, NOWHERE
         divides = self.components[c].divides
         while node.end > low:
             parent = node.parent
             assert parent is not None
             if node.end <= border:
-                self.unpin_cell(node, c)
+                self.unpin_cell(node, place)
             else:
                 rest = parent.end
             if not divides:
