@@ -48,10 +48,6 @@ class Recency:
         time, now = self.time, self.now + 1
         self.now = node.stamp[c] = time if time > now else now
 
-    def fork(self, prefix: Node, suffix: Node, c: int) -> None:
-        """Give ``prefix`` the stamp of ``suffix``, off which a split has taken it."""
-        prefix.stamp[c] = suffix.stamp[c]
-
     def uncover(self, node: Node, child: Node, c: int) -> None:
         """Give ``node`` the stamp of ``child``, its last child, which was evicted, if that is later: whoever used the
         child used ``node``, too. FULL also takes the last use of ``node`` that its policy was told of."""

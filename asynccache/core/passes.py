@@ -107,8 +107,6 @@ class Invalidation:
         the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
         every pass ends."""
         world = self._world
-        if not world.dead_roots:
-            return False
         left = self._drop_some(_SWEEP_SLICE)
         if not left:
             return True

@@ -21,7 +21,7 @@ from asynccache.core.room import Room
 from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, common_pages, link, walk
+from asynccache.core.tree import Node, common_pages, walk
 from asynccache.core.world import World, split_at
 
 
@@ -160,7 +160,6 @@ class Prefetches:
         self._transfers = transfers
         self._matching = matching
         self._size = world.config.page_size
-        self._index = {component.kind: component.index for component in world.components}
         self.active: dict[int, PrefetchInFlight] = {}
 
     # open
@@ -201,11 +200,10 @@ class Prefetches:
 
     def _wants(self, anchor: int, total: int) -> list[int]:
         """Return how many slots a prefetch of the pages ``anchor`` to ``total`` may take at most, by component."""
-        host = [shelf.slots.capacity for shelf in self._world.shelves[self._world.count :]]
-        wants = {ComponentKind.FULL: total - anchor, ComponentKind.SWA: min(total, self._window_pages()),
-                 ComponentKind.MAMBA: 1}  # fmt: skip
-        rooms = [max(0, host[0] - anchor), *host[1:]]
-        return [min(wants[component.kind], room) for component, room in zip(self._world.components, rooms, strict=True)]
+        world = self._world
+        wants = [total - anchor, *[total - component.first_page(total) for component in world.auxiliary]]
+        host = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
+        return [min(want, room) for want, room in zip(wants, [max(0, host[0] - anchor), *host[1:]], strict=True)]
 
     def _has_room(self, path: Sequence[Node], wants: Sequence[int], begin: Begin) -> bool:
         """Return True if a prefetch may begin: the host has room for ``wants``, beside what other prefetches may still
@@ -270,12 +268,10 @@ class Prefetches:
         if node.end > anchor:
             node = split_at(world, node, anchor)
         op, size = world.ledger.open(PREFETCH), self._size
-        swa = self._index.get(ComponentKind.SWA)
-        window = world.config.components[swa].window if swa is not None else 0
-        runs, on_host = self._runs(node, covered) if swa is not None else ([], True)
+        runs, on_host = self._runs(node, covered) if world.swa else ([], True)
         shape = PrefetchShape(
-            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window, tuple(runs),
-            ComponentKind.MAMBA in self._index,
+            size, anchor * size, covered * size, len(key) // world.page_bytes * size,
+            world.config.components[world.swa].window, tuple(runs), bool(world.mamba),
         )  # fmt: skip
         fetch = PrefetchInFlight(op, node, key, shape, world.count)
         self._promise(fetch, self._wants(anchor, fetch.total))
@@ -287,9 +283,9 @@ class Prefetches:
         """Return from which position to which, in tokens, SWA is there, on either tier, on the path to ``node``, the
         first run first; and whether all of that is on the host. Nodes are looked at as far up as a window could begin
         that ends behind page ``covered``."""
-        world, swa, size = self._world, self._index[ComponentKind.SWA], self._size
+        world, swa, size = self._world, self._world.swa, self._size
         runs: list[tuple[int, int]] = []
-        low, on_host = covered + 1 - self._window_pages(), True
+        low, on_host = world.components[swa].first_page(covered + 1), True
         while node.parent is not None and node.end > low:
             there = node.state[swa + world.count] == PRESENT
             if there or node.state[swa] == PRESENT:
@@ -298,10 +294,6 @@ class Prefetches:
                 on_host &= there
             node = node.parent
         return runs, on_host
-
-    def _window_pages(self) -> int:
-        swa = self._index.get(ComponentKind.SWA)
-        return -(-self._world.config.components[swa].window // self._size) if swa is not None else 0
 
     def _drop(self, fetch: PrefetchInFlight, status: Status) -> None:
         """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
@@ -427,27 +419,23 @@ class Prefetches:
         window begins. Return the last node."""
         world, page, anchor = self._world, self._world.page_bytes, fetch.anchor.end
         cuts = [stop] if last.end < stop else []
-        if ComponentKind.SWA in self._index and last.end < (first := stop - self._window_pages()) < stop:
+        if world.swa and last.end < (first := world.components[world.swa].first_page(stop)) < stop:
             cuts.insert(0, first)
         for cut in cuts:
-            start = last.end
-            node = Node(key[(start - anchor) * page : (cut - anchor) * page], cut, last, world.count)
-            link(last, node, page)
-            world.counters.nodes += 1
-            node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
-            self._put_on_host(fetch, node, 0, fetch.take((cut - start) * SLOT_BYTES))
-            last = node
+            start, end = last.end - anchor, cut - anchor
+            last = world.add(last, key[start * page : end * page], hashes[start * HASH_BYTES : end * HASH_BYTES])
+            self._put_on_host(fetch, last, 0, fetch.take((end - start) * SLOT_BYTES))
         return last
 
     def _fill_window(self, fetch: PrefetchInFlight, last: Node, stop: int) -> None:
         """Give the window's SWA pages to the nodes above page ``stop`` that have none on the host."""
-        swa = self._index.get(ComponentKind.SWA)
-        if swa is None or not fetch.held.get(swa):
+        world, swa = self._world, self._world.swa
+        held = fetch.held.get(swa, b"") if swa else b""
+        if not held:
             return
-        world, held = self._world, fetch.held[swa]
         pages = needed_pages(fetch.shape, ComponentKind.SWA, stop * self._size)
         slots = {page: held[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for i, page in enumerate(pages)}
-        first, node = max(0, stop - self._window_pages()), last
+        first, node = world.components[swa].first_page(stop), last
         while node.parent is not None and node.end > first:
             start = node.parent.end
             if start < first and node.state[world.count + swa] == ABSENT:
@@ -463,8 +451,8 @@ class Prefetches:
 
     def _fill_state(self, fetch: PrefetchInFlight, last: Node) -> None:
         """Give the fetched state to ``last``, the node at the end, if it has none on the host."""
-        mamba = self._index.get(ComponentKind.MAMBA)
-        if mamba is None or not fetch.held.get(mamba):
+        mamba = self._world.mamba
+        if not mamba or not fetch.held.get(mamba):
             return
         state, count = last.state, self._world.count
         if state[count + mamba] == ABSENT and state[count] == PRESENT:
