@@ -93,10 +93,9 @@ class Claims:
         end = self._on_host(path, target)
         if end is not None:
             self.held[holder] = take_hold(self._world, end, min(target, end.end), HOST)
-        else:
-            self._firm.discard(holder)
         if before is not None:
             self._unpin(before)
+        self._firm.intersection_update(self.held)
 
     def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
         """Return the node that page ``target`` ends in, or the last one above it whose FULL is on the host; None if
@@ -109,10 +108,9 @@ class Claims:
 
     def confirm(self, holder: int, firm: bool) -> None:
         """Note whether the request of ``holder`` stands in line. Nothing happens if it has no claim."""
+        self._firm.discard(holder)
         if firm and holder in self.held:
             self._firm.add(holder)
-        else:
-            self._firm.discard(holder)
 
     def drop(self, holder: int) -> None:
         """Drop the claim of ``holder``. Nothing happens if it has none, or it was taken away."""
