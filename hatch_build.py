@@ -35,12 +35,13 @@ except ImportError:                                    # make compiled needs no 
 
 ROOT = Path(__file__).parent
 CACHE = ROOT / "build" / "compiled"
-"""What is kept of a build for the next one; object files in a folder for each kind of interpreter."""
+"""The folder of what a build leaves for the next one: object files, in a folder for each kind of interpreter."""
 SWITCH = "ASYNCCACHE_COMPILE"
 OPEN_CLASSES = {"eviction.py": ("EvictionPolicy",)}
 """Classes that others may write subclasses of, in Python."""
 FIXES = {"bytes_ops.c": ("slice_len = endn - startn;", "slice_len = endn > startn ? endn - startn : 0;")}
-"""What is wrong in mypyc's own C: a slice of bytes that ends before it begins raised SystemError, and is empty."""
+"""Corrections of mypyc's own C, by file: what stands there, and what should. A slice of bytes that ends before it
+begins raised SystemError; it is empty."""
 LIBRARY = "asynccache.core.all"
 HEADERS = os.path.join("c", *LIBRARY.split(".")[:-1])
 """Where mypyc puts the headers of the library, which its other files miss."""
@@ -56,15 +57,15 @@ print("\\n" + json.dumps([[one.name, one.sources, one.include_dirs] for one in m
 
 
 class CannotBuild(Exception):
-    """Why, in a sentence."""
+    """The build failed; the message says why, in a sentence."""
 
 
 class NothingToBuildWith(CannotBuild):
-    """A compiler is missing, so it says nothing of the core."""
+    """A compiler is missing, so nothing was tried: the failure says nothing of the core."""
 
 
 def compiled() -> ModuleType:
-    """``asynccache.compiled`` of this folder, without importing asynccache."""
+    """Return the module ``asynccache.compiled`` of this folder, without importing asynccache."""
     spec = spec_from_file_location("asynccache_compiled", ROOT / "asynccache" / "compiled.py")
     assert spec is not None
     assert spec.loader is not None
@@ -74,14 +75,15 @@ def compiled() -> ModuleType:
 
 
 def modules() -> list[str]:
-    """The names of those that are compiled."""
+    """Return the names of the modules that are compiled."""
     paths = (ROOT / "asynccache" / "core").rglob("*.py")
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
     return sorted({*names.difference(compiled().PURE_MODULES), *compiled().ALSO})
 
 
 def build() -> Path:
-    """The folder with the extension modules, which is complete or as it was before. One process builds at a time.
+    """Build what is not built yet, and return the folder with the extension modules. The folder is complete, or as it
+    was before. One process builds at a time.
 
     Raises:
         CannotBuild: there is no mypyc or no C compiler, or one of them refused.
@@ -122,7 +124,11 @@ def _text(path: Path) -> str | None:
 
 
 def _builder() -> str:
-    """What else the outcome depends on."""
+    """Return what a build depends on besides the core: the version of mypyc, and this file.
+
+    Raises:
+        NothingToBuildWith: mypyc, setuptools, the C compiler or Python's headers are missing.
+    """
     try:
         import mypyc.build  # noqa: F401
         import setuptools  # type: ignore[import-untyped]  # noqa: F401
@@ -144,7 +150,8 @@ def _compiler() -> list[str]:
 
 
 def _generated(work: Path, names: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
-    """The extension modules to make, each with its C files and folders of headers, relative to ``work``.
+    """Have mypyc write the C files. Return the extension modules to make, each with its C files and folders of headers,
+    relative to ``work``.
 
     mypyc sees what is compiled and what that imports, and nothing else of asynccache: that takes a tenth of the time.
     """
@@ -175,7 +182,8 @@ def _generated(work: Path, names: Sequence[str]) -> list[tuple[str, list[str], l
 
 
 def _opened(text: str, classes: Sequence[str]) -> str:
-    """The source with a mark at each of these classes, every line where it was: errors name lines."""
+    """Return the source ``text`` with a mark at each of these classes. Every line stays where it was, since errors name
+    lines."""
     start = "from __future__ import annotations\n\n"
     marked = text.replace(start, "from __future__ import annotations; from typing import TYPE_CHECKING\n"
                                  "if TYPE_CHECKING: from mypy_extensions import mypyc_attr\n", 1)  # fmt: skip
@@ -188,7 +196,7 @@ def _opened(text: str, classes: Sequence[str]) -> str:
 
 
 def _compile(extensions: Sequence[tuple[str, list[str], list[str]]], work: Path, made: Path, suffix: str) -> None:
-    """Make every extension module, C files side by side."""
+    """Make every extension module. C files are compiled at the same time, one for each CPU core."""
     headers = sha256()
     for path in sorted((work / "c").rglob("*.h")):
         headers.update(path.read_bytes())
@@ -236,7 +244,7 @@ def _run(command: Sequence[str], folder: Path) -> None:
 
 
 class CompiledCore(BuildHookInterface):  # type: ignore[type-arg]
-    """What hatchling calls when it builds a wheel."""
+    """The hook that hatchling calls when it builds a wheel."""
 
     PLUGIN_NAME = "custom"
 
@@ -259,7 +267,7 @@ class CompiledCore(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def main() -> int:
-    """Build in place. The exit status is 2 where there is nothing to build with, and 1 where it could not be built."""
+    """Build in place, and return the exit status: 2 where there is nothing to build with, 1 where the build failed."""
     try:
         folder = build()
     except CannotBuild as error:

@@ -24,10 +24,9 @@ from asynccache.cli.text import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import CopyDirection
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.streams import CudaStream
-from asynccache.memory.device import PageCopy
+from asynccache.memory.device import CopyDirection, PageCopy
 from asynccache.memory.pools import DevicePool, HostPool
 
 WIDTHS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -83,9 +82,9 @@ class CopyPools:
     ) -> CudaEvent:
         """Begin to copy, and return an event that fires when all is there."""
         if towards is CopyDirection.OUT:
-            device.device_to_host(stream, copies)
+            device.copy(stream, CopyDirection.OUT, copies)
         else:
-            device.host_to_device(stream, copies, self.spec.layers)
+            device.load(stream, copies, self.spec.layers)
         return stream.record()
 
 

@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from asynccache.core.cache import CacheCore
-from asynccache.core.holds import run
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Kind
 from asynccache.core.plan import SLOT_BYTES
-from asynccache.core.prefetching import run_nodes
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT
 from asynccache.core.tree import Node
 from asynccache.errors import InvariantViolation
@@ -145,12 +143,13 @@ def _sums_are_exact(core: CacheCore) -> None:
 def _pins_are_exact(core: CacheCore) -> None:
     world, count = core.world, core.world.count
     pins: Counter[tuple[int, int]] = Counter()
-    for lease in core.active_leases():
-        pins[id(lease.hold.end), 0] += 1
-        for component in world.components[1:]:
-            node, low = lease.hold.end, lease.hold.lows[component.index]
+    for hold in core.active_holds():
+        base = hold.tier * count
+        pins[id(hold.end), base] += 1
+        for component in world.auxiliary:
+            node, low = hold.end, hold.lows[component.index]
             while node.parent is not None and node.end > low:
-                pins[id(node), component.index] += 1
+                pins[id(node), base + component.index] += 1
                 if not component.divides:
                     break
                 node = node.parent
@@ -159,16 +158,6 @@ def _pins_are_exact(core: CacheCore) -> None:
             for tier in PINNED_TIERS[op.kind]:
                 for c in range(top + 1):
                     pins[id(node), tier * count + c] += 1
-    for fetch in core.active_fetches():
-        for tier in fetch.tiers:
-            pins[id(fetch.anchor), tier * count] += 1
-            for node in run_nodes(fetch):
-                pins[id(node), tier * count + fetch.swa] += 1
-    for claim in core.active_claims():
-        pins[id(claim.end), count] += 1
-        for component in world.components[1:]:
-            for node in run(claim.end, claim.lows[component.index], component.divides):
-                pins[id(node), count + component.index] += 1
     for node in _nodes(core):
         for place, count_of in enumerate(node.pins):
             expected = pins[id(node), place]

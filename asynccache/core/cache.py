@@ -14,8 +14,8 @@ from asynccache.checks import integer, shown
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
-from asynccache.core.holds import Claim
-from asynccache.core.keys import TOKEN_BYTES
+from asynccache.core.holds import Hold
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
@@ -35,7 +35,6 @@ from asynccache.core.prefetching import (
 )
 from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import walk
 from asynccache.core.world import World
 from asynccache.errors import ConfigError
 
@@ -102,12 +101,8 @@ class CacheCore:
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
         """Return the prefix hashes (32 bytes a page) that the tree has for the start of ``key``."""
-        root = self.world.roots.get(space)
-        if root is None:
-            return b""
-        page = self.world.page_bytes
-        path, reached = walk(root, key, 0, page)
-        return b"".join([node.hashes for node in path])[: reached // page * 32]
+        path, reached = self.world.find(space, key)
+        return b"".join([node.hashes for node in path])[: reached // self.world.page_bytes * HASH_BYTES]
 
     def lease(self, ask: LeaseRequest) -> Grant | Wait | More:
         """Pin the longest usable match, load back what of it is on the host, and take all new pages; or take nothing
@@ -225,8 +220,7 @@ class CacheCore:
         """Pin what the host has of the match of ``key``, for the request with the number ``holder``. The pins stay
         until ``drop_claim``, or until somebody takes them away who could not go on otherwise. An earlier claim of this
         request is replaced."""
-        root = self.world.roots.get(space)
-        path, reached = walk(root, key, 0, self.world.page_bytes) if root is not None else ([], 0)
+        path, reached = self.world.find(space, key)
         if path:
             self._transfers.claims.take(holder, path, self._matching.ends(path, reached).union)
         return self._given_back()
@@ -258,7 +252,8 @@ class CacheCore:
         forgotten namespaces that nobody uses any more."""
         self.behind = False
         self._transfers.retry_deferred()
-        self._invalidation.sweep()
+        if self.world.dead_roots:
+            self._invalidation.sweep()
         return self.world.plan()
 
     def _given_back(self) -> Plan:
@@ -333,7 +328,13 @@ class CacheCore:
         """Return the leases that are not released, for the audit and for tools."""
         return tuple(self._leases.active.values())
 
-    def active_claims(self) -> tuple[Claim, ...]:
+    def active_holds(self) -> list[Hold]:
+        """Return the holds of all leases, claims and prefetches, for the audit."""
+        leases = [lease.hold for lease in self._leases.active.values()]
+        fetches = [hold for fetch in self._prefetches.active.values() for hold in fetch.holds]
+        return [*leases, *self._transfers.claims.held.values(), *fetches]
+
+    def active_claims(self) -> tuple[Hold, ...]:
         """Return the claims that are held, for the audit."""
         return tuple(self._transfers.claims.held.values())
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import CoreLease, retire
-from asynccache.core.ledger import LOAD_BACK
+from asynccache.core.ledger import DEVICE, LOAD_BACK
 from asynccache.core.matching import Matching
 from asynccache.core.plan import SLOT_BYTES, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, link, walk
+from asynccache.core.tree import Node, walk
 from asynccache.core.world import World, split_at
 
 _WRITE_BACK = WritePolicy.WRITE_BACK
@@ -182,12 +182,10 @@ class Commits:
         if self._world.policy.learns:
             known = self._world.policy.recall(parent, work.key[start * page : (start + 1) * page])
             end = known if start < known < end else end
-        node = Node(work.key[start * page : end * page], end, parent, self._count)
-        link(parent, node, page)
-        self._world.counters.nodes += 1
+        key, hashes = work.key[start * page : end * page], work.hashes[start * HASH_BYTES : end * HASH_BYTES]
+        node = self._world.add(parent, key, hashes)
         for c in range(1, self._count):
             self._world.recency.idle(node, c)
-        node.hashes = work.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return node
 
     def _move_hold(self, work: _Commit, end: Node) -> Hold:
@@ -196,7 +194,7 @@ class Commits:
         lease = work.lease
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
-        lease.hold = take_hold(self._world, end, end.end, released if released > work.begin else 0)
+        lease.hold = take_hold(self._world, end, end.end, DEVICE, released if released > work.begin else 0)
         if end.parent is not None:
             self._world.recency.touch(end, 0)
         return old

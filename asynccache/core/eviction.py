@@ -48,10 +48,6 @@ class Recency:
         time, now = self.time, self.now + 1
         self.now = node.stamp[c] = time if time > now else now
 
-    def fork(self, prefix: Node, suffix: Node, c: int) -> None:
-        """Give ``prefix`` the stamp of ``suffix``, off which a split has taken it."""
-        prefix.stamp[c] = suffix.stamp[c]
-
     def uncover(self, node: Node, child: Node, c: int) -> None:
         """Give ``node`` the stamp of ``child``, its last child, which was evicted, if that is later: whoever used the
         child used ``node``, too. FULL also takes the last use of ``node`` that its policy was told of."""
@@ -103,11 +99,10 @@ class Queue:
     ``note`` what it worked out about the two.
     """
 
-    __slots__ = ("_place", "changed", "note", "order", "slices")
+    __slots__ = ("_place", "changed", "note", "slices")
 
-    def __init__(self, place: int, order: Order) -> None:
+    def __init__(self, place: int) -> None:
         self._place = place
-        self.order = order
         self.slices: list[Slice] = []
         self.changed = True
         self.note: Any = None
@@ -134,7 +129,7 @@ class Queue:
                 slices.append(part)
             part.stamps.append(stamp)
             part.nodes.append(node)
-            self.changed = self.order.changed = True
+            self.changed = True
             node.entry[self._place] = part
             return
         part = slices[max(0, bisect_right(slices, stamp, key=_coldest_of) - 1)]
@@ -146,7 +141,7 @@ class Queue:
         nodes.insert(at, node)
         node.entry[self._place] = part
         if not at or at == len(nodes) - 1:
-            self.changed = self.order.changed = True
+            self.changed = True
         if len(nodes) > 2 * _SLICE:
             self._halve(part)
 
@@ -177,13 +172,12 @@ def withdraw(node: Node, place: int) -> None:
             at += 1
         if at == len(stamps) or nodes[at] is not node:  # it was used since, and waits by a stamp that it had before
             at = nodes.index(node)
-    if _drop(part, at):
-        part.queue.order.changed = True
+    _drop(part, at)
 
 
 def take(node: Node, place: int) -> int:
     """Take out a cell that was chosen, the oldest or the newest one of its queue, and return the stamp by which it
-    waited. Unlike ``withdraw``, this leaves ``changed`` of its order as it is."""
+    waited."""
     part = node.entry[place]
     assert part is not None
     node.entry[place] = None
@@ -194,35 +188,27 @@ def take(node: Node, place: int) -> int:
     return stamp
 
 
-def _drop(part: Slice, at: int) -> bool:
-    """Take cell ``at`` out of ``part``. Return True if its queue may have another oldest or newest cell now."""
+def _drop(part: Slice, at: int) -> None:
+    """Take cell ``at`` out of ``part``."""
     queue, nodes = part.queue, part.nodes
     del part.stamps[at], nodes[at]
     if not nodes:
         slices = queue.slices
         del slices[0 if slices[0] is part else slices.index(part)]
     elif at and at != len(nodes):
-        return False
+        return
     queue.changed = True
-    return True
 
 
 class Order:
     """The queues of one order of one place. ``first``: what goes before all else, the coldest first. ``rest``: those
-    among whose ends the policy chooses then.
+    among whose ends the policy chooses then."""
 
-    ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, but not when that is
-    because the cell has gone that the policy chose. A policy may clear it and keep in ``note`` what it worked out about
-    them.
-    """
-
-    __slots__ = ("changed", "first", "note", "rest")
+    __slots__ = ("first", "rest")
 
     def __init__(self, place: int, queues: int) -> None:
-        self.first = Queue(place, self)
-        self.rest = tuple([Queue(place, self) for _ in range(queues)])
-        self.changed = True
-        self.note: Any = None
+        self.first = Queue(place)
+        self.rest = tuple([Queue(place) for _ in range(queues)])
 
     def entries(self) -> list[tuple[int, Node]]:
         """Return every cell that waits, with the stamp by which it waits, for the audit."""

@@ -1,10 +1,12 @@
-"""The pins of requests: what a lease holds on the device, and what a prefetch claims on the host until its request is
-granted its lease. Each is dropped exactly, however often nodes were split meanwhile.
+"""Holds: what a lease, a claim or a prefetch pins of the tree on one tier, and how these pins change.
 
-FULL is pinned at the end node, and thereby on all nodes above it. An auxiliary component that divides (SWA) is pinned
-on every node from a recorded border to the end node. One that does not divide (MAMBA) is pinned on the end node alone.
-When a node splits, its object becomes the suffix, and the new prefix gets a copy of the counts that cover it. So the
-walk from the end node up to the border always finds the same pins.
+A hold pins what a match needs that ends in a given node: FULL on the path to that node, and of the other components the
+window or state before the end. It is taken and dropped as a whole. A *claim* is the hold on the host that a finished
+prefetch leaves behind for a request, until that request has its lease.
+
+Law of splits: a hold finds its nodes again only by ``end`` and the borders in ``lows``. When the node divides in which
+it ends, its object becomes the suffix, and the new prefix gets a copy of the counts that cover it. So the walk from the
+end node up to a border always finds the same pins.
 
 Law of claims: nothing waits for a claim for good. Whoever could not go on otherwise takes claims away (``let_go``), and
 a request that lost its claim only computes what it would have found. A claim pins nodes whose FULL is PRESENT on the
@@ -22,41 +24,42 @@ from asynccache.core.world import NOWHERE, World
 
 
 class Hold:
-    """The pins on the device for a match that ends in the node ``end``.
+    """The pins on ``tier`` for a match that ends in the node ``end``.
 
     ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
     which is a node's border; NOWHERE: on none.
     """
 
-    __slots__ = ("end", "lows")
+    __slots__ = ("end", "lows", "tier")
 
-    def __init__(self, end: Node, components: int) -> None:
+    def __init__(self, end: Node, tier: int, components: int) -> None:
         self.end = end
+        self.tier = tier
         self.lows = [NOWHERE] * components
 
 
-def take_hold(world: World, end: Node, target: int, floor: int = 0) -> Hold:
-    """Pin what a match that ends at page ``target``, in the node ``end``, needs, and return these pins. Nodes that end
-    at page ``floor`` or before get no auxiliary pins."""
-    hold = Hold(end, world.count)
-    world.pin_full(end, DEVICE)
+def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, floor: int = 0) -> Hold:
+    """Pin on ``tier`` what a match needs that ends at page ``target``, in the node ``end``, and return these pins.
+    Nodes that end at page ``floor`` or before get no auxiliary pins."""
+    hold = Hold(end, tier, world.count)
+    world.pin_full(end, tier)
     for component in world.auxiliary:
         c, low = component.index, component.first_page(target)
-        hold.lows[c] = world.pin_run(end, c, low if low > floor else floor)
+        hold.lows[c] = world.pin_run(end, c, tier, low if low > floor else floor)
     return hold
 
 
 def drop_hold(world: World, hold: Hold) -> None:
     """Undo ``take_hold``."""
     drop_until(world, hold, NOWHERE)
-    world.unpin_full(hold.end, DEVICE)
+    world.unpin_full(hold.end, hold.tier)
 
 
 def drop_until(world: World, hold: Hold, border: int) -> None:
     """Drop the auxiliary pins on nodes that end at page ``border`` or before."""
     for c in range(world.count - 1, 0, -1):
         if hold.lows[c] < border:
-            hold.lows[c] = world.unpin_run(hold.end, c, hold.lows[c], border)
+            hold.lows[c] = world.unpin_run(hold.end, c, hold.tier, hold.lows[c], border)
 
 
 def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
@@ -67,35 +70,21 @@ def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:
         end = end.parent
     if end is hold.end:
         return hold
-    shorter = take_hold(world, end, end.end)
+    shorter = take_hold(world, end, end.end, hold.tier)
     drop_hold(world, hold)
     return shorter
 
 
-class Claim:
-    """The pins on the host for a match that ends in the node ``end``.
-
-    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
-    which is a node's border. ``firm``: its request stands in line for its lease.
-    """
-
-    __slots__ = ("end", "firm", "lows")
-
-    def __init__(self, end: Node, lows: list[int]) -> None:
-        self.end = end
-        self.lows = lows
-        self.firm = False
-
-
 class Claims:
     """The claims of one world. ``held``: by the numbers of their holders, which are requests; the oldest claim first.
-    Requests that arrive later have higher numbers."""
+    Requests that arrive later have higher numbers. ``_firm``: the holders that stand in line for their leases."""
 
-    __slots__ = ("_world", "held")
+    __slots__ = ("_firm", "_world", "held")
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.held: dict[int, Claim] = {}
+        self._firm: set[int] = set()
+        self.held: dict[int, Hold] = {}
 
     def take(self, holder: int, path: Sequence[Node], target: int) -> None:
         """Pin what the host has of a match along ``path`` that ends at page ``target``, for ``holder``. An earlier
@@ -103,10 +92,10 @@ class Claims:
         before = self.held.pop(holder, None)
         end = self._on_host(path, target)
         if end is not None:
-            claim = self.held[holder] = self._pin(end, min(target, end.end))
-            claim.firm = before is not None and before.firm
+            self.held[holder] = take_hold(self._world, end, min(target, end.end), HOST)
         if before is not None:
             self._unpin(before)
+        self._firm.intersection_update(self.held)
 
     def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
         """Return the node that page ``target`` ends in, or the last one above it whose FULL is on the host; None if
@@ -119,15 +108,20 @@ class Claims:
 
     def confirm(self, holder: int, firm: bool) -> None:
         """Note whether the request of ``holder`` stands in line. Nothing happens if it has no claim."""
-        claim = self.held.get(holder)
-        if claim is not None:
-            claim.firm = firm
+        self._firm.discard(holder)
+        if firm and holder in self.held:
+            self._firm.add(holder)
 
     def drop(self, holder: int) -> None:
         """Drop the claim of ``holder``. Nothing happens if it has none, or it was taken away."""
+        self._firm.discard(holder)
         claim = self.held.pop(holder, None)
         if claim is not None:
             self._unpin(claim)
+
+    def _unpin(self, claim: Hold) -> None:
+        drop_hold(self._world, claim)
+        self._world.freed = True
 
     def drop_dead(self) -> None:
         """Drop all claims in namespaces that were invalidated: nobody matches there any more."""
@@ -141,41 +135,10 @@ class Claims:
         have been forgotten. ``firm``: whether claims of requests in line may go after those, the highest number first:
         it came last and would be granted its lease last.
         """
-        holder = next((holder for holder, claim in self.held.items() if not claim.firm), None)
+        holder = next((holder for holder in self.held if holder not in self._firm), None)
         if holder is None and firm:
             holder = max(self.held, default=None)
         if holder is None:
             return False
         self.drop(holder)
         return True
-
-    def _pin(self, end: Node, target: int) -> Claim:
-        world = self._world
-        world.pin_full(end, HOST)
-        lows = [end.end] * world.count
-        for component in world.components[1:]:
-            for node in run(end, component.first_page(target), component.divides):
-                world.pin_cell(node, world.count + component.index)
-                lows[component.index] = node.parent.end  # type: ignore[union-attr]
-        return Claim(end, lows)
-
-    def _unpin(self, claim: Claim) -> None:
-        world = self._world
-        for component in reversed(world.components[1:]):
-            for node in run(claim.end, claim.lows[component.index], component.divides):
-                world.unpin_cell(node, world.count + component.index)
-        world.unpin_full(claim.end, HOST)
-        world.freed = True
-
-
-def run(end: Node, low: int, divides: bool) -> list[Node]:
-    """Return the nodes from ``end`` upwards that end after page ``low``; of a component that does not divide, at most
-    ``end``."""
-    nodes = []
-    node = end
-    while node.parent is not None and node.end > low:
-        nodes.append(node)
-        if not divides:
-            break
-        node = node.parent
-    return nodes

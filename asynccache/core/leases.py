@@ -22,7 +22,6 @@ from asynccache.core.world import NOWHERE, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
-_NO_ENDS = Ends(0, 0, 0)
 
 
 class LeaseRequest(NamedTuple):
@@ -129,7 +128,7 @@ class Leases:
         tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
-            ends = self._matching.ends(path, reached) if path else _NO_ENDS
+            ends = self._matching.ends(path, reached)
             for target, exact in self._ways(ask, path, ends):
                 if (target, exact) not in tried:
                     break

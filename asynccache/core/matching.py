@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.states import ABSENT, LEAVING
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import Node
 from asynccache.core.world import NOWHERE, World
 
 
@@ -57,11 +57,7 @@ class Matching:
 
     def match(self, space: bytes, key: bytes) -> Match:
         """See ``CacheCore.match``."""
-        root = self._world.roots.get(space)
-        if root is None:
-            return Match()
-        page = self._world.page_bytes
-        path, reached = walk(root, key, 0, page)
+        path, reached = self._world.find(space, key)
         if not path:
             return Match()
         ends = self.ends(path, reached)

@@ -2,16 +2,15 @@
 (``Invalidation``), and what the tree knows made known to a store that was attached just now (``Backfill``).
 
 Laws:
-* Whoever asks a question holds the tree lock from the first slice to the last. So no node splits meanwhile, and none is
-  asked twice or left out. Nodes may leave between two slices, and the survey goes on without them.
+* A survey and a backfill visit every node once that is there from their beginning to their end, even if nodes split,
+  leave and come between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
 * Nobody matches below a dead root, and what hangs there goes leaf by leaf as it comes free.
-* A backfill visits every node that is there from its beginning to its end, even if nodes split, leave and come between
-  two slices, so nobody has to hold the tree lock for it. What comes meanwhile goes to the store by itself.
+* What comes during a backfill goes to the store by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -29,6 +28,32 @@ from asynccache.core.world import World
 _SURVEY_SLICE = 512
 
 
+class Walk:
+    """A walk over the live nodes below ``roots``, a node at a time. ``todo``: the nodes to visit, each with the node
+    that it was found below, so that what was split off it since is found, too."""
+
+    def __init__(self, roots: Iterable[Node]) -> None:
+        self.todo: list[tuple[Node, Node]] = []
+        for root in roots:
+            self._push(root)
+
+    def step(self) -> list[Node]:
+        """Visit the next node. Return it and the pieces that were split off it, the highest first; nothing if it has
+        left the tree."""
+        node, above = self.todo.pop()
+        if node.parent is None or node.root.dead:
+            return []
+        self._push(node)
+        pieces = [node]
+        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
+            pieces.append(prefix)
+        pieces.reverse()
+        return pieces
+
+    def _push(self, above: Node) -> None:
+        self.todo.extend((node, above) for node in (above.children or {}).values())
+
+
 class Unsaved(NamedTuple):
     """How many pages of FULL a close would lose. ``host``: pages that neither the host nor a store has. ``storage``:
     pages that the host has and no store; 0 if no store is written."""
@@ -43,8 +68,7 @@ class Survey:
 
     def __init__(self, world: World, space: bytes | None) -> None:
         self._world = world
-        roots = world.roots.values() if space is None else [r for r in (world.roots.get(space),) if r is not None]
-        self._todo: list[Node] = list(roots)
+        self._walk = Walk(root for root in world.roots.values() if space is None or root.hashes == space)
         self._unsaved = [0, 0]
         self._hashes: list[bytes] = []
 
@@ -53,7 +77,7 @@ class Survey:
         for node in self._some():
             if not self._world.stored(node) & 1:
                 self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
-        if self._todo:
+        if self._walk.todo:
             return More(self._world.plan())
         host, storage = self._unsaved
         return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
@@ -62,16 +86,13 @@ class Survey:
         """Return the prefix hash of every page, 32 bytes each."""
         for node in self._some():
             self._hashes += [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
-        return More(self._world.plan()) if self._todo else self._hashes
+        return More(self._world.plan()) if self._walk.todo else self._hashes
 
     def _some(self) -> list[Node]:
-        """Return the next nodes of the walk. Roots have no pages and are left out."""
+        """Return the next nodes of the walk."""
         nodes: list[Node] = []
-        while self._todo and len(nodes) < _SURVEY_SLICE:
-            node = self._todo.pop()
-            self._todo.extend((node.children or {}).values())
-            if node.parent is not None:
-                nodes.append(node)
+        while self._walk.todo and len(nodes) < _SURVEY_SLICE:
+            nodes += self._walk.step()
         return nodes
 
 
@@ -107,8 +128,6 @@ class Invalidation:
         the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
         every pass ends."""
         world = self._world
-        if not world.dead_roots:
-            return False
         left = self._drop_some(_SWEEP_SLICE)
         if not left:
             return True
@@ -167,36 +186,21 @@ class Backfill:
         self._transfers = transfers
         self._store = store
         self._began = world.ledger.next
-        self._todo: list[tuple[Node, Node]] = []
-        for root in world.roots.values():
-            self._push(root)
+        self._walk = Walk(world.roots.values())
 
     def some(self, ops: int, pages: int) -> Filled:
         """Do the next slice, which begins about ``ops`` operations on about ``pages`` pages of FULL and no more."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
         for _ in range(_BACKFILL_SLICE):
-            if not self._todo:
+            if not self._walk.todo:
                 break
-            size = world.pages(self._todo[-1][0], 0)
+            size = world.pages(self._walk.todo[-1][0], 0)
             if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
                 break
             before = world.ledger.next
-            self._visit(*self._todo.pop())
+            for node in self._walk.step():
+                world.publish(Medium.STORAGE, True, node)
+                if self._store:
+                    self._transfers.store([node], self._began)
             begun_pages += size if world.ledger.next > before else 0
-        return Filled(world.plan(), not self._todo)
-
-    def _push(self, above: Node) -> None:
-        self._todo.extend((node, above) for node in (above.children or {}).values())
-
-    def _visit(self, node: Node, above: Node) -> None:
-        """Visit ``node``, and the pieces that were split off it since it was found below ``above``."""
-        if node.parent is None or node.root.dead:
-            return
-        self._push(node)
-        pieces = [node]
-        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
-            pieces.append(prefix)
-        for piece in reversed(pieces):
-            self._world.publish(Medium.STORAGE, True, piece)
-            if self._store:
-                self._transfers.store([piece], self._began)
+        return Filled(world.plan(), not self._walk.todo)

@@ -1,8 +1,8 @@
 """Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
 
 A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
-the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it pins the anchor
-and what there is of SWA in the windows that it may complete, and its slots are its own. It begins when the host has
+the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it holds the anchor
+and the windows that it may complete, and its slots are its own. It begins when the host has
 room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
@@ -20,7 +21,7 @@ from asynccache.core.room import Room
 from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, common_pages, link, walk
+from asynccache.core.tree import Node, common_pages, walk
 from asynccache.core.world import World, split_at
 
 
@@ -127,11 +128,10 @@ class PrefetchInFlight:
     ``anchor``: the node that its pages will hang below. ``key``: the prompt from the root, ``total`` pages long.
     ``held``: the host slots that it has taken, by component, and ``spare``: those whose pages turned out to be
     duplicates. ``aux_end``: the end, in tokens, for which it holds auxiliary slots. ``wants``: how many slots it may
-    still take, by component. ``tiers``: on which it pins. ``runs``: from which page to which it pins SWA, which is
-    component ``swa``; the last run first.
+    still take, by component. ``holds``: its pins, at most one hold on each tier.
     """
 
-    __slots__ = ("anchor", "aux_end", "held", "key", "op", "runs", "shape", "spare", "swa", "tiers", "total", "wants")
+    __slots__ = ("anchor", "aux_end", "held", "holds", "key", "op", "shape", "spare", "total", "wants")
 
     def __init__(self, op: Operation, anchor: Node, key: bytes, shape: PrefetchShape, components: int) -> None:
         self.op = op
@@ -142,9 +142,7 @@ class PrefetchInFlight:
         self.held: dict[int, bytes] = {}
         self.aux_end = 0
         self.spare = b""
-        self.tiers: tuple[int, ...] = (HOST,)
-        self.runs: list[tuple[int, int]] = []
-        self.swa = 0
+        self.holds: list[Hold] = []
         self.wants = [0] * components
 
     def take(self, size: int) -> bytes:
@@ -152,18 +150,6 @@ class PrefetchInFlight:
         slots = self.held.get(0, b"")
         self.held[0] = slots[size:]
         return slots[:size]
-
-
-def run_nodes(fetch: PrefetchInFlight) -> list[Node]:
-    """Return the nodes whose SWA the prefetch pins, from the anchor upwards. They may have been split since it
-    began."""
-    nodes, node = [], fetch.anchor
-    for start, end in fetch.runs:
-        while node.parent is not None and node.end > start:
-            if node.end <= end:
-                nodes.append(node)
-            node = node.parent
-    return nodes
 
 
 class Prefetches:
@@ -174,7 +160,6 @@ class Prefetches:
         self._transfers = transfers
         self._matching = matching
         self._size = world.config.page_size
-        self._index = {component.kind: component.index for component in world.components}
         self.active: dict[int, PrefetchInFlight] = {}
 
     # open
@@ -215,11 +200,10 @@ class Prefetches:
 
     def _wants(self, anchor: int, total: int) -> list[int]:
         """Return how many slots a prefetch of the pages ``anchor`` to ``total`` may take at most, by component."""
-        host = [shelf.slots.capacity for shelf in self._world.shelves[self._world.count :]]
-        wants = {ComponentKind.FULL: total - anchor, ComponentKind.SWA: min(total, self._window_pages()),
-                 ComponentKind.MAMBA: 1}  # fmt: skip
-        rooms = [max(0, host[0] - anchor), *host[1:]]
-        return [min(wants[component.kind], room) for component, room in zip(self._world.components, rooms, strict=True)]
+        world = self._world
+        wants = [total - anchor, *[total - component.first_page(total) for component in world.auxiliary]]
+        host = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
+        return [min(want, room) for want, room in zip(wants, [max(0, host[0] - anchor), *host[1:]], strict=True)]
 
     def _has_room(self, path: Sequence[Node], wants: Sequence[int], begin: Begin) -> bool:
         """Return True if a prefetch may begin: the host has room for ``wants``, beside what other prefetches may still
@@ -283,60 +267,40 @@ class Prefetches:
         node = path[-1] if path else root
         if node.end > anchor:
             node = split_at(world, node, anchor)
-        op = world.ledger.open(PREFETCH)
-        swa = self._index.get(ComponentKind.SWA)
-        runs = self._runs(node, covered) if swa is not None else []
-        window = world.config.components[swa].window if swa is not None else 0
-        size = self._size
+        op, size = world.ledger.open(PREFETCH), self._size
+        runs, on_host = self._runs(node, covered) if world.swa else ([], True)
         shape = PrefetchShape(
-            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window,
-            tuple([(start * size, end * size) for start, end in reversed(runs)]), ComponentKind.MAMBA in self._index,
+            size, anchor * size, covered * size, len(key) // world.page_bytes * size,
+            world.config.components[world.swa].window, tuple(runs), bool(world.mamba),
         )  # fmt: skip
         fetch = PrefetchInFlight(op, node, key, shape, world.count)
         self._promise(fetch, self._wants(anchor, fetch.total))
         self.active[op.id] = fetch
-        self._hold(fetch, runs)
+        fetch.holds = [take_hold(world, node, covered + 1, tier) for tier in ((HOST,) if on_host else (DEVICE, HOST))]
         return PrefetchBegun(op.id, shape, world.plan())
 
-    def _runs(self, node: Node, covered: int) -> list[tuple[int, int]]:
-        """Return from which page to which SWA is there, on either tier, on the path to ``node``; the last run first.
-        Nodes are looked at as far up as a window could begin that ends behind page ``covered``."""
-        world, swa, runs = self._world, self._index[ComponentKind.SWA], []
-        low, end = covered + 1 - self._window_pages(), 0
+    def _runs(self, node: Node, covered: int) -> tuple[list[tuple[int, int]], bool]:
+        """Return from which position to which, in tokens, SWA is there, on either tier, on the path to ``node``, the
+        first run first; and whether all of that is on the host. Nodes are looked at as far up as a window could begin
+        that ends behind page ``covered``."""
+        world, swa, size = self._world, self._world.swa, self._size
+        runs: list[tuple[int, int]] = []
+        low, on_host = world.components[swa].first_page(covered + 1), True
         while node.parent is not None and node.end > low:
-            here = node.state[swa] == PRESENT or node.state[swa + world.count] == PRESENT
-            if here and not end:
-                end = node.end
-            elif end and not here:
-                runs.append((node.end, end))
-                end = 0
+            there = node.state[swa + world.count] == PRESENT
+            if there or node.state[swa] == PRESENT:
+                joins = bool(runs) and runs[0][0] == node.end * size
+                runs[: joins] = [(node.parent.end * size, runs[0][1] if joins else node.end * size)]
+                on_host &= there
             node = node.parent
-        return [*runs, (node.end, end)] if end else runs
-
-    def _window_pages(self) -> int:
-        swa = self._index.get(ComponentKind.SWA)
-        return -(-self._world.config.components[swa].window // self._size) if swa is not None else 0
-
-    def _hold(self, fetch: PrefetchInFlight, runs: list[tuple[int, int]]) -> None:
-        """Pin the anchor, and the runs of SWA on whichever tiers hold them."""
-        world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
-        fetch.runs, fetch.swa = runs, swa
-        nodes = run_nodes(fetch)
-        if any(node.state[swa + world.count] != PRESENT for node in nodes):
-            fetch.tiers = (DEVICE, HOST)
-        for tier in fetch.tiers:
-            world.pin_full(fetch.anchor, tier)
-            for node in nodes:
-                world.pin_cell(node, tier * world.count + swa)
+        return runs, on_host
 
     def _drop(self, fetch: PrefetchInFlight, status: Status) -> None:
         """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
-        world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
-        for tier in fetch.tiers:
-            for node in run_nodes(fetch):
-                world.unpin_cell(node, tier * world.count + swa)
-            world.unpin_full(fetch.anchor, tier)
+        world = self._world
+        for hold in fetch.holds:
+            drop_hold(world, hold)
         for c, slots in fetch.held.items():
             self._give(c, slots)
         self._give(0, fetch.spare)
@@ -455,27 +419,23 @@ class Prefetches:
         window begins. Return the last node."""
         world, page, anchor = self._world, self._world.page_bytes, fetch.anchor.end
         cuts = [stop] if last.end < stop else []
-        if ComponentKind.SWA in self._index and last.end < (first := stop - self._window_pages()) < stop:
+        if world.swa and last.end < (first := world.components[world.swa].first_page(stop)) < stop:
             cuts.insert(0, first)
         for cut in cuts:
-            start = last.end
-            node = Node(key[(start - anchor) * page : (cut - anchor) * page], cut, last, world.count)
-            link(last, node, page)
-            world.counters.nodes += 1
-            node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
-            self._put_on_host(fetch, node, 0, fetch.take((cut - start) * SLOT_BYTES))
-            last = node
+            start, end = last.end - anchor, cut - anchor
+            last = world.add(last, key[start * page : end * page], hashes[start * HASH_BYTES : end * HASH_BYTES])
+            self._put_on_host(fetch, last, 0, fetch.take((end - start) * SLOT_BYTES))
         return last
 
     def _fill_window(self, fetch: PrefetchInFlight, last: Node, stop: int) -> None:
         """Give the window's SWA pages to the nodes above page ``stop`` that have none on the host."""
-        swa = self._index.get(ComponentKind.SWA)
-        if swa is None or not fetch.held.get(swa):
+        world, swa = self._world, self._world.swa
+        held = fetch.held.get(swa, b"") if swa else b""
+        if not held:
             return
-        world, held = self._world, fetch.held[swa]
         pages = needed_pages(fetch.shape, ComponentKind.SWA, stop * self._size)
         slots = {page: held[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for i, page in enumerate(pages)}
-        first, node = max(0, stop - self._window_pages()), last
+        first, node = world.components[swa].first_page(stop), last
         while node.parent is not None and node.end > first:
             start = node.parent.end
             if start < first and node.state[world.count + swa] == ABSENT:
@@ -491,8 +451,8 @@ class Prefetches:
 
     def _fill_state(self, fetch: PrefetchInFlight, last: Node) -> None:
         """Give the fetched state to ``last``, the node at the end, if it has none on the host."""
-        mamba = self._index.get(ComponentKind.MAMBA)
-        if mamba is None or not fetch.held.get(mamba):
+        mamba = self._world.mamba
+        if not mamba or not fetch.held.get(mamba):
             return
         state, count = last.state, self._world.count
         if state[count + mamba] == ABSENT and state[count] == PRESENT:

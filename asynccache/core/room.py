@@ -302,8 +302,8 @@ class RoomMaker:
         return True
 
     def _is_wanted_again(self, node: Node, place: int) -> bool:
-        """Whether a device cell that was condemned as outdone is so no more: the host has room by now, or there is a
-        store that is to have it."""
+        """Return True if a device cell that was condemned as outdone is so no more: the host has room by now, or there
+        is a store that is to have it."""
         if place >= self._world.count:
             return False
         return not self.is_expendable(node, place) and not self.is_outdone(node, place)

@@ -364,15 +364,16 @@ class Transfers:
         """Close an operation that fills cells of ``tier``. Returns False, and changes nothing, if it must wait for an
         operation above it."""
         base = tier * self._count
-        if op.doomed:
-            return self._end_arrival(op, base, Status.FAILED)
-        if op.status is Status.DONE:
+        if op.status is Status.DONE and not op.doomed:
             if any(self._waits_above(op, node, base) for node, _, _ in op.fragments):
                 return False
-            return self._arrived(op, tier, base)
-        self._fail_leases(op, min(_start(node) for node, _, _ in op.fragments) * self._world.config.page_size)
-        self._doom_below(op, base)
-        return self._end_arrival(op, base, Status.FAILED)
+            self._arrived(op, tier, base)
+            return True
+        if not op.doomed:
+            self._fail_from_start(op)
+            self._doom_below(op, base)
+        self._failed(op, base)
+        return True
 
     def _waits_above(self, op: Operation, node: Node, base: int) -> bool:
         """Return True if another operation still has to bring FULL for ``node`` or its parent. ``base``: the place of
@@ -384,7 +385,7 @@ class Transfers:
                 return True
         return False
 
-    def _arrived(self, op: Operation, tier: int, base: int) -> bool:
+    def _arrived(self, op: Operation, tier: int, base: int) -> None:
         world = self._world
         fragments = list(op.fragments)
         for node, moves, _ in fragments:
@@ -399,19 +400,16 @@ class Transfers:
             self.store([node for node, _, _ in fragments])
         world.uncover(op)
         world.end(op, Status.DONE)
-        return True
 
-    def _end_arrival(self, op: Operation, base: int, status: Status) -> bool:
+    def _failed(self, op: Operation, base: int) -> None:
         world = self._world
-        fragments = list(op.fragments)
-        for node, moves, _ in reversed(fragments):
+        for node, moves, _ in reversed(list(op.fragments)):
             for c in range(self._count - 1, -1, -1):
                 if moves >> c & 1:
                     world.vacate(node, base + c)
             node.unsavable |= base > 0 and not op.doomed
         world.uncover(op)
-        world.end(op, status)
-        return True
+        world.end(op, Status.FAILED)
 
     def _doom_below(self, failed: Operation, base: int) -> None:
         """Doom every other operation that fills cells of the failed nodes, or of nodes below them."""
@@ -433,6 +431,10 @@ class Transfers:
             for c in range(self._count):
                 if moves >> c & 1:
                     self._world.doom(node, base + c)
+        self._fail_from_start(op)
+
+    def _fail_from_start(self, op: Operation) -> None:
+        """Have the leases of ``op`` hear that nothing is good any more from the first page on that it covers."""
         self._fail_leases(op, min(_start(node) for node, _, _ in op.fragments) * self._world.config.page_size)
 
     def _fail_leases(self, op: Operation, valid: int) -> None:

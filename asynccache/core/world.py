@@ -12,7 +12,7 @@ eviction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from asynccache.core import components
@@ -24,7 +24,7 @@ from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
-from asynccache.core.tree import Node, Root, cut, unlink
+from asynccache.core.tree import Node, Root, cut, link, unlink, walk
 from asynccache.errors import InvariantViolation
 
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
@@ -151,6 +151,12 @@ class World:
             parent = node.parent
             before = parent.hashes[-HASH_BYTES:] if parent is not None and parent.parent is not None else b""
             self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b"", root.hashes))
+
+    def find(self, space: bytes, key: bytes) -> tuple[list[Node], int]:
+        """Follow ``key`` in the namespace ``space``, and return what ``walk`` returns; nothing if there is no such
+        namespace."""
+        root = self.roots.get(space)
+        return ([], 0) if root is None else walk(root, key, 0, self.page_bytes)
 
     def enter(self, space: bytes) -> Root:
         """Return the root of the namespace ``space``, which is made if there is none, and count one more holder of
@@ -349,27 +355,24 @@ class World:
         it was idle or ended before."""
         if is_idle(node, c):
             return True
-        self._withdraw_both(node, c)
-        self.recency.idle(node, c)
-        self.reorder(node, c)
-        self.reorder(node, c + self.count)
+        self._restamp(node, c, self.recency.idle)
         return False
 
-    def _withdraw_both(self, node: Node, c: int) -> None:
-        """Have component ``c`` of ``node`` wait in no eviction order. This goes before a change of its stamp, by which
-        a cell is found in its queue."""
+    def _restamp(self, node: Node, c: int, mark: Callable[[Node, int], None]) -> None:
+        """Have ``mark`` change the stamp of component ``c`` of ``node``, whose cells wait by the new one then. A cell
+        is found in its queue by its stamp, so it leaves the queue before."""
         withdraw(node, c)
         withdraw(node, c + self.count)
+        mark(node, c)
+        self.reorder(node, c)
+        self.reorder(node, c + self.count)
 
     def retire_early(self, node: Node) -> None:
         """Have all cells of ``node`` go before all others: the conversation that it is private to is over."""
         if self.policy.learns:
             self.policy.end(node)
         for c in range(self.count):
-            self._withdraw_both(node, c)
-            self.recency.end(node, c)
-            self.reorder(node, c)
-            self.reorder(node, c + self.count)
+            self._restamp(node, c, self.recency.end)
 
     # pins
 
@@ -442,36 +445,36 @@ class World:
             if node.entry[place] is None:
                 self.offer(node, place)
 
-    def pin_run(self, node: Node, c: int, low: int) -> int:
-        """Pin auxiliary component ``c`` on the device, on the nodes from ``node`` upwards that end after page ``low``;
-        if it does not divide, on ``node`` alone. Return the page at which the pinned nodes begin; NOWHERE if there are
+    def pin_run(self, node: Node, c: int, tier: int, low: int) -> int:
+        """Pin auxiliary component ``c`` on ``tier``, on the nodes from ``node`` upwards that end after page ``low``; if
+        it does not divide, on ``node`` alone. Return the page at which the pinned nodes begin; NOWHERE if there are
         none."""
-        border, pages = NOWHERE, 0
+        place, border, pages = tier * self.count + c, NOWHERE, 0
         divides = self.components[c].divides
         parent = node.parent
         while parent is not None and node.end > low:
-            pins = node.pins[c]
-            node.pins[c] = pins + 1
-            if not pins and node.state[c] == PRESENT:
-                pages += len(node.slots[c])
+            pins = node.pins[place]
+            node.pins[place] = pins + 1
+            if not pins and node.state[place] == PRESENT:
+                pages += len(node.slots[place])
             border = parent.end
             if not divides:
                 break
             node = parent
             parent = node.parent
-        self.shelves[c].evictable -= pages // SLOT_BYTES
+        self.shelves[place].evictable -= pages // SLOT_BYTES
         return border
 
-    def unpin_run(self, node: Node, c: int, low: int, border: int = NOWHERE) -> int:
+    def unpin_run(self, node: Node, c: int, tier: int, low: int, border: int) -> int:
         """Undo ``pin_run``, which returned ``low``, on the nodes that end at page ``border`` or before. Return the page
         at which the nodes begin that stay pinned; NOWHERE if there are none."""
-        rest = NOWHERE
+        place, rest = tier * self.count + c, NOWHERE
         divides = self.components[c].divides
         while node.end > low:
             parent = node.parent
             assert parent is not None
             if node.end <= border:
-                self.unpin_cell(node, c)
+                self.unpin_cell(node, place)
             else:
                 rest = parent.end
             if not divides:
@@ -480,6 +483,14 @@ class World:
         return rest
 
     # shape
+
+    def add(self, parent: Node, key: bytes, hashes: bytes) -> Node:
+        """Hang a new node below ``parent`` and return it. ``key``: its pages. ``hashes``: theirs, or b""."""
+        node = Node(key, parent.end + len(key) // self.page_bytes, parent, self.count)
+        link(parent, node, self.page_bytes)
+        self.counters.nodes += 1
+        node.hashes = hashes
+        return node
 
     def split(self, node: Node, pages: int) -> Node:
         """Divide ``node`` after ``pages`` pages, and return the new prefix. ``node`` itself stays the suffix, with its
@@ -509,7 +520,7 @@ class World:
         prefix.state[place] = state
         prefix.slots[place], node.slots[place] = slots[:at], slots[at:]
         if place < self.count:
-            self.recency.fork(prefix, node, place)
+            prefix.stamp[place] = node.stamp[place]
         if place % self.count:
             prefix.pins[place] = pins
             return

@@ -19,17 +19,16 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
 
 import torch
 
 from asynccache import checks
-from asynccache.errors import CacheClosed, ConfigError
+from asynccache.errors import ConfigError
 from asynccache.memory import host_copies as batch
-from asynccache.memory.device import Event, PageCopy, Stream
+from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream
 from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import anonymous_tensor, available_memory, check_room
-from asynccache.memory.signals import Bells, Signal, Work
+from asynccache.memory.signals import Bells, HostGate, Signal, WorkThread
 
 
 class CpuEvent(Signal):
@@ -42,16 +41,13 @@ class CpuStream:
     def __init__(self, name: str, bells: Bells) -> None:
         self.name = name
         self._bells = bells
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        self._closed = False
         self._failure: Exception | None = None  # since the last event; touched by the thread alone
-        self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}", daemon=True)
-        self._thread.start()
+        self._thread = WorkThread(name)
 
     def record(self) -> CpuEvent:
         """Return an event after all work submitted so far. It reports what failed since the event before it."""
         event = CpuEvent(self._bells, self.name)
-        self._submit(partial(self._report, event))
+        self._thread.submit(partial(self._report, event))
         return event
 
     def wait_event(self, event: Event) -> None:
@@ -62,41 +58,29 @@ class CpuStream:
         """
         if event.done():
             return
-        if not isinstance(event, CpuEvent):
+        if not isinstance(event, CpuEvent | HostGate):
             raise ConfigError(f"a CPU stream cannot wait for {event!r}")
-        self._submit(event.block)
+        self._thread.submit(event.block)
 
     def copy(
         self, steps: Iterable[batch.Step], hitches: Mapping[int, batch.Hitch], layers: int = 0
     ) -> Sequence[CpuEvent]:
         """Enqueue one batch, and return an event after each of its ``layers`` steps; none if that is 0."""
         events = [CpuEvent(self._bells, self.name) for _ in range(layers)]
-        self._submit(partial(self._copy, steps, hitches, events))
+        self._thread.submit(partial(self._copy, steps, hitches, events))
         return events
 
     def close(self) -> None:
         """Take no more work; the thread ends after what is queued."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
+        self._thread.close()
 
     def ended(self) -> bool:
         """Return True if the stream was closed and has done all that was queued."""
-        return not self._thread.is_alive()
+        return self._thread.ended()
 
     def join(self) -> None:
         """Block until the thread has ended."""
         self._thread.join()
-
-    def _submit(self, work: Work) -> None:
-        if self._closed:
-            raise CacheClosed(f"stream {self.name!r} was released, or its device is closed")
-        self._queue.put(work)
-
-    def _work(self) -> None:
-        while work := self._queue.get():
-            work()
-            del work  # it holds buffers, and the next get may last
 
     def _report(self, event: CpuEvent) -> None:
         failure, self._failure = self._failure, None
@@ -110,7 +94,7 @@ class CpuStream:
             self._failure = self._failure or failure
 
     def __repr__(self) -> str:
-        return f"<CpuStream {self.name!r}: {self._queue.qsize()} queued>"
+        return f"<CpuStream {self.name!r}: {self._thread.queued()} queued>"
 
 
 def _drive(running: Generator[float, None, Exception | None]) -> Exception | None:
@@ -130,19 +114,6 @@ def _own(stream: Stream) -> CpuStream:
     return stream
 
 
-class CpuGate(CpuEvent):
-    """An event that somebody fires by hand: a test that holds a stream, an engine that computes without streams."""
-
-    def __init__(self, bells: Bells, stream: str, shut: dict[CpuGate, None]) -> None:
-        super().__init__(bells, stream)
-        self._shut = shut
-
-    def open(self) -> None:
-        """Let go of every stream and coroutine that waits. From any thread."""
-        self._shut.pop(self, None)
-        self.fire()
-
-
 class CpuDevice:
     """Host memory as a device. ``faults``: what it does wrong on purpose."""
 
@@ -152,7 +123,7 @@ class CpuDevice:
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # several caches may open in threads
         self._streams: list[CpuStream] = []
-        self._gates: dict[CpuGate, None] = {}  # those not open yet; each takes itself out
+        self._gates: dict[HostGate, None] = {}  # those not open yet; each takes itself out
 
     def stream(self, name: str) -> CpuStream:
         """Return a new stream, with its thread. ``release`` ends it."""
@@ -165,11 +136,9 @@ class CpuDevice:
         """Take no more work for a stream of this device; its thread ends after what is queued."""
         _own(stream).close()
 
-    def gate(self) -> CpuGate:
+    def gate(self) -> HostGate:
         """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""
-        gate = CpuGate(self._bells, "gate", self._gates)
-        self._gates[gate] = None
-        return gate
+        return HostGate(self._bells, self._gates)
 
     def engine_event(self, event: object) -> Event:
         """Return ``event``, if it is one of a CPU device.
@@ -177,7 +146,7 @@ class CpuDevice:
         Raises:
             ConfigError: it is not.
         """
-        if isinstance(event, CpuEvent):
+        if isinstance(event, CpuEvent | HostGate):
             return event
         raise ConfigError(
             f"{checks.shown(event)} is no event of the CPU device: give what device.gate() or a stream's record() "
@@ -198,17 +167,13 @@ class CpuDevice:
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         return anonymous_tensor(shape)
 
-    def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_host_parts(copies)
-        _own(stream).copy(batch.device_to_host_steps(parts), self._fates.draw(1))
+    def copy(self, stream: Stream, towards: CopyDirection, copies: Sequence[PageCopy]) -> None:
+        parts = batch.checked(copies, towards)
+        _own(stream).copy(batch.whole_step(parts, towards), self._fates.draw(1))
 
-    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CpuEvent]:
-        parts = batch.host_to_device_parts(copies)
-        return _own(stream).copy(batch.host_to_device_steps(parts, layers), self._fates.draw(layers), layers)
-
-    def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_device_parts(copies)
-        _own(stream).copy(batch.device_to_device_steps(parts), self._fates.draw(1))
+    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CpuEvent]:
+        parts = batch.checked(copies, CopyDirection.IN)
+        return _own(stream).copy(batch.layer_steps(parts, layers), self._fates.draw(layers), layers)
 
     async def aclose(self) -> None:
         """Finish all queued work and end the threads, without blocking the loop. Closing again waits again.

@@ -10,6 +10,7 @@ The names of devices are ``cpu``, ``cuda``, ``cuda:N``, and with options behind 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
@@ -56,6 +57,14 @@ class Stream(Protocol):
         that is done already, of whatever kind, holds nothing. A failed one lets the work go on: whoever awaits it
         learns of the failure."""
         ...
+
+
+class CopyDirection(Enum):
+    """The direction of a copy."""
+
+    OUT = "device to host"
+    IN = "host to device"
+    WITHIN = "within the device"
 
 
 class PageCopy(NamedTuple):
@@ -111,18 +120,14 @@ class Device(Protocol):
         """Return host memory (uint8, contiguous, 4 KiB aligned) that the device copies from and to at full speed."""
         ...
 
-    def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        """Enqueue one batch. ``src`` are device pages."""
+    def copy(self, stream: Stream, towards: CopyDirection, copies: Sequence[PageCopy]) -> None:
+        """Enqueue one batch that goes out of the device or within it."""
         ...
 
-    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[Event]:
-        """Enqueue one batch, layer by layer, and return an event for each of the model's ``layers``: ``events[i]`` is
-        done when layers 0..i of every copy are there. ``PoolSpec.model_layers`` says to which layers of the model those
-        of a pool belong."""
-        ...
-
-    def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        """Enqueue one batch of copies within device pools."""
+    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[Event]:
+        """Enqueue one batch from host to device, layer by layer, and return an event for each of the model's
+        ``layers``: ``events[i]`` is done when layers 0..i of every copy are there. ``PoolSpec.model_layers`` says to
+        which layers of the model those of a pool belong."""
         ...
 
     async def aclose(self) -> None:

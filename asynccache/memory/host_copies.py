@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, InvariantViolation, forget_frames
-from asynccache.memory.device import PageCopy
+from asynccache.memory.device import CopyDirection, PageCopy
 from asynccache.memory.pools import Bytes, DevicePool, HostPool
 
 Ids = npt.NDArray[np.intp]
@@ -78,31 +78,20 @@ class Fires(Protocol):
         ...
 
 
-def device_to_host_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[CheckedCopy]:
+def checked(
+    copies: Sequence[PageCopy], towards: CopyDirection, ids: type[np.signedinteger[Any]] = np.intp
+) -> list[CheckedCopy]:
     """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
 
     Raises:
         InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
     """
-    return [_checked(c, c.device.spec.device_pages, c.device.spec.host_pages, ids) for c in copies]
+    into_host, from_host = towards is CopyDirection.OUT, towards is CopyDirection.IN
+    return [_checked(c, _pages(c, from_host), _pages(c, into_host), ids) for c in copies]
 
 
-def host_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[CheckedCopy]:
-    """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
-
-    Raises:
-        InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
-    """
-    return [_checked(c, c.device.spec.host_pages, c.device.spec.device_pages, ids) for c in copies]
-
-
-def device_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[CheckedCopy]:
-    """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
-
-    Raises:
-        InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
-    """
-    return [_checked(c, c.device.spec.device_pages, c.device.spec.device_pages, ids) for c in copies]
+def _pages(copy: PageCopy, host: bool) -> int:
+    return copy.device.spec.host_pages if host else copy.device.spec.device_pages
 
 
 def _checked(copy: PageCopy, src_pages: int, dst_pages: int, kind: type[np.signedinteger[Any]]) -> CheckedCopy:
@@ -121,18 +110,14 @@ def _kept(ids: npt.NDArray[np.int32], kind: type[np.signedinteger[Any]]) -> Ids:
     return ids.astype(kind, copy=ids.flags.writeable)
 
 
-def device_to_host_steps(parts: Sequence[CheckedCopy]) -> Iterator[Step]:
-    """Yield one step with all layers of every part."""
-    yield [t for part in parts for t in _whole_pages(part, host=_host(part).array)]
+def whole_step(parts: Sequence[CheckedCopy], towards: CopyDirection) -> Iterator[Step]:
+    """Yield one step with all layers of every part, for copies that go out of the device or within it."""
+    out = towards is CopyDirection.OUT
+    yield [t for part in parts for t in _whole_pages(part, _host(part).array if out else None)]
 
 
-def device_to_device_steps(parts: Sequence[CheckedCopy]) -> Iterator[Step]:
-    """Yield one step with all layers of every part."""
-    yield [t for part in parts for t in _whole_pages(part, host=None)]
-
-
-def host_to_device_steps(parts: Sequence[CheckedCopy], layers: int) -> Iterator[Step]:
-    """Yield a step for each layer of the model, with the layers of every pool that belong to it."""
+def layer_steps(parts: Sequence[CheckedCopy], layers: int) -> Iterator[Step]:
+    """Yield a step for each layer of the model, host to device, with the layers of every pool that belong to it."""
     pieces = [cut(p.src, p.dst, p.device.spec.bytes_per_page // p.device.spec.layers) for p in parts]
     for layer in range(layers):
         yield [

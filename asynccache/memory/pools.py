@@ -26,7 +26,7 @@ import torch
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFailed
-from asynccache.memory.device import Device, Event, PageCopy, Stream
+from asynccache.memory.device import CopyDirection, Device, Event, PageCopy, Stream
 from asynccache.memory.signals import HAPPENED
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class Mover:
         if not copies:
             return HAPPENED
         _hold(self._backups, after)
-        self.device.device_to_host(self._backups, copies)
+        self.device.copy(self._backups, CopyDirection.OUT, copies)
         return self._backups.record()
 
     def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LayerEvents:
@@ -284,7 +284,7 @@ class Mover:
         if not copies:
             return LayerEvents((HAPPENED,) * self.layers)
         _hold(self._loads, after)
-        return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
+        return LayerEvents(tuple(self.device.load(self._loads, copies, self.layers)))
 
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
         """Enqueue private copies on the device, once ``after`` is done: the loads that bring what they read, and the
@@ -293,7 +293,7 @@ class Mover:
         if not copies:
             return HAPPENED
         _hold(self._clones, after)
-        self.device.device_to_device(self._clones, copies)
+        self.device.copy(self._clones, CopyDirection.WITHIN, copies)
         return self._clones.record()
 
     def engine_stream(self, stream: object) -> Stream:

@@ -1,4 +1,5 @@
-"""How a thread that has done something wakes coroutines of any loop: signals, and the bells that answer them.
+"""How a thread that has done something wakes coroutines of any loop: signals, and the bells that answer them. And the
+thread of a stream, which does one work after the other.
 
 Law: nothing here blocks a loop, and whatever is rung before a loop answers costs it one hop together.
 
@@ -11,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 
-from asynccache.errors import CopyFailed
+from asynccache.errors import CacheClosed, CopyFailed
 
 Work = Callable[[], object]
 
@@ -174,3 +176,69 @@ class Signal:
     def __repr__(self) -> str:
         state = "pending" if not self._fired else "failed" if self._error else "done"
         return f"<{type(self).__name__} of {self._source!r}: {state}>"
+
+
+class HostGate(Signal):
+    """An event that somebody fires by hand: a test that holds a stream, an engine that computes on the host.
+
+    ``shut``: the gates of a device that are not open yet. A gate enters itself there, and takes itself out."""
+
+    def __init__(self, bells: Bells, shut: dict[HostGate, None]) -> None:
+        super().__init__(bells, "gate")
+        self._shut = shut
+        shut[self] = None
+
+    def open(self) -> None:
+        """Let go of every stream and coroutine that waits. From any thread."""
+        self._shut.pop(self, None)
+        self.fire()
+
+
+class WorkThread:
+    """The thread of a stream, which does what it is given, in that order. ``first``, ``last``: what it does before all
+    that, and after it. None of this may raise."""
+
+    def __init__(self, name: str, first: Work | None = None, last: Work | None = None) -> None:
+        self._name = name
+        self._first, self._last = first, last
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"asynccache-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Have the thread do ``work`` after all that it was given before.
+
+        Raises:
+            CacheClosed: the stream was released, or its device closed.
+        """
+        if self._closed:
+            raise CacheClosed(f"stream {self._name!r} was released, or its device is closed")
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Take no more work; the thread ends after what is queued."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+
+    def ended(self) -> bool:
+        """Return True if the thread was closed and has done all that was queued."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Block until the thread has ended."""
+        self._thread.join()
+
+    def queued(self) -> int:
+        """Return how many works wait, about."""
+        return self._queue.qsize()
+
+    def _run(self) -> None:
+        if self._first is not None:
+            self._first()
+        while work := self._queue.get():
+            work()
+            del work  # it holds buffers, and the next get may last
+        if self._last is not None:
+            self._last()

@@ -23,7 +23,8 @@ from random import Random
 import numpy as np
 import torch
 
-from asynccache.memory.cuda.driver_protocol import CopyDirection, DeviceIdentity, DriverError, Spans, Table
+from asynccache.memory.cuda.driver_protocol import DeviceIdentity, DriverError, Spans, Table
+from asynccache.memory.device import CopyDirection
 
 Clock = Counter[int]
 Piece = tuple[int, int, int]  # dst, src, size

@@ -20,8 +20,9 @@ from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import CopyDirection, DriverError
+from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.settings import CudaSettings
+from asynccache.memory.device import CopyDirection
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asynccache.memory.device import PageCopy
+from asynccache.memory.device import CopyDirection, PageCopy
 from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.memory import test_devices as every_device
@@ -29,15 +29,15 @@ async def test_a_batch_without_pages_is_done_like_any_other(make_device: Make) -
     mover = Mover(device, [pool()])
     stream, none = device.stream("s"), np.zeros(0, np.int32)
     on_both = PageCopy(mover.device_pools["full"], mover.host_pools["full"], none, none)
-    device.device_to_host(stream, [on_both])
+    device.copy(stream, CopyDirection.OUT, [on_both])
     await stream.record().wait()
-    device.device_to_device(stream, [PageCopy(mover.device_pools["full"], None, none, none)])
+    device.copy(stream, CopyDirection.WITHIN, [PageCopy(mover.device_pools["full"], None, none, none)])
     await stream.record().wait()
-    layers = device.host_to_device(stream, [on_both], 4)
+    layers = device.load(stream, [on_both], 4)
     assert len(layers) == 4
     for event in layers:
         await event.wait()
-    device.device_to_host(stream, [])
+    device.copy(stream, CopyDirection.OUT, [])
     await stream.record().wait()
     await device.aclose()
 

@@ -14,8 +14,9 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths, kernels, pinned
 from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import CopyDirection, Spans, Table
+from asynccache.memory.cuda.driver_protocol import Spans, Table
 from asynccache.memory.cuda.settings import CudaSettings
+from asynccache.memory.device import CopyDirection
 from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, driver_of

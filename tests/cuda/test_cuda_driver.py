@@ -21,8 +21,9 @@ from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels, libcuda
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver_protocol import CopyDirection, DriverError, Spans
+from asynccache.memory.cuda.driver_protocol import DriverError, Spans
 from asynccache.memory.cuda.streams import stream_pointer
+from asynccache.memory.device import CopyDirection
 
 ROOT = FilePath(__file__).parents[2]
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -17,6 +17,7 @@ from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.events import CudaContext, CudaEvent
 from asynccache.memory.cuda.streams import APART, CAP, CudaEngineStream, CudaStream, QueueFill
+from asynccache.memory.device import CopyDirection
 from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, submitted
@@ -194,7 +195,7 @@ async def test_a_shared_device_gets_its_streams_back(simulated_device: Make) -> 
     assert len({stream.handle for stream in made}) == len(made) >= 10
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("asynccache-")]
     with pytest.raises(CacheClosed, match="released"):
-        device.device_to_host(made[0], [])
+        device.copy(made[0], CopyDirection.OUT, [])
     assert len(driver._memory) == 5  # pools
     await device.aclose()
     assert driver._streams == {}

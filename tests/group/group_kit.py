@@ -69,10 +69,10 @@ class RankDevice(SimulatedDevice):
         super().__init__(seed=seed, latency=(0.0, latency), faults=faults)
         self._of_loads = self._fates if loads is None else Fates(loads)
 
-    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[SimulatedEvent]:
+    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[SimulatedEvent]:
         others, self._fates = self._fates, self._of_loads
         try:
-            return super().host_to_device(stream, copies, layers)
+            return super().load(stream, copies, layers)
         finally:
             self._fates = others
 

@@ -182,7 +182,7 @@ async def test_an_idle_stream_holds_no_buffers() -> None:
         def __del__(self) -> None:
             gone.set()
 
-    stream._submit(Buffer())  # and nothing after it, which would take its place
+    stream._thread.submit(Buffer())  # and nothing after it, which would take its place
     assert await asyncio.to_thread(gone.wait, 10)
     await device.aclose()
 

@@ -13,6 +13,7 @@ import pytest
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.device import CopyDirection
 from asynccache.memory.host_copies import Faults
 from asynccache.memory.pools import Mover
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -227,10 +228,12 @@ async def test_failed_work_does_not_break_aclose(make_device: Make) -> None:
 async def test_things_of_another_device_are_refused(make_device: Make) -> None:
     device = make_device()
     other = SimulatedDevice() if isinstance(device, CpuDevice) else CpuDevice()
+    stream = other.stream("b")
+    stream.wait_event(other.gate())
     with pytest.raises(ConfigError, match="cannot wait for"):
-        device.stream("a").wait_event(other.gate())
+        device.stream("a").wait_event(stream.record())
     with pytest.raises(ConfigError, match="cannot copy on"):
-        device.device_to_device(other.stream("b"), [])
+        device.copy(stream, CopyDirection.WITHIN, [])
     await device.aclose()
     await other.aclose()
 

@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.errors import CopyFailed
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device import Event
+from asynccache.memory.device import CopyDirection, Event
 from asynccache.memory.host_copies import Faults
 from asynccache.memory.pools import Mover
 from tests.memory.small_pools import move, pool
@@ -39,7 +39,7 @@ async def test_the_pools_of_a_failed_copy_are_let_go(direction: str) -> None:
     mover = Mover(device, [pool()])
     host, full = weakref.ref(mover.host_pools["full"]), weakref.ref(mover.device_pools["full"])
     if direction == "unheard":
-        device.device_to_host(mover._backups, mover._copies([move([1], [1])]))
+        device.copy(mover._backups, CopyDirection.OUT, mover._copies([move([1], [1])]))
         ended = mover._loads.record()
         await ended.wait()
     else:

@@ -10,8 +10,8 @@ import pytest
 from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device import PageCopy
-from asynccache.memory.host_copies import host_to_device_parts, host_to_device_steps
+from asynccache.memory.device import CopyDirection, PageCopy
+from asynccache.memory.host_copies import checked, layer_steps
 from asynccache.memory.pools import Mover
 
 # A model of five layers: full attention in 1 and 4, windows in 0, 2 and 3, and two tensors of layer 4 in a sidecar.
@@ -33,7 +33,7 @@ async def test_every_step_of_a_load_brings_one_layer_of_the_model() -> None:
     copies = [PageCopy(mover.device_pools[name], mover.host_pools[name], ALL, ALL) for name in mover.device_pools]
     names = {id(array): f"{name}.{i}" for name, p in mover.device_pools.items() for i, array in enumerate(p.arrays)}
     steps = [[names[id(transfer.dst)] for transfer in step]
-             for step in host_to_device_steps(host_to_device_parts(copies), mover.layers)]
+             for step in layer_steps(checked(copies, CopyDirection.IN), mover.layers)]
     assert steps == [["swa.0"], ["full.0"], ["swa.1"], ["swa.2"], ["full.1", "scales.0", "scales.1"]]
     await mover.device.aclose()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asynccache.errors import InvariantViolation
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device import PageCopy
+from asynccache.memory.device import CopyDirection, PageCopy
 from asynccache.memory.pools import DevicePool, HostPool
 from tests.memory.small_pools import pool
 
@@ -67,7 +67,7 @@ def test_ids_outside_a_pool_are_a_bug_of_the_caller(src: list[int], dst: list[in
     spec, device = pool(device_pages=8, host_pages=5), CpuDevice()
     pair = DevicePool.allocate(spec, device), HostPool.allocate(spec, device)
     with pytest.raises(InvariantViolation):
-        host_copies.device_to_host_parts([PageCopy(*pair, np.array(src, np.int32), np.array(dst, np.int32))])
+        host_copies.checked([PageCopy(*pair, np.array(src, np.int32), np.array(dst, np.int32))], CopyDirection.OUT)
 
 
 def test_the_halves_of_a_torn_step_are_the_whole() -> None:
@@ -75,8 +75,10 @@ def test_the_halves_of_a_torn_step_are_the_whole() -> None:
     p = DevicePool.allocate(spec, device)
     host = HostPool.allocate(spec, device)
     p.arrays[0][:] = 5
-    part = host_copies.device_to_host_parts([PageCopy(p, host, np.array([1], np.int32), np.array([2], np.int32))])
-    running = host_copies.perform(host_copies.device_to_host_steps(part), {0: host_copies.Hitch(1.0, 2.0, False)}, ())
+    ids = (np.array([1], np.int32), np.array([2], np.int32))
+    part = host_copies.checked([PageCopy(p, host, *ids)], CopyDirection.OUT)
+    step = host_copies.whole_step(part, CopyDirection.OUT)
+    running = host_copies.perform(step, {0: host_copies.Hitch(1.0, 2.0, False)}, ())
     assert next(running) == 1.0
     assert bytes(host.page(2)) == bytes([0, 0, 0])
     assert next(running) == 2.0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease
-from asynccache.memory.cpu import CpuDevice, CpuGate
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.signals import HostGate
 from asynccache.runtime import cache as cache_module
 from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import fence_all, local, push_out, serve, settings, settled, text, turns
@@ -83,7 +84,7 @@ async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
     await device.aclose()
 
 
-async def held(cache: AsyncCache, device: CpuDevice) -> tuple[Lease, CpuGate]:
+async def held(cache: AsyncCache, device: CpuDevice) -> tuple[Lease, HostGate]:
     """A lease that is loading, for as long as the gate is shut."""
     await serve(cache, text(4))
     await settled(cache)

@@ -11,7 +11,8 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig, PrefetchStatus
 from asynccache.core.plan import Status
-from asynccache.memory.cpu import CpuDevice, CpuGate
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.signals import HostGate
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
@@ -61,7 +62,7 @@ class Held:
     async def __aexit__(self, *_: object) -> None:
         await self.device.aclose()
 
-    def loads(self, cache: AsyncCache) -> CpuGate:
+    def loads(self, cache: AsyncCache) -> HostGate:
         gate = self.device.gate()
         fence_all(cache, gate)
         return gate

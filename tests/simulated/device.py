@@ -17,7 +17,7 @@ import torch
 
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory import host_copies as batch
-from asynccache.memory.device import Event, PageCopy, Stream
+from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream
 from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import available_memory, check_room
 
@@ -198,17 +198,13 @@ class SimulatedDevice:
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8)
 
-    def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        steps = batch.device_to_host_steps(batch.device_to_host_parts(copies))
+    def copy(self, stream: Stream, towards: CopyDirection, copies: Sequence[PageCopy]) -> None:
+        steps = batch.whole_step(batch.checked(copies, towards), towards)
         _own(stream).copy(steps, self._hitches(1))
 
-    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[SimulatedEvent]:
-        steps = batch.host_to_device_steps(batch.host_to_device_parts(copies), layers)
+    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[SimulatedEvent]:
+        steps = batch.layer_steps(batch.checked(copies, CopyDirection.IN), layers)
         return _own(stream).copy(steps, self._hitches(layers), layers)
-
-    def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        steps = batch.device_to_device_steps(batch.device_to_device_parts(copies))
-        _own(stream).copy(steps, self._hitches(1))
 
     def _hitches(self, steps: int) -> dict[int, batch.Hitch]:
         """Every step takes its time, in two halves; fate may add to it."""

@@ -76,7 +76,7 @@ class Opened:
             seen.update(self.face.pools["full"].layer(layer).flatten().tolist())
             over.set()
 
-        self.stream._submit(look)
+        self.stream._thread.submit(look)
         assert over.wait(30)
         return seen
 

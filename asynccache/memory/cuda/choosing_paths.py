@@ -18,11 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from asynccache.errors import InvariantViolation
-from asynccache.memory.cuda.driver_protocol import Addresses, CopyDirection, CudaDriver, Spans
+from asynccache.memory.cuda.driver_protocol import Addresses, CudaDriver, Spans
 from asynccache.memory.cuda.kernels import LAYERS, PAGES, table
 from asynccache.memory.cuda.pinned import chunk_of
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import Step
+from asynccache.memory.device import CopyDirection
 from asynccache.memory.host_copies import CheckedCopy, Ids
 from asynccache.memory.signals import Work
 

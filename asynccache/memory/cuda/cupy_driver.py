@@ -17,8 +17,9 @@ import torch
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.memory.cuda import kernels
-from asynccache.memory.cuda.driver_protocol import CopyDirection, DeviceIdentity, DriverError, Spans, Table
+from asynccache.memory.cuda.driver_protocol import DeviceIdentity, DriverError, Spans, Table
 from asynccache.memory.cuda.libcuda import LibCuda
+from asynccache.memory.device import CopyDirection
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

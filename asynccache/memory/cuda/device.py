@@ -21,15 +21,15 @@ import torch
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import host_copies as batch
 from asynccache.memory.cuda.choosing_paths import BatchSubmission
-from asynccache.memory.cuda.driver_protocol import CopyDirection, CudaDriver, DriverError
-from asynccache.memory.cuda.events import CudaContext, CudaEvent, CudaGate
+from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
+from asynccache.memory.cuda.events import CudaContext, CudaEvent
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.cuda.streams import AdoptingStream, CudaEngineStream, CudaStream, event_pointer, stream_pointer
-from asynccache.memory.device import Event, PageCopy, Stream, parse_device
+from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream, parse_device
 from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import available_memory, check_room
-from asynccache.memory.signals import HAPPENED, Happened
+from asynccache.memory.signals import HAPPENED, Happened, HostGate
 
 
 class CudaDevice:
@@ -49,7 +49,7 @@ class CudaDevice:
         self._engines: dict[int, CudaEngineStream] = {}
         self._adopting: list[AdoptingStream] = []
         self._closed = False
-        self._gates: dict[CudaGate, None] = {}  # those not open yet; each takes itself out
+        self._gates: dict[HostGate, None] = {}  # those not open yet; each takes itself out
         self._releasing = threading.Lock()
         self._released = False
 
@@ -110,7 +110,7 @@ class CudaDevice:
             ConfigError: it is no such event, or the driver refuses to wait for it (it was recorded in a stream that is
                 captured in a graph, say).
         """
-        if isinstance(event, CudaGate | Happened):
+        if isinstance(event, HostGate | Happened):
             return event
         if isinstance(event, CudaEvent) and event.stream.context is self._context:
             return event
@@ -136,11 +136,9 @@ class CudaDevice:
                 self._adopting.append(stream)
             return stream.adopt(pointer)
 
-    def gate(self) -> CudaGate:
+    def gate(self) -> HostGate:
         """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""
-        gate = CudaGate(self._context.bells, self._gates)
-        self._gates[gate] = None
-        return gate
+        return HostGate(self._context.bells, self._gates)
 
     # memory
 
@@ -163,20 +161,15 @@ class CudaDevice:
 
     # copies
 
-    def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_host_parts(_with_pages(copies), np.int32)
+    def copy(self, stream: Stream, towards: CopyDirection, copies: Sequence[PageCopy]) -> None:
+        parts = batch.checked(_with_pages(copies), towards, np.int32)
         own, submission = self._own(stream)
-        own.copy(submission.at_once(CopyDirection.OUT, parts), self._fates.draw(1), parts)
+        own.copy(submission.at_once(towards, parts), self._fates.draw(1), parts)
 
-    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
-        parts = batch.host_to_device_parts(_with_pages(copies), np.int32)
+    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
+        parts = batch.checked(_with_pages(copies), CopyDirection.IN, np.int32)
         own, submission = self._own(stream)
         return own.copy(submission.by_layer(parts, layers), self._fates.draw(layers), parts, layers)
-
-    def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_device_parts(_with_pages(copies), np.int32)
-        own, submission = self._own(stream)
-        own.copy(submission.at_once(CopyDirection.WITHIN, parts), self._fates.draw(1), parts)
 
     def _own(self, stream: Stream) -> tuple[CudaStream, BatchSubmission]:
         if not isinstance(stream, CudaStream) or stream.context is not self._context:

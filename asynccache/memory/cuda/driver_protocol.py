@@ -9,7 +9,6 @@ are underneath.
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from asynccache.errors import AsyncCacheError
+from asynccache.memory.device import CopyDirection
 
 Addresses = npt.NDArray[np.uint64]
 Table = npt.NDArray[Any]
@@ -43,14 +43,6 @@ class DriverError(AsyncCacheError):
         """True if this error is the end of the context. Otherwise the call alone was refused, and work in flight runs
         on."""
         return self.code in STICKY
-
-
-class CopyDirection(Enum):
-    """The direction of a copy."""
-
-    OUT = "device to host"
-    IN = "host to device"
-    WITHIN = "within the device"
 
 
 class Spans(NamedTuple):

@@ -244,16 +244,3 @@ class EventWaiter:
             if event is None or not event.happened():
                 return burst, (event,)
             burst.append(event)
-
-
-class CudaGate(Signal):
-    """An event that somebody fires by hand: a test that holds a stream, an engine that computes on the host."""
-
-    def __init__(self, bells: Bells, shut: dict[CudaGate, None]) -> None:
-        super().__init__(bells, "gate")
-        self._shut = shut
-
-    def open(self) -> None:
-        """Let go of every stream and coroutine that waits. From any thread."""
-        self._shut.pop(self, None)
-        self.fire()

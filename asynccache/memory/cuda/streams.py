@@ -22,15 +22,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 
 from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError
-from asynccache.memory.cuda.events import CudaContext, CudaEvent, CudaGate, EventWaiter
+from asynccache.memory.cuda.events import CudaContext, CudaEvent, EventWaiter
 from asynccache.memory.device import Event
 from asynccache.memory.host_copies import Hitch, InjectedFault
-from asynccache.memory.signals import Signal, Work
+from asynccache.memory.signals import HostGate, Signal, Work, WorkThread
 
 ADOPTED_AT_MOST = 128
 """How many events may be pending on one adopting stream. Each takes two entries of the driver's queue, which has some
@@ -169,12 +168,9 @@ class CudaStream(OwnStream):
         self._at_end = at_end
         super().__init__(name, context)
         self._backlog = QueueFill()
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        self._closed = False
         self._failure: Exception | None = None  # since the last event
         self._held: Signal | None = None
-        self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}", daemon=True)
-        self._thread.start()
+        self._submitter = WorkThread(name, context.use_device, self._last)
 
     def record(self) -> CudaEvent:
         """Return an event after all work submitted so far. It reports what failed since the event before it."""
@@ -192,7 +188,7 @@ class CudaStream(OwnStream):
             return
         if isinstance(event, CudaEvent) and event.stream.context is self.context:
             self.call(partial(self._wait, event))
-        elif isinstance(event, CudaGate):
+        elif isinstance(event, HostGate):
             self.call(partial(self._block, event, event.block))
         else:
             raise ConfigError(f"a CUDA stream cannot wait for {event!r}")
@@ -212,34 +208,23 @@ class CudaStream(OwnStream):
         Raises:
             CacheClosed: the stream was released, or its device closed.
         """
-        if self._closed:
-            raise CacheClosed(f"stream {self.name!r} was released, or its device is closed")
-        self._queue.put(work)
+        self._submitter.submit(partial(self._do, work))
 
     def held_by(self) -> Signal | None:
         return self._held
 
     def close(self) -> None:
         """Take no more work; the threads end after what is queued."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
+        self._submitter.close()
 
     def join(self) -> None:
-        self._thread.join()
+        self._submitter.join()
         super().join()
 
     def _end(self) -> None:
         super()._end()
         if self._at_end is not None:
             self._at_end(self)
-
-    def _work(self) -> None:
-        self.context.use_device()
-        while work := self._queue.get():
-            self._do(work)
-            del work  # it holds buffers, and the next get may last
-        self._last()
 
     def _do(self, work: Work) -> None:
         try:
