@@ -19,7 +19,7 @@ from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics,
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.runtime.cache_parts import CacheParts, OnEvent
-from asynccache.runtime.closing import Interruptible, SavingLimit
+from asynccache.runtime.closing import SavingLimit, save
 from asynccache.runtime.driving import acquire
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.kept_prefixes import Kept
@@ -121,7 +121,7 @@ class AsyncCache:
         self._on_event = on_event
         self._worker: Worker | None = None
         self._parts: CacheParts | None = None
-        self._opening: Interruptible | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
         self._limit: SavingLimit
 
@@ -144,10 +144,16 @@ class AsyncCache:
         """
         if self._parts is not None or self._opening is not None:
             raise RuntimeError("a cache is opened once")
-        self._opening = Interruptible()
+        opener = asyncio.current_task()
+        assert opener is not None
+        before = opener.cancelling()
+        self._opening = opener.get_loop().create_task(self._open_or_leave_nothing(), name="asynccache-open")
         try:
-            with self._opening:
-                await self._open_or_leave_nothing()
+            await self._opening  # if this task is cancelled, the opening is, and has ended before this goes on
+        except asyncio.CancelledError as error:
+            if opener.cancelling() > before:
+                raise
+            raise CacheClosed("the cache was closed while it was being opened") from error
         finally:
             self._opening = None
         return self
@@ -205,7 +211,10 @@ class AsyncCache:
         if deadline is not None:
             deadline = checks.number("deadline", deadline)
         if self._opening is not None:
-            await self._opening.interrupt()
+            if asyncio.get_running_loop() is not self._opening.get_loop():
+                raise RuntimeError("the cache is being opened on another loop, and belongs to that one's thread")
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         parts = self._parts
         if parts is None:
             return CloseReport()
@@ -232,7 +241,7 @@ class AsyncCache:
         parts.lease_parts.shut(lambda: CacheClosed("the cache is closing"))
         try:
             if driver.closed is None:
-                await parts.saving.save(self._limit)
+                await save(parts, self._limit)
             left = Unsaved(0, 0) if driver.broken else await unsaved(driver)
         finally:
             await self._stop(parts, max(MOMENT, self._limit.left()))
@@ -244,9 +253,9 @@ class AsyncCache:
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
-            if parts.events is not None and parts.supervisor.error is None:
+            if parts.announcing is not None and parts.supervisor.error is None:
                 try:
-                    parts.events.hand_on()  # what the last acks announced
+                    parts.announcing.hand_on()  # what the last acks announced
                 except Exception as error:  # as if the subscriber had raised earlier
                     parts.supervisor.fail(error)
             parts.close(None)
@@ -479,7 +488,7 @@ class AsyncCache:
         """
         parts = self._ready()
         parts.namespaces.reset()
-        await forget_all(parts.driver, parts.worker, parts.prefetching, parts.clearing)
+        await forget_all(parts.driver, parts.worker, parts.prefetching, parts.outbox)
 
     # looking at it
 

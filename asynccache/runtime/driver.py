@@ -36,7 +36,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from functools import partial
 from typing import NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -253,21 +252,6 @@ class Operations:
             waiters = self._live.get(op)
             if waiters is not None and waiter in waiters:
                 waiters.remove(waiter)
-
-    def call_when_any(self, ops: Iterable[int], call: Callable[[], object]) -> None:
-        """Call ``call`` soon after one of ``ops`` has ended; at once, if one has ended before. It is also called when
-        the cache closes."""
-        ops = tuple(ops)
-        waiter = self.watch(ops)
-        if waiter is None:
-            call()
-        else:
-            waiter.add_done_callback(partial(self._call, ops, call))
-
-    def _call(self, ops: tuple[int, ...], call: Callable[[], object], waiter: Waiter) -> None:
-        self.unwatch(ops, waiter)
-        waiter.exception()  # if the cache is closed: those who wait for what ``call`` does hear of that elsewhere
-        call()
 
 
 class Nudge(Enum):

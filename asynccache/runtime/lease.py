@@ -41,8 +41,6 @@ from asynccache.runtime.supervisor import hand_over
 from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.driver import Driver
-    from asynccache.runtime.engine_batches import EngineBatches, RetireStage
     from asynccache.runtime.lease_wait import LeaseParts
     from asynccache.worker.contract import BatchInFlight
 
@@ -64,34 +62,19 @@ Taken = tuple[CodeType, int]
 takes some µs in a long function."""
 
 
-class Publisher:
-    """The part that the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for
-    storage or for events. ``commits``: how many commits there were."""
-
-    def __init__(self, driver: Driver, engine: EngineBatches, retire: RetireStage, *, hashes: bool) -> None:
-        self.driver = driver
-        self.engine = engine
-        self.retire = retire
-        self.hashes = hashes
-        self.commits = 0
-
-    def __repr__(self) -> str:
-        return f"Publisher({self.commits} commits)"
-
-
 class Publishing:
     """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
     may not be over, and the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
+    __slots__ = ("_chain", "_core", "_key", "_parts", "_ready", "_retiring", "_space", "order")
 
-    def __init__(self, publisher: Publisher, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
+    def __init__(self, parts: LeaseParts, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
-        self._publisher = publisher
+        self._parts = parts
         self._core = core
         self._space = ask.space
         self._key = ask.key
-        self._chain = chain or Chain(ask.space, publisher.driver.core.config.page_size)
+        self._chain = chain or Chain(ask.space, parts.driver.core.config.page_size)
         self._ready: list[BatchInFlight] = []
         self._retiring: list[int] = []
 
@@ -112,7 +95,7 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
         if tokens > core.reserved:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
-        return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
+        return None if checkpoint is None else self._parts.driver.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: BatchInFlight) -> None:
         """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
@@ -122,20 +105,20 @@ class Publishing:
 
     def _named(self, batch: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), batch]
-        self._publisher.engine.fence(self._core, batch)
+        self._parts.engine.fence(self._core, batch)
 
     async def publish(self, key: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
         it has published everything or nothing."""
-        hashes = await self._hashes(key) if self._publisher.hashes else b""
+        hashes = await self._hashes(key) if self._parts.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
-            await first_ended(self._publisher.driver.ops, answer.ops)
+            await first_ended(self._parts.driver.ops, answer.ops)
 
     async def _try(
         self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
-        driver = self._publisher.driver
+        driver = self._parts.driver
         async with holding(driver.lock):
             driver.apply_outcomes()
             if self._core.released:
@@ -148,7 +131,7 @@ class Publishing:
 
     async def _hashes(self, key: bytes) -> bytes:
         if not self._chain.covers(key):
-            self._chain.known(key, self._publisher.driver.core.known_hashes(self._space, key))
+            self._chain.known(key, self._parts.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
     def _published(self, key: bytes, ready: BatchInFlight | None) -> None:
@@ -156,8 +139,8 @@ class Publishing:
         if len(key) > len(self._key):
             self._key = key
         if ready is not None:
-            self._publisher.engine.expect(ready)
-        self._publisher.commits += 1
+            self._parts.engine.expect(ready)
+        self._parts.commits += 1
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
         """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
@@ -166,16 +149,16 @@ class Publishing:
             self._named(after)
         if self._retiring:
             retiring, self._retiring = self._retiring, []
-            self._publisher.retire.put(retiring, not_over(*self._ready))
+            self._parts.engine.retire(retiring, not_over(*self._ready))
 
     def release(self, after: BatchInFlight | None, ended: bool) -> None:
         """Give the lease's pages back when ``after`` and every ``ready`` are over."""
-        driver, batches = self._publisher.driver, not_over(*self._ready, after)
-        self._publisher.engine.fence(self._core, *batches)
+        driver, batches = self._parts.driver, not_over(*self._ready, after)
+        self._parts.engine.fence(self._core, *batches)
         plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
         driver.perform(plan, self._retiring)
         if self._retiring:
-            self._publisher.retire.put(self._retiring, batches)
+            self._parts.engine.retire(self._retiring, batches)
             self._retiring = []
 
 
@@ -341,7 +324,7 @@ class Lease:
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
-            self._publishing = Publishing(self._parts.publisher, self._core, self._ask, chain)
+            self._publishing = Publishing(self._parts, self._core, self._ask, chain)
         return self._publishing
 
     # what it holds

@@ -24,8 +24,8 @@ from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
-from asynccache.runtime.fetching import Fetch, PrefetchCommits
-from asynccache.runtime.outbox import Clearing
+from asynccache.runtime.fetching import Fetch
+from asynccache.runtime.outbox import Outbox
 from asynccache.runtime.prefetch import (
     CachedOnArrival,
     Cut,
@@ -55,14 +55,14 @@ class Prefetching:
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
-        clearing: Clearing, spawn: Spawn, clock: Callable[[], float],
+        outbox: Outbox, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config
         self._driver = driver
         self._worker = worker
         self._pools = pools
         self._claims = claims
-        self._clearing = clearing
+        self._outbox = outbox
         self._spawn = spawn
         self._clock = clock
         self._time = asyncio.get_running_loop().time
@@ -70,7 +70,6 @@ class Prefetching:
         self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = StageMeter()
-        self.commits = PrefetchCommits(driver)
 
     def __repr__(self) -> str:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
@@ -87,7 +86,7 @@ class Prefetching:
         )  # fmt: skip
         if not self._worker.has_stores:
             handle.skip("no storage")
-        elif self._clearing:
+        elif self._outbox.clearings:
             self._skip(handle, "storage is being cleared")
         elif len(key) // TOKEN_BYTES // size * size - match.host < max(1, self._config.prefetch_threshold):
             self._skip(handle, "below the threshold")
@@ -247,7 +246,7 @@ class Prefetching:
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
-                self._config.prefetch_threshold, self.commits,
+                self._config.prefetch_threshold,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
