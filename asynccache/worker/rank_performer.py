@@ -15,11 +15,10 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asynccache import checks
@@ -57,14 +56,12 @@ CLOSED = "the worker is closed"
 
 
 class Performer:
-    """The worker of ``rank``. ``tell``: called with each message for the head. ``notes``: by class of message, what is
-    called with a message of the head before it is taken. ``local``: the pools and stores while they are open.
-    ``batches``: the engine's batches.
+    """The worker of ``rank``. ``tell``: called with each message for the head. ``local``: the pools and stores while
+    they are open. ``batches``: the engine's batches.
     """
 
     def __init__(
-        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Tell,
-        notes: Mapping[type, Callable[[Any], None]] = MappingProxyType({}),
+        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Tell
     ) -> None:  # fmt: skip
         self.rank = rank
         self.topology = topology
@@ -74,10 +71,8 @@ class Performer:
         self._given = given
         self._shard = shard
         self._tell = tell
-        self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
-        self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, Work] = {}
         self._begun = ChangeSignal()
@@ -107,7 +102,7 @@ class Performer:
             m.PerformWork: lambda o: self._effects(o.work),
             m.ForgetLoad: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.GiveUp: self._give_up,
+            m.GiveUp: lambda o: self._own.give_up(o.op),
             m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
@@ -120,13 +115,9 @@ class Performer:
 
     def take(self, *messages: m.Message) -> None:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
-        notes, take = self._notes, self._take
         for message in messages:
-            kind = type(message)
             try:
-                if kind in notes:
-                    notes[kind](message)
-                take[kind](message)
+                self._take[type(message)](message)
             except Exception as error:
                 self._die(error)
 
@@ -322,10 +313,6 @@ class Performer:
         call = order.call
         task = self._loop.create_task(self._do[type(order)](order), name=f"asynccache-call-{self.rank}")
         self._calls[call] = task
-        if isinstance(order, m.WritePages):
-            first = order.batch[0].op
-            self._storing.add(first)  # at once: that it is given up may be heard in this turn
-            task.add_done_callback(lambda _: self._storing.discard(first))
         task.add_done_callback(lambda done: self._answer(call, done))  # also of one that is cancelled before it begins
 
     def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
@@ -341,11 +328,6 @@ class Performer:
         task = self._calls.get(order.call)
         if task is not None:
             task.cancel()
-
-    def _give_up(self, order: m.GiveUp) -> None:
-        """Give up a batch, unless this worker has written it already, while others still write it."""
-        if order.op in self._storing:
-            self._own.give_up(order.op)
 
     async def _store(self, order: m.WritePages) -> m.Message:
         stored = await self._own.store(order.effects)
