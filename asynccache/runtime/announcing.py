@@ -76,11 +76,11 @@ class Announcing:
         """Tell of the keys that this store has, and of all that it gains and loses."""
         if self._key_of is not None:
             self._keys[store] = set()
-            self._worker.watch_store(store)
+            self._worker.stores.watch(store)
 
     def end(self, store: int) -> None:
         """Watch the store no more. ``forget`` must follow."""
-        self._worker.unwatch_store(store)
+        self._worker.stores.unwatch(store)
 
     async def forget(self, store: int) -> None:
         """Tell that the keys of this store are gone, but for those that another store has. Cancelling it leaves some of
@@ -94,7 +94,7 @@ class Announcing:
         """Watch no store any more."""
         while self._keys:
             store, _ = self._keys.popitem()
-            self._worker.unwatch_store(store)
+            self._worker.stores.unwatch(store)
 
     def report(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         """Tell that a store has these keys from now on or, if ``there`` is False, has them no more. A key that another

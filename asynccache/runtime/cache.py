@@ -530,7 +530,7 @@ class AsyncCache:
     @property
     def stores(self) -> Mapping[str, StoreOptions]:
         """The stores that are attached, by name, nearest first, and how each of them is used."""
-        entries = self._parts.worker.stores if self._parts is not None else ()
+        entries = self._parts.worker.stores.entries if self._parts is not None else ()
         return {entry.options.name: entry.options for entry in entries}
 
     async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:

@@ -20,7 +20,7 @@ from asynccache.memory.pools import Mover
 from asynccache.settle import completed
 from asynccache.storage.checked import store_layout
 from asynccache.storage.tiers import TieredStore
-from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, StoreEntry, Work
+from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, Work
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages import BackupHostStage, LoadBackStage, ReadingStage, WritingStage
 from asynccache.worker.stores import OpenStores
@@ -41,7 +41,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
         Unavailable: a store cannot be opened now.
     """
-    opened = _Opened(given.device)
+    opened = _OpenParts(given.device)
 
     def allocate() -> None:
         opened.device = opened.device or open_device(config.device)
@@ -66,7 +66,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
     return LocalWorker(device, mover, of_worker, stores, takes_stores=takes_stores, own_device=given.device is None)
 
 
-class _Opened:
+class _OpenParts:
     """The parts of a worker that are open by now, for whoever has to close them."""
 
     def __init__(self, device: Device | None) -> None:
@@ -177,11 +177,10 @@ class LocalWorker:
         self.mover = mover
         self.layers = mover.layers
         self.takes_stores = takes_stores
-        self.has_stores = bool(stores.tiers)
         self._device = device
         self._own_device = own_device
         self._map = pools
-        self._stores = stores
+        self.stores = stores
         self._tiers = stores.tiers
         self._batches = LocalBatches()
         self._writing = WritingStage(stores.tiers, pools)
@@ -192,22 +191,19 @@ class LocalWorker:
         self.read = self._reading.read
         self.clear = stores.tiers.clear
         self.flush = stores.tiers.flush
-        self.find_store = stores.find
-        self.open_store = stores.open
-        self.drop_store = stores.drop
-        self.knows_store = stores.knows
-        self.is_shared = stores.is_shared
-        self.on_health = stores.on_change
-        self.close_store = stores.close
-        self.unwatch_store = stores.unwatch
 
     def __repr__(self) -> str:
-        return f"LocalWorker({self.mover!r}, {self._stores!r})"
+        return f"LocalWorker({self.mover!r}, {self.stores!r})"
+
+    @property
+    def has_stores(self) -> bool:
+        """See ``Worker``."""
+        return self.stores.used
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """See ``Worker``."""
         post, size_of, clock = reports.ended, self._map.size_of, time.perf_counter  # uvloop's clock counts milliseconds
-        self._keys = reports.keys
+        self.stores.tell = reports.keys
         self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
         self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
         self.put = {
@@ -304,25 +300,6 @@ class LocalWorker:
     def shut(self) -> bool:
         """See ``Worker``."""
         return self._tiers.shut
-
-    @property
-    def stores(self) -> tuple[StoreEntry, ...]:
-        """See ``Worker``."""
-        return self._stores.entries
-
-    def use_store(self, number: int, position: int | None) -> None:
-        """See ``Worker``."""
-        self._stores.use(number, position)
-        self.has_stores = True
-
-    def leave_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._stores.leave(number)
-        self.has_stores = bool(self._tiers)
-
-    def watch_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._stores.watch(number, self._keys)
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:

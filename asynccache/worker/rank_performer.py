@@ -92,7 +92,7 @@ class Performer:
             m.FlushStores: lambda o: self._flush(o),
             m.OpenStore: lambda o: self._open_store(o),
             m.DropStore: lambda o: self._drop_store(o),
-            m.CloseStore: lambda o: self._own.close_store(o.number),
+            m.CloseStore: lambda o: self._own.stores.close(o.number),
             m.CloseWorker: lambda o: self.aclose(o.patience),
         }
         self._take: dict[type, Callable[[Any], object]] = {
@@ -106,7 +106,7 @@ class Performer:
             m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
-            m.WatchStore: lambda o: (self._own.watch_store if o.on else self._own.unwatch_store)(o.number),
+            m.WatchStore: lambda o: (self._own.stores.watch if o.on else self._own.stores.unwatch)(o.number),
             m.CancelCall: self._cancel,
         }
 
@@ -159,8 +159,8 @@ class Performer:
         for name, work in local.start(Reports(self._ended, self._die, self._keys)):
             self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
             self._stages[-1].add_done_callback(self._stage_ended)
-        local.on_health(self._note_health)
-        stores = tuple((entry.options, local.is_shared(entry.number)) for entry in local.stores)
+        local.stores.on_change(self._note_health)
+        stores = tuple((entry.options, local.stores.is_shared(entry.number)) for entry in local.stores.entries)
         weights = {spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}
         return m.WorkerOpened(order.call, local.layers, weights, stores, local.digest)
 
@@ -353,21 +353,20 @@ class Performer:
     # stores
 
     async def _open_store(self, order: m.OpenStore) -> m.Message:
-        own = self._own
-        storage = self._given.locate(placed(order.url, self.rank))
-        entry = await own.open_store(storage, order.options, order.position, number=order.number)
-        return m.StoreOpened(order.call, entry.options, own.is_shared(entry.number))
+        stores, storage = self._own.stores, self._given.locate(placed(order.url, self.rank))
+        entry = await stores.open(storage, order.options, order.position, number=order.number)
+        return m.StoreOpened(order.call, entry.options, stores.is_shared(entry.number))
 
     async def _drop_store(self, order: m.DropStore) -> None:
-        if self._own.knows_store(order.number):
-            await self._own.drop_store(order.number)
+        if self._own.stores.knows(order.number):
+            await self._own.stores.drop(order.number)
 
     def _use_store(self, order: m.UseStore) -> None:
-        self._own.use_store(order.number, order.position)
+        self._own.stores.use(order.number, order.position)
         self._note_health()
 
     def _leave_store(self, order: m.LeaveStore) -> None:
-        self._own.leave_store(order.number)
+        self._own.stores.leave(order.number)
         self._note_health()
 
     def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
