@@ -22,7 +22,7 @@ class SavingLimit:
         self._timeout: asyncio.Timeout | None = None
 
     def left(self) -> float:
-        """How many seconds are left; negative, if the moment has passed."""
+        """Return how many seconds are left; a negative number once the moment has passed."""
         return self._end - self._clock()
 
     def shorten(self, seconds: float) -> None:
@@ -32,7 +32,7 @@ class SavingLimit:
             self._timeout.reschedule(self._end)
 
     async def keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """``work()``, within the limit. Cancelling it cancels the work.
+        """Run ``work()`` within the limit. Cancelling it cancels the work.
 
         Raises:
             TimeoutError: the limit came first, and the work is cancelled.

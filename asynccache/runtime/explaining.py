@@ -82,7 +82,7 @@ class Explained(NamedTuple):
         return values if learned is None else {**values, "learned": learning.plain(policy, learned)}
 
     def lines(self) -> list[str]:
-        """To be read."""
+        """Return the explanation as lines of text."""
         return describe(self.plain())
 
 
@@ -141,7 +141,7 @@ _WHERE = {int(Result.HIT): Where.STORAGE, int(Result.FAILED): Where.UNKNOWN}
 
 
 def _beyond(found: Explanation, present: Sequence[int], size: int) -> Iterator[Span]:
-    """Pages that the tree does not know."""
+    """Yield a span for each page that the tree does not know."""
     for start in range(found.tree, found.length, size):
         at = start // size
         where = _WHERE.get(present[at], Where.NOWHERE) if at < len(present) else Where.NOWHERE
@@ -174,7 +174,7 @@ def _fetch(threshold: int, found: Explanation, present: Mapping[str, bytes], rea
 
 
 def describe(plain: dict[str, Any]) -> list[str]:
-    """``Explained.plain()``, to be read."""
+    """Return what ``Explained.plain`` has returned as lines of text."""
     lines = [f"{plain['tokens']} tokens, {plain['length']} of them in whole pages"]
     if not plain["length"]:
         return [*lines, "there is nothing to look for: only whole pages are kept"]

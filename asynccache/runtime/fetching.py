@@ -64,12 +64,12 @@ class Fetch:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
 
     def join(self, handle: Prefetch) -> None:
-        """Serve ``handle`` too."""
+        """Serve ``handle``, too."""
         self.sharers[handle] = None
         handle.fetch = self
 
     def leave(self, handle: Prefetch) -> None:
-        """``handle`` needs this fetch no more. The last one to leave cancels it."""
+        """Serve ``handle`` no more. The last handle that leaves cancels the fetch."""
         self.sharers.pop(handle, None)
         handle.fetch = None
         if not self.sharers:
@@ -118,7 +118,7 @@ class Fetch:
     # where it may end
 
     def _usable(self, limit: int) -> int:
-        """The longest end up to ``limit`` (tokens) at which every pool has what it needs."""
+        """Return the longest end up to ``limit`` (tokens) at which every pool has what it needs."""
         return usable_end(self.shape, self._pools.named(), cast(Mapping[str, bytes], self._present), limit)
 
     def _wanted(self) -> bool:
@@ -148,7 +148,7 @@ class Fetch:
             await self._ask_pools(auxiliary)
 
     def _first_needed(self, component: int) -> int:
-        """The first page of ``component`` that any end of this fetch could need. It may lie before the anchor."""
+        """Return the first page of ``component`` that an end of this fetch could need. It may lie before the anchor."""
         shape, anchor = self.shape, self._pages_of(self.shape.anchor)
         first = self._pages_of(shape.covered)
         if component == ComponentKind.SWA:
@@ -174,7 +174,7 @@ class Fetch:
             self.cut = Cut.BACKEND
 
     def _run_of_full(self, start: int, stop: int) -> int:
-        """How many pages from ``start`` to ``stop``, without a gap, all pools of FULL have in storage."""
+        """Return how many pages from ``start`` to ``stop``, without a gap, all pools of FULL have in storage."""
         maps = [self._present[spec.name] for spec in self._pools.of[FULL]]
         for page in range(start, stop):
             if not all(present[page] for present in maps):
@@ -228,8 +228,8 @@ class Fetch:
         return min((pages.stop, *(page for missing in failed for page in missing)))
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
-        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. False if one failed: ``_present`` has
-        it."""
+        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. Returns False if one failed, which
+        ``_present`` then says."""
         wanted = {c: needed_pages(self.shape, c, end) for c in aux}
         reads = [(spec, wanted[c], slots) for c, slots in aux.items() for spec in self._pools.of[c]]
         return not any(await self._get(reads, run=False))
@@ -314,5 +314,5 @@ class Fetch:
 
 
 def _batch(specs: Sequence[PoolSpec]) -> int:
-    """How many pages are read before the fetch looks again whether it was told to stop."""
+    """Return how many pages are read before the fetch looks again whether it was told to stop."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, sum(spec.bytes_per_page for spec in specs))))

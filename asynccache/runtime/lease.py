@@ -98,8 +98,8 @@ class Publishing:
         return None if checkpoint is None else self._parts.driver.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: BatchInFlight) -> None:
-        """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
-        whatever becomes of the commit, and so do copies into these pages, some of which the commit may hand to
+        """Note that the engine writes into the lease's pages until ``ready`` is over. From now on a release waits for
+        that, whatever becomes of the commit. So do copies into these pages, some of which the commit may hand to
         others."""
         self._named(ready)
 
@@ -143,8 +143,8 @@ class Publishing:
         self._parts.commits += 1
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
-        """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
-        over."""
+        """Note that the engine uses the table of the last commit. The duplicates are free when ``after`` and every
+        ``ready`` are over."""
         if after is not None:
             self._named(after)
         if self._retiring:
@@ -219,14 +219,14 @@ class Lease:
             TimeoutError: ``timeout`` seconds went by in line.
             CacheClosed: the cache is closed.
             RuntimeError: it would have to wait, and this task holds a lease already.
-            RankFailure: a rank was lost; so ended the cache.
+            RankFailure: a rank was lost, which has ended the cache.
         """
         parts = self._parts
         parts.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
         if self._since != parts.namespaces.changes:
-            self._into_what_is_valid()
+            self._renew_namespace()
         self._state = ENTERING
         try:
             if (
@@ -241,8 +241,8 @@ class Lease:
             raise
         return self
 
-    def _into_what_is_valid(self) -> None:
-        """Namespaces were invalidated since it was asked for: it enters the one that is called so now."""
+    def _renew_namespace(self) -> None:
+        """Namespaces were invalidated since the lease was asked for. It enters the one that has its name now."""
         namespaces = self._parts.namespaces
         self._since = namespaces.changes
         self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
@@ -290,8 +290,8 @@ class Lease:
         _give_back(parts, self._core, self._publishing if batch is None else self._commits(), batch, ended)
 
     def __del__(self) -> None:
-        """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
-        what it holds."""
+        """Have the loop give back what the lease holds. Python finds the garbage in any thread and at any moment, also
+        within a call of the core."""
         parts = self._parts
         if self._state is not HELD or parts.driver.closed is not None:
             return
@@ -440,13 +440,13 @@ class Lease:
         self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
 
     def _check_layer(self, i: object) -> int:
-        """``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
+        """Return ``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
         return integer("i", i, 0, self._parts.worker.layers - 1)
 
     # growing and shrinking
 
     async def extend(self, tokens: int, states: int = 0, wait: bool = False) -> Pages:
-        """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the page table holds now; the new table.
+        """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the lease has. Returns the new page table.
 
         ``wait``: for backups to the host that are making room, never for what another lease holds. Cancelling it
         leaves the old reservation, or the new one if it was granted already.
@@ -515,8 +515,8 @@ class Lease:
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> Pages:
         """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
-        ``release``) fires; the page table that the engine uses from now on (others may have published the same pages
-        first).
+        ``release``) fires. Returns the page table that the engine uses from now on: others may have published some of
+        these pages before, and then theirs are in it.
 
         ``checkpoint``: (position in whole pages, slot out of ``states``) of a MAMBA state. Cancelling it either
         publishes everything or nothing.
@@ -547,8 +547,8 @@ class Lease:
         return self._parts.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
-        """The engine uses the page table that the last ``commit`` returned; what it used before is free once
-        ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
+        """Note that the engine uses the page table that the last ``commit`` returned. The pages that it used before are
+        free once ``after`` (an event as for ``release``) has fired. The next commit and the release imply this call."""
         self._parts.driver.check_thread()
         batch = self._parts.engine.batch("adopt: after", after)
         if self._publishing is not None:
@@ -559,7 +559,7 @@ class Lease:
     def commit_threadsafe(
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
-        """``commit`` from an engine's worker thread; its result, or its error, comes by the future.
+        """Call ``commit`` from an engine's worker thread. Returns a future of its result or its error.
 
         Raises:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
@@ -569,7 +569,8 @@ class Lease:
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
-        """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
+        """Call ``release`` from an engine's worker thread. It takes effect soon, behind the commits that were handed
+        over before it.
 
         Raises:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.
