@@ -151,6 +151,8 @@ class AsyncCache:
         try:
             await self._opening  # if this task is cancelled, the opening is, and has ended before this goes on
         except asyncio.CancelledError as error:
+            if not self._opening.cancelled() and self._opening.exception() is None:
+                await self._abandon()  # the opening had ended well, but this task had not gone on yet
             if opener.cancelling() > before:
                 raise
             raise CacheClosed("the cache was closed while it was being opened") from error
@@ -162,14 +164,18 @@ class AsyncCache:
         try:
             await self._open()
         except BaseException:
-            parts, self._parts = self._parts, None
-            if parts is not None:
-                await parts.supervisor.stop()
-                parts.close(None)
-            worker, self._worker = self._worker, None
-            if worker is not None:
-                await worker.aclose(MOMENT)
+            await self._abandon()
             raise
+
+    async def _abandon(self) -> None:
+        """Close what is open of a cache that is not to be opened."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await parts.supervisor.stop()
+            parts.close(None)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.aclose(MOMENT)
 
     async def _open(self) -> None:
         self._worker = worker = await self._open_worker()

@@ -236,8 +236,8 @@ class Operations:
                     waiter.set_exception(error())
 
     def watch(self, ops: Iterable[int]) -> Waiter | None:
-        """Return a future that is set when the first of ``ops`` ends; None if one has ended before, or ``ops`` is empty.
-        The caller hands the future to ``unwatch``."""
+        """Return a future that is set when the first of ``ops`` ends, and that the caller hands to ``unwatch``; None if
+        one has ended before, or ``ops`` is empty."""
         ops = tuple(ops)
         if not ops or any(op not in self._live for op in ops):
             return None
