@@ -1,7 +1,7 @@
 """The queue of KV events that ``on_event`` hears, and those events that are not the core's.
 
-The core tells which pages came and went. ``Announcing`` tells that a cache begins and which keys its stores hold, and
-``EventStage`` hands all of it to the subscriber: in order, and not within a call of the core.
+The core tells which pages came and went. ``Announcing`` adds that a cache begins and which keys its stores hold, and
+hands all of it to the subscriber: in order, and not within a call of the core.
 
 Laws:
 * A key is there from the moment that the first of the attached stores has it until the last of them has lost it or was
@@ -26,23 +26,37 @@ _SLICE = 4096
 
 
 class Announcing:
-    """Passes the stores' reports on. ``alive``: namespaces that have pages. Mutable state: names, and the keys of each
-    store that is watched."""
+    """The queue of notices, and the task that hands them to ``on_event``. A subscriber that raises closes the cache.
+    ``alive``: the namespaces that have pages. Mutable state: the queue, names, and the keys of each store that is
+    watched."""
 
     def __init__(
-        self, put: Callable[[Notice], None], page_size: int, worker: Worker, alive: Container[bytes]
+        self, on_event: Callable[[Notice], None], page_size: int, worker: Worker, alive: Container[bytes]
     ) -> None:  # fmt: skip
+        self._on_event = on_event
+        self._inbox: Inbox[Notice] = Inbox()
+        self.put = self._inbox.put
         self._named: dict[bytes, str | bytes] = {}
         self._named_before: dict[bytes, str | bytes] = {}
         self._alive = alive
-        self._put = put
         self._worker = worker
         self._key_of = worker.key_of if worker.takes_stores else None
         self._keys: dict[int, set[bytes]] = {}
-        put(Opened(page_size, self._key_of, self.extra_key_of))
+        self.put(Opened(page_size, self._key_of, self.extra_key_of))
 
     def __repr__(self) -> str:
         return f"Announcing({len(self._keys)} stores)"
+
+    async def run(self) -> None:
+        """Hand on notices as they come, for ever. Cancelling it leaves the rest in the queue."""
+        while True:
+            await self._inbox.filled()
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Hand on everything in the queue."""
+        for notice in self._inbox.take():
+            self._on_event(notice)
 
     def name(self, space: bytes, extra_key: str | bytes) -> None:
         """Note that the namespace ``space`` is called ``extra_key``. A namespace that is known as an adapter's keeps
@@ -62,27 +76,29 @@ class Announcing:
         """Tell of the keys that this store has, and of all that it gains and loses."""
         if self._key_of is not None:
             self._keys[store] = set()
-            self._worker.watch_store(store)
+            self._worker.stores.watch(store)
 
     def end(self, store: int) -> None:
-        """Listen to it no more; ``forget`` must follow."""
-        self._worker.unwatch_store(store)
+        """Watch the store no more. ``forget`` must follow."""
+        self._worker.stores.unwatch(store)
 
     async def forget(self, store: int) -> None:
-        """Tell that the keys which no other store has are gone. Cancelling it leaves some of them untold."""
+        """Tell that the keys of this store are gone, but for those that another store has. Cancelling it leaves some of
+        them untold."""
         while keys := list(islice(self._keys.get(store, ()), _SLICE)):
             self.report(store, False, keys)
             await asyncio.sleep(0)
         self._keys.pop(store, None)
 
     def stop(self) -> None:
-        """No store is watched any more."""
+        """Watch no store any more."""
         while self._keys:
             store, _ = self._keys.popitem()
-            self._worker.unwatch_store(store)
+            self._worker.stores.unwatch(store)
 
     def report(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
-        """A store has these keys from now on, or has them no more."""
+        """Tell that a store has these keys from now on or, if ``there`` is False, has them no more. A key that another
+        store has is left out."""
         own = self._keys.get(store)
         if own is None:
             return
@@ -93,27 +109,4 @@ class Announcing:
         others = [other for number, other in self._keys.items() if number != store]
         news = [key for key in keys if not any(key in other for other in others)] if others else keys
         if news:
-            self._put(StorageReport(there, news))
-
-
-class EventStage:
-    """A queue of notices, and the task that hands them to ``on_event``. A subscriber that raises closes the cache."""
-
-    def __init__(self, on_event: Callable[[Notice], None]) -> None:
-        self._on_event = on_event
-        self._inbox: Inbox[Notice] = Inbox()
-
-    def put(self, notice: Notice) -> None:
-        """Queue the notice."""
-        self._inbox.put(notice)
-
-    async def run(self) -> None:
-        """Hand on notices as they come, for ever. Cancelling it leaves the rest in the queue."""
-        while True:
-            await self._inbox.filled()
-            self.hand_on()
-
-    def hand_on(self) -> None:
-        """Hand on everything in the queue."""
-        for notice in self._inbox.take():
-            self._on_event(notice)
+            self.put(StorageReport(there, news))

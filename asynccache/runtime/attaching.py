@@ -44,18 +44,18 @@ class StoreAttachments:
         self._backfill_pages = int(backlog * BACKFILL_SHARE)
 
     def __repr__(self) -> str:
-        return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores)})"
+        return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores.entries)})"
 
     def begin(self) -> None:
         """Use the stores that were opened with the cache."""
-        for store in self._worker.stores:
+        for store in self._worker.stores.entries:
             if self._announcing is not None:
                 self._announcing.begin(store.number)
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
         """Return the access that the stores in use allow, taken together: writing, if one of them is written."""
-        stores = self._worker.stores
+        stores = self._worker.stores.entries
         if not stores:
             return Access.NONE
         return Access.WRITE if any(store.options.write for store in stores) else Access.READ
@@ -66,13 +66,13 @@ class StoreAttachments:
         """See ``AsyncCache.attach_storage``."""
         self._check_host()
         driver, worker = self._driver, self._worker
-        opened = await worker.open_store(storage, options, position)
+        opened = await worker.stores.open(storage, options, position)
         try:
             driver.check_ready()
             await self._use(opened, position, backfill=backfill)
         finally:
             if not self._is_used(opened.number):
-                await worker.drop_store(opened.number)
+                await worker.stores.drop(opened.number)
         return opened.options.name
 
     def _check_host(self) -> None:
@@ -85,7 +85,7 @@ class StoreAttachments:
         driver, options = self._driver, opened.options
         async with holding(driver.lock):
             driver.apply_outcomes()
-            self._worker.use_store(opened.number, position)
+            self._worker.stores.use(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
             if self._announcing is not None:
                 self._announcing.begin(opened.number)
@@ -111,12 +111,12 @@ class StoreAttachments:
             pass  # the store is closed with the cache
 
     def _is_used(self, store: int) -> bool:
-        return any(entry.number == store for entry in self._worker.stores)
+        return any(entry.number == store for entry in self._worker.stores.entries)
 
     async def detach(self, name: str | None, deadline: float | None) -> Unsaved:
         """See ``AsyncCache.detach_storage``. ``deadline``: seconds that saving may take; None: nothing is saved."""
         self._check_host()
-        store = self._worker.find_store(name)
+        store = self._worker.stores.find(name)
         if deadline is not None and store.options.write:
             await self._save(deadline)
         left = await unsaved(self._driver)
@@ -125,7 +125,7 @@ class StoreAttachments:
             driver.apply_outcomes()
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
-            self._worker.leave_store(store.number)
+            self._worker.stores.leave(store.number)
             if self._announcing is not None:
                 self._announcing.end(store.number)
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
@@ -149,7 +149,7 @@ class StoreAttachments:
         try:
             if self._announcing is not None:
                 await self._announcing.forget(store.number)
-            await self._worker.close_store(store.number)
+            await self._worker.stores.close(store.number)
         except Exception as error:  # whatever a plug-in raises while it closes
             failed.append(BackendError(f"{store.options.name}: closing it failed: {error!r}"))
             failed[0].__cause__ = error

@@ -19,7 +19,7 @@ from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics,
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.runtime.cache_parts import CacheParts, OnEvent
-from asynccache.runtime.closing import Interruptible, SavingLimit
+from asynccache.runtime.closing import SavingLimit, save
 from asynccache.runtime.driving import acquire
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.kept_prefixes import Kept
@@ -121,7 +121,7 @@ class AsyncCache:
         self._on_event = on_event
         self._worker: Worker | None = None
         self._parts: CacheParts | None = None
-        self._opening: Interruptible | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
         self._limit: SavingLimit
 
@@ -144,10 +144,18 @@ class AsyncCache:
         """
         if self._parts is not None or self._opening is not None:
             raise RuntimeError("a cache is opened once")
-        self._opening = Interruptible()
+        opener = asyncio.current_task()
+        assert opener is not None
+        before = opener.cancelling()
+        self._opening = opener.get_loop().create_task(self._open_or_leave_nothing(), name="asynccache-open")
         try:
-            with self._opening:
-                await self._open_or_leave_nothing()
+            await self._opening  # if this task is cancelled, the opening is, and has ended before this goes on
+        except asyncio.CancelledError as error:
+            if not self._opening.cancelled() and self._opening.exception() is None:
+                await self._abandon()  # the opening had ended well, but this task had not gone on yet
+            if opener.cancelling() > before:
+                raise
+            raise CacheClosed("the cache was closed while it was being opened") from error
         finally:
             self._opening = None
         return self
@@ -156,14 +164,18 @@ class AsyncCache:
         try:
             await self._open()
         except BaseException:
-            parts, self._parts = self._parts, None
-            if parts is not None:
-                await parts.supervisor.stop()
-                parts.close(None)
-            worker, self._worker = self._worker, None
-            if worker is not None:
-                await worker.aclose(MOMENT)
+            await self._abandon()
             raise
+
+    async def _abandon(self) -> None:
+        """Close what is open of a cache that is not to be opened."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await parts.supervisor.stop()
+            parts.close(None)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.aclose(MOMENT)
 
     async def _open(self) -> None:
         self._worker = worker = await self._open_worker()
@@ -205,7 +217,10 @@ class AsyncCache:
         if deadline is not None:
             deadline = checks.number("deadline", deadline)
         if self._opening is not None:
-            await self._opening.interrupt()
+            if asyncio.get_running_loop() is not self._opening.get_loop():
+                raise RuntimeError("the cache is being opened on another loop, and belongs to that one's thread")
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         parts = self._parts
         if parts is None:
             return CloseReport()
@@ -232,7 +247,7 @@ class AsyncCache:
         parts.lease_parts.shut(lambda: CacheClosed("the cache is closing"))
         try:
             if driver.closed is None:
-                await parts.saving.save(self._limit)
+                await save(parts, self._limit)
             left = Unsaved(0, 0) if driver.broken else await unsaved(driver)
         finally:
             await self._stop(parts, max(MOMENT, self._limit.left()))
@@ -244,9 +259,9 @@ class AsyncCache:
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
-            if parts.events is not None and parts.supervisor.error is None:
+            if parts.announcing is not None and parts.supervisor.error is None:
                 try:
-                    parts.events.hand_on()  # what the last acks announced
+                    parts.announcing.hand_on()  # what the last acks announced
                 except Exception as error:  # as if the subscriber had raised earlier
                     parts.supervisor.fail(error)
             parts.close(None)
@@ -479,7 +494,7 @@ class AsyncCache:
         """
         parts = self._ready()
         parts.namespaces.reset()
-        await forget_all(parts.driver, parts.worker, parts.prefetching, parts.clearing)
+        await forget_all(parts.driver, parts.worker, parts.prefetching, parts.outbox)
 
     # looking at it
 
@@ -521,7 +536,7 @@ class AsyncCache:
     @property
     def stores(self) -> Mapping[str, StoreOptions]:
         """The stores that are attached, by name, nearest first, and how each of them is used."""
-        entries = self._parts.worker.stores if self._parts is not None else ()
+        entries = self._parts.worker.stores.entries if self._parts is not None else ()
         return {entry.options.name: entry.options for entry in entries}
 
     async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:

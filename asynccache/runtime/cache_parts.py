@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.events import Notice
-from asynccache.runtime.announcing import Announcing, EventStage
+from asynccache.runtime.announcing import Announcing
 from asynccache.runtime.attaching import StoreAttachments
-from asynccache.runtime.closing import Saving
 from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.driving import run_acks
-from asynccache.runtime.engine_batches import EngineBatches, RetireStage
+from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.runtime.kept_prefixes import KeptPrefixes
-from asynccache.runtime.lease import Publisher
 from asynccache.runtime.lease_wait import LeaseParts
 from asynccache.runtime.lookups import Lookups
-from asynccache.runtime.outbox import WORKERS, Backlog, Clearing, Outbox
+from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
 from asynccache.runtime.prefetch import HandleClaims
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.supervisor import Supervisor
@@ -58,47 +56,30 @@ class CacheParts:
         driver.clock = asyncio.get_running_loop().time
         self.supervisor = Supervisor(self.close)
         driver.on_failure = self.supervisor.fail
-        self.engine = EngineBatches(worker, self.core, pools)
-        self.events = EventStage(on_event) if on_event is not None else None
-        self.announcing = (
-            Announcing(self.events.put, config.page_size, worker, self.core.world.roots)
-            if self.events is not None else None
-        )  # fmt: skip
+        self.engine = EngineBatches(worker, self.core, pools, driver.post, self.supervisor.spawn)
+        self.announcing: Announcing | None = None
+        if on_event is not None:
+            self.announcing = Announcing(on_event, config.page_size, worker, self.core.world.roots)
+            driver.publish = self.announcing.put
         self.namespaces = Namespaces(config, self.announcing)
         self.claims = HandleClaims(driver)
-        self.outbox, self.clearing = self._to_storage(config.backup_quota)
+        clock = time.perf_counter  # uvloop's own clock counts milliseconds
+        backlog = Backlog({int(c.kind): int(c.host * config.backup_quota) for c in self.core.config.components})
+        self.outbox = Outbox(worker, driver.post, clock, backlog, self._tell_late)
         self.prefetching = Prefetching(
-            config, driver, worker, self.pools, self.claims, self.clearing, self.supervisor.spawn, time.perf_counter
+            config, driver, worker, self.pools, self.claims, self.outbox, self.supervisor.spawn, clock
         )
-        self.publisher = self._publisher()
+        driver.copy, driver.store = self.engine.begin, self.outbox.put
+        hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
         self.lease_parts = LeaseParts(
-            driver, worker, self.prefetching, self.namespaces, self.engine, self.publisher, self.lookups,
-            self.supervisor,
+            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, self.supervisor, hashes=hashes
         )
         self.kept_prefixes = KeptPrefixes(config, self.lease_parts)
         self.stores = StoreAttachments(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
-        self.saving = Saving(driver, self.prefetching, self.claims)
-        self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else nothing
-        self._route()
+        self._after_acks = Freezer(lambda: self.lease_parts.commits).look if config.freeze_gc else nothing
 
     def __repr__(self) -> str:
         return f"CacheParts({self.driver!r}, {self.lease_parts!r}, {self.supervisor!r})"
-
-    def _to_storage(self, quota: float) -> tuple[Outbox, Clearing]:
-        backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
-        post, clock = self.driver.post, time.perf_counter  # uvloop's own clock counts milliseconds
-        outbox = Outbox(self.worker, post, clock, backlog, self._tell_late)
-        return outbox, Clearing(outbox.put, post, backlog)
-
-    def _publisher(self) -> Publisher:
-        retire = RetireStage(self.driver.post, self.supervisor.spawn)
-        hashes = self.worker.takes_stores or self.events is not None  # a store may be attached at any time
-        return Publisher(self.driver, self.engine, retire, hashes=hashes)
-
-    def _route(self) -> None:
-        self.driver.copy, self.driver.store = self.engine.begin, self.clearing.put
-        if self.events is not None:
-            self.driver.publish = self.events.put
 
     def _tell_late(self, late: bool) -> None:
         """Tell the core whether storage is ``late``. A timer calls this, too, and nobody would see its error; so an
@@ -121,10 +102,9 @@ class CacheParts:
 
     def _workers(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._after_acks))]
-        if self.events is not None:
-            workers.append(("events", self.events.run()))
+        if self.announcing is not None:
+            workers.append(("events", self.announcing.run()))
         if self.worker.takes_stores:
-            workers.append(("prefetch-commits", self.prefetching.commits.run()))
             workers += [("backup-storage", self.outbox.run()) for _ in range(WORKERS)]
         return workers
 
@@ -159,7 +139,6 @@ class CacheParts:
             "backup_storage": len(self.outbox),
             "prefetch": len(self.prefetching.handles),
             "acks": self.driver.unapplied,
-            "completions": len(self.prefetching.commits),
             "line": len(self.driver.line),
             "saving": len(self.driver.saving),
         }

@@ -36,7 +36,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from functools import partial
 from typing import NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -237,8 +236,8 @@ class Operations:
                     waiter.set_exception(error())
 
     def watch(self, ops: Iterable[int]) -> Waiter | None:
-        """A future that is set when the first of ``ops`` ends; None if one of them has ended before, or ``ops`` is
-        empty. The caller hands it to ``unwatch``."""
+        """Return a future that is set when the first of ``ops`` ends, and that the caller hands to ``unwatch``; None if
+        one has ended before, or ``ops`` is empty."""
         ops = tuple(ops)
         if not ops or any(op not in self._live for op in ops):
             return None
@@ -253,21 +252,6 @@ class Operations:
             waiters = self._live.get(op)
             if waiters is not None and waiter in waiters:
                 waiters.remove(waiter)
-
-    def call_when_any(self, ops: Iterable[int], call: Callable[[], object]) -> None:
-        """Call ``call`` soon after one of ``ops`` has ended; at once, if one has ended before. It is also called when
-        the cache closes."""
-        ops = tuple(ops)
-        waiter = self.watch(ops)
-        if waiter is None:
-            call()
-        else:
-            waiter.add_done_callback(partial(self._call, ops, call))
-
-    def _call(self, ops: tuple[int, ...], call: Callable[[], object], waiter: Waiter) -> None:
-        self.unwatch(ops, waiter)
-        waiter.exception()  # if the cache is closed: those who wait for what ``call`` does hear of that elsewhere
-        call()
 
 
 class Nudge(Enum):

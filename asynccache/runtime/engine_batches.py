@@ -3,11 +3,11 @@
 While a batch of the engine is not over, the engine may read or write the pages that its leases named. Copies into these
 pages wait for the batch, and pages that are given back are not taken again before it is over.
 
-* ``EngineBatches`` names the batches, and hands each copy to the worker with the batches that it has to wait for.
+* ``EngineBatches`` names the batches, hands each copy to the worker with the batches that it has to wait for, and keeps
+  slots that were given back from being taken again before the batches are over.
 * ``Fences`` knows for each device slot which batches stand before it: nothing may be copied into the slot until they
   are over. It goes by slot, so that a copy into pages that no batch uses runs beside the engine's work. Each slot has
   the number of a set of batches. A set is made when a batch is added, and forgotten when all of its batches are over.
-* ``RetireStage`` keeps slots that were given back from being taken again before the batches are over.
 
 Laws:
 * No backup reads a committed page before the batch that the page's commit named is over. A backup may start long after
@@ -41,11 +41,17 @@ sweep, before the next one. A sweep looks at all of them, and forgets those that
 
 
 class EngineBatches:
-    """The engine's batches, and the copies that wait for them. Mutable state: the fences, and the batches that commits
-    named (``ready``) and that may not be over."""
+    """The engine's batches, and what waits for them. Mutable state: the fences, and the batches that commits named
+    (``ready``) and that may not be over. ``post``: called with the outcome of each retirement. ``spawn``: makes a task
+    for retirements that have to wait."""
 
-    def __init__(self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec]) -> None:
+    def __init__(
+        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], post: Callable[[Outcome], None],
+        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+    ) -> None:  # fmt: skip
         self.fences = Fences(_slots_of(pools))
+        self._post = post
+        self._spawn = spawn
         self._worker = worker
         self._core = core
         kinds = {component.kind for component in core.config.components}
@@ -100,6 +106,19 @@ class EngineBatches:
         alive = not_over(*self._ready.values())
         self._ready = {batch.number: batch for batch in alive}
         return alive
+
+    def retire(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
+        """Post the RETIRE operations ``ops`` as DONE when all ``batches`` are over; at once, if there are none."""
+        if batches and ops:
+            self._spawn(self._retire_later(tuple(ops), tuple(batches)), "asynccache-retire")
+        else:
+            for op in ops:
+                self._post(Outcome(op, Status.DONE))
+
+    async def _retire_later(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
+        for batch in batches:
+            await batch.wait()
+        self.retire(ops, ())
 
     def begin(self, effects: Sequence[Copy]) -> None:
         """Hand the copies of a plan to the worker, with the batches that each has to wait for."""
@@ -201,35 +220,6 @@ class Fences:
         if len(self._sets) >= self._sweep_at:
             self._sets = {number: alive for number, batches in self._sets.items() if (alive := not_over(*batches))}
             self._sweep_at = 2 * len(self._sets) + SWEEP
-
-
-class RetireStage:
-    """Posts the outcome of RETIRE operations when the batches that may use their slots are over.
-
-    ``spawn`` makes a task for operations that have to wait.
-    """
-
-    def __init__(
-        self, post: Callable[[Outcome], None], spawn: Callable[[Coroutine[Any, Any, None], str], object]
-    ) -> None:
-        self._post = post
-        self._spawn = spawn
-
-    def put(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
-        """Post ``ops`` as DONE when all ``batches`` are over; at once, if there are none."""
-        if batches and ops:
-            self._spawn(self._when_over(tuple(ops), tuple(batches)), "asynccache-retire")
-        else:
-            self._done(ops)
-
-    async def _when_over(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
-        for batch in batches:
-            await batch.wait()
-        self._done(ops)
-
-    def _done(self, ops: Sequence[int]) -> None:
-        for op in ops:
-            self._post(Outcome(op, Status.DONE))
 
 
 def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:

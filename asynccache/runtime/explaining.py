@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore
     from asynccache.worker.contract import Worker
 
+ASKED = 1 << 16
+"""How many pages of each pool one question is about, at most. A prompt to explain may be of any length, and a question
+to the workers of other ranks has to fit a frame."""
 _HERE = ("present", "arriving")
 
 
@@ -79,7 +82,7 @@ class Explained(NamedTuple):
         return values if learned is None else {**values, "learned": learning.plain(policy, learned)}
 
     def lines(self) -> list[str]:
-        """To be read."""
+        """Return the explanation as lines of text."""
         return describe(self.plain())
 
 
@@ -111,8 +114,12 @@ async def _stored(
     """Return by pool what the stores say of every page of the prompt."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
     whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
-    asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
-    return dict(zip([pool for pool, _ in asked], await worker.ask(asked), strict=True))
+    answers = {name: b"" for name, _ in pools.named()}
+    for at in range(0, len(whole), ASKED * HASH_BYTES):
+        asked = [StoreQuestion(name, whole[at : at + ASKED * HASH_BYTES]) for name in answers]
+        for (name, _), answer in zip(asked, await worker.ask(asked), strict=True):
+            answers[name] += answer
+    return answers
 
 
 def _of_full(pools: PoolLayout, present: Mapping[str, bytes]) -> list[int]:
@@ -134,7 +141,7 @@ _WHERE = {int(Result.HIT): Where.STORAGE, int(Result.FAILED): Where.UNKNOWN}
 
 
 def _beyond(found: Explanation, present: Sequence[int], size: int) -> Iterator[Span]:
-    """Pages that the tree does not know."""
+    """Yield a span for each page that the tree does not know."""
     for start in range(found.tree, found.length, size):
         at = start // size
         where = _WHERE.get(present[at], Where.NOWHERE) if at < len(present) else Where.NOWHERE
@@ -167,7 +174,7 @@ def _fetch(threshold: int, found: Explanation, present: Mapping[str, bytes], rea
 
 
 def describe(plain: dict[str, Any]) -> list[str]:
-    """``Explained.plain()``, to be read."""
+    """Return what ``Explained.plain`` has returned as lines of text."""
     lines = [f"{plain['tokens']} tokens, {plain['length']} of them in whole pages"]
     if not plain["length"]:
         return [*lines, "there is nothing to look for: only whole pages are kept"]

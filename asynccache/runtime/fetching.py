@@ -7,27 +7,22 @@ Laws:
 * Which pages the stores have is asked once and noted (``_present``). Whenever the end has to move, for want of room on
   the host, a page that failed or a stop, it becomes the longest shorter end at which every pool has what it needs.
 * No slot is given back before the I/O that uses it has let go.
-* A fetch that has read what it wanted puts its commit into the cache's one queue of them (``PrefetchCommits``) and
-  waits for a future of its own. The queue has no bound: putting never waits, and the core bounds the prefetches in
-  flight. One task takes the tree lock once and commits everything that waits by then.
-* A commit that must wait for another operation (a backup of the same pages) is put into the queue again when that
-  operation has ended. Nothing waits behind it meanwhile. A fetch that is cancelled takes its commit back: the
-  committing task passes over it.
+* A fetch commits what it has read under the tree lock, as a lease does. Where another operation must end first (a
+  backup of the same pages), it waits for that without the lock, and tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from asynccache.config import PoolSpec
 from asynccache.core.cache import PrefetchShape, Taken, needed_pages, usable_end
 from asynccache.core.plan import SLOT_BYTES, More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import drive, holding
+from asynccache.runtime.driving import drive, first_ended, holding
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import HASH_BYTES, Chain
 from asynccache.worker.contract import ReadOrder, Result, StoreQuestion, Worker
@@ -36,68 +31,6 @@ from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.core.plan import Plan
-
-Commit = Callable[[], Sequence[int]]
-"""Called under the tree lock. Commits, and returns an empty sequence; or changes nothing, and returns the operations of
-which one must end first."""
-
-
-class PrefetchCommit(NamedTuple):
-    """One fetch that has read its pages. ``committed``: done when they are in the tree."""
-
-    commit: Commit
-    committed: asyncio.Future[None]
-
-
-class PrefetchCommits:
-    """The queue of one cache: fetches that have read their pages, each with its commit."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._queue: asyncio.Queue[PrefetchCommit] = asyncio.Queue()
-
-    def __repr__(self) -> str:
-        return f"PrefetchCommits({len(self)} wait)"
-
-    def __len__(self) -> int:
-        return self._queue.qsize()
-
-    async def committed(self, commit: Commit) -> None:
-        """Have ``commit`` called, and return when it has succeeded. Cancelling it takes the commit back, unless it has
-        been made already."""
-        completion = PrefetchCommit(commit, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(completion)
-        await completion.committed
-
-    async def run(self) -> None:
-        """Make the commits as they come, for ever.
-
-        Raises:
-            CacheClosed: the cache is closed.
-        """
-        while True:
-            await self._commit_all(await self._queue.get())
-
-    async def _commit_all(self, first: PrefetchCommit) -> None:
-        """Commit ``first`` and all that wait. In a frame of its own: a reference that ``run`` kept would keep the
-        handles of prefetches alive that nobody has any more."""
-        async with holding(self._driver.lock):
-            self._driver.apply_outcomes()
-            for completion in (first, *self._take()):
-                self._commit(completion)
-
-    def _take(self) -> list[PrefetchCommit]:
-        return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
-
-    def _commit(self, completion: PrefetchCommit) -> None:
-        if completion.committed.done():  # its fetch was cancelled
-            return
-        blockers = completion.commit()
-        if blockers:
-            self._driver.ops.call_when_any(blockers, partial(self._queue.put_nowait, completion))
-        else:
-            completion.committed.set_result(None)
-
 
 BATCH_BYTES = 4 << 20
 BATCH_PAGES = 128
@@ -108,7 +41,7 @@ class Fetch:
 
     def __init__(
         self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, op: int, shape: PrefetchShape,
-        threshold: int, commits: PrefetchCommits,
+        threshold: int,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -126,18 +59,17 @@ class Fetch:
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
-        self._commits = commits
 
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
 
     def join(self, handle: Prefetch) -> None:
-        """Serve ``handle`` too."""
+        """Serve ``handle``, too."""
         self.sharers[handle] = None
         handle.fetch = self
 
     def leave(self, handle: Prefetch) -> None:
-        """``handle`` needs this fetch no more. The last one to leave cancels it."""
+        """Serve ``handle`` no more. The last handle that leaves cancels the fetch."""
         self.sharers.pop(handle, None)
         handle.fetch = None
         if not self.sharers:
@@ -186,7 +118,7 @@ class Fetch:
     # where it may end
 
     def _usable(self, limit: int) -> int:
-        """The longest end up to ``limit`` (tokens) at which every pool has what it needs."""
+        """Return the longest end up to ``limit`` (tokens) at which every pool has what it needs."""
         return usable_end(self.shape, self._pools.named(), cast(Mapping[str, bytes], self._present), limit)
 
     def _wanted(self) -> bool:
@@ -216,7 +148,7 @@ class Fetch:
             await self._ask_pools(auxiliary)
 
     def _first_needed(self, component: int) -> int:
-        """The first page of ``component`` that any end of this fetch could need. It may lie before the anchor."""
+        """Return the first page of ``component`` that an end of this fetch could need. It may lie before the anchor."""
         shape, anchor = self.shape, self._pages_of(self.shape.anchor)
         first = self._pages_of(shape.covered)
         if component == ComponentKind.SWA:
@@ -242,7 +174,7 @@ class Fetch:
             self.cut = Cut.BACKEND
 
     def _run_of_full(self, start: int, stop: int) -> int:
-        """How many pages from ``start`` to ``stop``, without a gap, all pools of FULL have in storage."""
+        """Return how many pages from ``start`` to ``stop``, without a gap, all pools of FULL have in storage."""
         maps = [self._present[spec.name] for spec in self._pools.of[FULL]]
         for page in range(start, stop):
             if not all(present[page] for present in maps):
@@ -296,8 +228,8 @@ class Fetch:
         return min((pages.stop, *(page for missing in failed for page in missing)))
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
-        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. False if one failed: ``_present`` has
-        it."""
+        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. Returns False if one failed, which
+        ``_present`` then says."""
         wanted = {c: needed_pages(self.shape, c, end) for c in aux}
         reads = [(spec, wanted[c], slots) for c, slots in aux.items() for spec in self._pools.of[c]]
         return not any(await self._get(reads, run=False))
@@ -341,11 +273,20 @@ class Fetch:
         return await drive(self._driver, call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
-        await self._commits.committed(partial(self._try_to_commit, end))
+        """Hang the pages up to ``end`` into the tree. Cancelling it has committed everything or nothing."""
+        driver = self._driver
+        await asyncio.sleep(0)  # a store in memory answers at once: prefetches that came in the same turn join first
+        while True:
+            async with holding(driver.lock):
+                driver.apply_outcomes()
+                blockers = self._try_to_commit(end)
+            if not blockers:
+                return
+            await first_ended(driver.ops, blockers)
 
     def _try_to_commit(self, end: int) -> Sequence[int]:
-        """Under the lock: hang the pages up to ``end`` into the tree. Returns the operations of which one must end
-        first, and nothing has changed then; none, if they are in the tree."""
+        """Under the lock: hang the pages up to ``end`` into the tree. Returns nothing if that is done; else nothing has
+        changed, and one of the operations that are returned must end first."""
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
         holders = [sharer.ticket for sharer in self.sharers]
         answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
@@ -373,5 +314,5 @@ class Fetch:
 
 
 def _batch(specs: Sequence[PoolSpec]) -> int:
-    """How many pages are read before the fetch looks again whether it was told to stop."""
+    """Return how many pages are read before the fetch looks again whether it was told to stop."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, sum(spec.bytes_per_page for spec in specs))))

@@ -55,7 +55,7 @@ class KeptPrefixes:
         return f"KeptPrefixes({self.tokens()} of {self._cap} tokens)"
 
     def tokens(self) -> int:
-        """How many tokens are kept, over all prefixes."""
+        """Return how many tokens are kept, over all prefixes."""
         return sum(kept.tokens for kept in self._kept)
 
     async def keep(self, space: bytes, key: bytes, ttl: float) -> Kept:

@@ -25,7 +25,7 @@ class LearnedKind(NamedTuple):
 
 
 def kinds(learned: Learned) -> tuple[LearnedKind, ...]:
-    """Every kind of page, in the policy's order."""
+    """Return every kind of page, in the policy's order."""
     edges = learned.edges
     return tuple(
         LearnedKind(curve.name, max(0.0, curve.reached[0]), tuple(share_at(edges, curve.again, age) for age in AGES),
@@ -35,7 +35,7 @@ def kinds(learned: Learned) -> tuple[LearnedKind, ...]:
 
 
 def share_at(edges: Sequence[float], again: Sequence[float], age: float) -> float:
-    """The share that is used again before ``age`` seconds, from the shares ``again`` before each of ``edges``."""
+    """Return the share that is used again before ``age`` seconds. ``again``: the shares before each of ``edges``."""
     k = bisect_right(edges, age) - 1
     if k + 1 >= len(edges):
         return again[k]
@@ -48,7 +48,7 @@ def worth_at(edges: Sequence[float], worth: Sequence[float], age: float) -> floa
 
 
 def plain(policy: str, learned: Learned) -> dict[str, Any]:
-    """The short form, as values that JSON has. ``policy``: the policy's name."""
+    """Return the short form, as values that JSON has. ``policy``: the policy's name."""
     return {
         **_counts(policy, learned), "ages_s": list(AGES),
         "kinds": [
@@ -60,7 +60,7 @@ def plain(policy: str, learned: Learned) -> dict[str, Any]:
 
 
 def curves(policy: str, learned: Learned) -> dict[str, Any]:
-    """The whole curves, as values that JSON has. ``policy``: the policy's name."""
+    """Return the whole curves, as values that JSON has. ``policy``: the policy's name."""
     return {
         **_counts(policy, learned), "edges_s": [_figures(edge) for edge in learned.edges],
         "curves": [
@@ -84,7 +84,7 @@ def _figures(value: float) -> float:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """``plain()`` as lines of text. Kinds of which nothing is known are left out."""
+    """Return what ``plain`` has returned as lines of text. Kinds of which nothing is known are left out."""
     head = f"{found['policy']} has learned from {found['requests']} requests"
     if not found["lessons"]:
         return [f"{head}, which is too few to choose by"]

@@ -41,8 +41,6 @@ from asynccache.runtime.supervisor import hand_over
 from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.driver import Driver
-    from asynccache.runtime.engine_batches import EngineBatches, RetireStage
     from asynccache.runtime.lease_wait import LeaseParts
     from asynccache.worker.contract import BatchInFlight
 
@@ -64,34 +62,19 @@ Taken = tuple[CodeType, int]
 takes some µs in a long function."""
 
 
-class Publisher:
-    """The part that the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for
-    storage or for events. ``commits``: how many commits there were."""
-
-    def __init__(self, driver: Driver, engine: EngineBatches, retire: RetireStage, *, hashes: bool) -> None:
-        self.driver = driver
-        self.engine = engine
-        self.retire = retire
-        self.hashes = hashes
-        self.commits = 0
-
-    def __repr__(self) -> str:
-        return f"Publisher({self.commits} commits)"
-
-
 class Publishing:
     """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
     may not be over, and the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
+    __slots__ = ("_chain", "_core", "_key", "_parts", "_ready", "_retiring", "_space", "order")
 
-    def __init__(self, publisher: Publisher, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
+    def __init__(self, parts: LeaseParts, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
-        self._publisher = publisher
+        self._parts = parts
         self._core = core
         self._space = ask.space
         self._key = ask.key
-        self._chain = chain or Chain(ask.space, publisher.driver.core.config.page_size)
+        self._chain = chain or Chain(ask.space, parts.driver.core.config.page_size)
         self._ready: list[BatchInFlight] = []
         self._retiring: list[int] = []
 
@@ -112,30 +95,30 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
         if tokens > core.reserved:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
-        return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
+        return None if checkpoint is None else self._parts.driver.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: BatchInFlight) -> None:
-        """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
-        whatever becomes of the commit, and so do copies into these pages, some of which the commit may hand to
+        """Note that the engine writes into the lease's pages until ``ready`` is over. From now on a release waits for
+        that, whatever becomes of the commit. So do copies into these pages, some of which the commit may hand to
         others."""
         self._named(ready)
 
     def _named(self, batch: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), batch]
-        self._publisher.engine.fence(self._core, batch)
+        self._parts.engine.fence(self._core, batch)
 
     async def publish(self, key: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
         it has published everything or nothing."""
-        hashes = await self._hashes(key) if self._publisher.hashes else b""
+        hashes = await self._hashes(key) if self._parts.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
-            await first_ended(self._publisher.driver.ops, answer.ops)
+            await first_ended(self._parts.driver.ops, answer.ops)
 
     async def _try(
         self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
-        driver = self._publisher.driver
+        driver = self._parts.driver
         async with holding(driver.lock):
             driver.apply_outcomes()
             if self._core.released:
@@ -148,7 +131,7 @@ class Publishing:
 
     async def _hashes(self, key: bytes) -> bytes:
         if not self._chain.covers(key):
-            self._chain.known(key, self._publisher.driver.core.known_hashes(self._space, key))
+            self._chain.known(key, self._parts.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
     def _published(self, key: bytes, ready: BatchInFlight | None) -> None:
@@ -156,26 +139,26 @@ class Publishing:
         if len(key) > len(self._key):
             self._key = key
         if ready is not None:
-            self._publisher.engine.expect(ready)
-        self._publisher.commits += 1
+            self._parts.engine.expect(ready)
+        self._parts.commits += 1
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
-        """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
-        over."""
+        """Note that the engine uses the table of the last commit. The duplicates are free when ``after`` and every
+        ``ready`` are over."""
         if after is not None:
             self._named(after)
         if self._retiring:
             retiring, self._retiring = self._retiring, []
-            self._publisher.retire.put(retiring, not_over(*self._ready))
+            self._parts.engine.retire(retiring, not_over(*self._ready))
 
     def release(self, after: BatchInFlight | None, ended: bool) -> None:
         """Give the lease's pages back when ``after`` and every ``ready`` are over."""
-        driver, batches = self._publisher.driver, not_over(*self._ready, after)
-        self._publisher.engine.fence(self._core, *batches)
+        driver, batches = self._parts.driver, not_over(*self._ready, after)
+        self._parts.engine.fence(self._core, *batches)
         plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
         driver.perform(plan, self._retiring)
         if self._retiring:
-            self._publisher.retire.put(self._retiring, batches)
+            self._parts.engine.retire(self._retiring, batches)
             self._retiring = []
 
 
@@ -236,14 +219,14 @@ class Lease:
             TimeoutError: ``timeout`` seconds went by in line.
             CacheClosed: the cache is closed.
             RuntimeError: it would have to wait, and this task holds a lease already.
-            RankFailure: a rank was lost; so ended the cache.
+            RankFailure: a rank was lost, which has ended the cache.
         """
         parts = self._parts
         parts.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
         if self._since != parts.namespaces.changes:
-            self._into_what_is_valid()
+            self._renew_namespace()
         self._state = ENTERING
         try:
             if (
@@ -258,8 +241,8 @@ class Lease:
             raise
         return self
 
-    def _into_what_is_valid(self) -> None:
-        """Namespaces were invalidated since it was asked for: it enters the one that is called so now."""
+    def _renew_namespace(self) -> None:
+        """Namespaces were invalidated since the lease was asked for. It enters the one that has its name now."""
         namespaces = self._parts.namespaces
         self._since = namespaces.changes
         self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
@@ -307,8 +290,8 @@ class Lease:
         _give_back(parts, self._core, self._publishing if batch is None else self._commits(), batch, ended)
 
     def __del__(self) -> None:
-        """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
-        what it holds."""
+        """Have the loop give back what the lease holds. Python finds the garbage in any thread and at any moment, also
+        within a call of the core."""
         parts = self._parts
         if self._state is not HELD or parts.driver.closed is not None:
             return
@@ -341,7 +324,7 @@ class Lease:
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
-            self._publishing = Publishing(self._parts.publisher, self._core, self._ask, chain)
+            self._publishing = Publishing(self._parts, self._core, self._ask, chain)
         return self._publishing
 
     # what it holds
@@ -457,13 +440,13 @@ class Lease:
         self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
 
     def _check_layer(self, i: object) -> int:
-        """``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
+        """Return ``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
         return integer("i", i, 0, self._parts.worker.layers - 1)
 
     # growing and shrinking
 
     async def extend(self, tokens: int, states: int = 0, wait: bool = False) -> Pages:
-        """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the page table holds now; the new table.
+        """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the lease has. Returns the new page table.
 
         ``wait``: for backups to the host that are making room, never for what another lease holds. Cancelling it
         leaves the old reservation, or the new one if it was granted already.
@@ -532,8 +515,8 @@ class Lease:
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> Pages:
         """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
-        ``release``) fires; the page table that the engine uses from now on (others may have published the same pages
-        first).
+        ``release``) fires. Returns the page table that the engine uses from now on: others may have published some of
+        these pages before, and then theirs are in it.
 
         ``checkpoint``: (position in whole pages, slot out of ``states``) of a MAMBA state. Cancelling it either
         publishes everything or nothing.
@@ -564,8 +547,8 @@ class Lease:
         return self._parts.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
-        """The engine uses the page table that the last ``commit`` returned; what it used before is free once
-        ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
+        """Note that the engine uses the page table that the last ``commit`` returned. The pages that it used before are
+        free once ``after`` (an event as for ``release``) has fired. The next commit and the release imply this call."""
         self._parts.driver.check_thread()
         batch = self._parts.engine.batch("adopt: after", after)
         if self._publishing is not None:
@@ -576,7 +559,7 @@ class Lease:
     def commit_threadsafe(
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
-        """``commit`` from an engine's worker thread; its result, or its error, comes by the future.
+        """Call ``commit`` from an engine's worker thread. Returns a future of its result or its error.
 
         Raises:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
@@ -586,7 +569,8 @@ class Lease:
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
-        """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
+        """Call ``release`` from an engine's worker thread. It takes effect soon, behind the commits that were handed
+        over before it.
 
         Raises:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.

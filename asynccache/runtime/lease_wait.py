@@ -36,7 +36,6 @@ from asynccache.worker.contract import Worker
 
 if TYPE_CHECKING:
     from asynccache.runtime.engine_batches import EngineBatches
-    from asynccache.runtime.lease import Publisher
     from asynccache.runtime.lookups import Lookups
     from asynccache.runtime.supervisor import Supervisor
 
@@ -73,16 +72,19 @@ CHECKPOINTS = 2
 
 
 class LeaseParts:
-    """The parts of a cache that its leases use. ``default_states``: how many MAMBA slots a lease has if it does not
-    say; 0 if the model has no recurrent states. ``has_swa``: True if the model has a sliding window."""
+    """The parts of a cache that its leases use. ``hashes``: True if pages are hashed when they are committed, for
+    storage or for events. ``commits``: how many commits there were. ``default_states``: how many MAMBA slots a lease
+    has if it does not say; 0 if the model has no recurrent states. ``has_swa``: True if the model has a sliding
+    window."""
 
     def __init__(
         self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,
-        publisher: Publisher, lookups: Lookups, supervisor: Supervisor,
+        lookups: Lookups, supervisor: Supervisor, *, hashes: bool,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.engine = engine
-        self.publisher = publisher
+        self.hashes = hashes
+        self.commits = 0
         self.lookups = lookups
         self.supervisor = supervisor
         self.loop = asyncio.get_running_loop()

@@ -76,7 +76,7 @@ class Lookups:
         return f"Lookups({self.requests} requests, {self.tokens} tokens, {sum(self._missed)} missed)"
 
     def read(self) -> LookupStats:
-        """The counters as they are now."""
+        """Return the counters as they are now."""
         names = [reason.name.lower() for reason in Miss]
         return LookupStats(
             self.requests, self.tokens, {"device": self.device, "host": self.host, "storage": self.storage},
@@ -84,7 +84,7 @@ class Lookups:
         )  # fmt: skip
 
     def count(self, lease: CoreLease, ask: LeaseRequest, found: tuple[int, int, int], handle: Prefetch | None) -> None:
-        """A lease got in. ``found``: cached tokens by the tier that had them, as ``Lease.hits``."""
+        """Count a lease that got in. ``found``: cached tokens by the tier that had them, as ``Lease.hits``."""
         wanted = ask.limit // self._size * self._size
         device, host, storage = found
         self.requests += 1
@@ -105,13 +105,13 @@ class Lookups:
         self._missed_requests[reason] += 1
 
     def _cut_short(self, ask: LeaseRequest, full: int) -> Miss:
-        """FULL goes on where the match ended: a component ended it, or there was no room to load more."""
+        """Return why the match ended though FULL goes on: a component ended it, or there was no room to load more."""
         core = self._core
         path, _ = walk(core.world.roots[ask.space], ask.key, 0, core.world.page_bytes, full * TOKEN_BYTES)
         return _SHORT[core.explaining.limit(path, full // self._size)]
 
     def _absent(self, lease: CoreLease, ask: LeaseRequest, handle: Prefetch | None) -> Miss:
-        """The tree ends where the match did, or further on."""
+        """Return why the pages behind the end of the tree were not found."""
         core, end = self._core, lease.hold.end
         page = core.world.page_bytes
         path, reached = walk(end, ask.key, end.end * page, page, ask.limit * TOKEN_BYTES)

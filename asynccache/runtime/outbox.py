@@ -10,12 +10,11 @@ Laws:
 * A batch that takes longer than ``PATIENCE`` seconds is late, and the core is told (``late``): from then on no request
   waits for host pages that storage has pinned. A batch that takes longer than ``TOO_LATE`` seconds, while others wait
   and the bound is exceeded, gives up the pages that it has not written, between two calls of a store.
-* While storage is being cleared no backup goes to it: backups are held back until the last clearing is over
-  (``Clearing``). A page that was published after the tree was forgotten is written after the store was cleared. Written
-  before, it would be cleared with the rest, and its node would still say that it is stored.
-* A backup that was held back before the tree was forgotten is never written, for its page would be found under the old
-  key. The core starts no more of those once their namespace is dead.
-* What is held back counts as backlog. Above the limit the oldest of it is dropped.
+* While storage is being cleared no backup begins: all wait until the last clearing is over. A page that is published
+  after the tree was forgotten is written after the store was cleared. Written before, it would be cleared with the
+  rest, and its node would still say that it is stored.
+* A backup that waits when the tree is forgotten is never written, for its page would be found under the old key. The
+  core starts no more of those once their namespace is dead.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Backlog:
     """How many host slots the backups to storage hold, against how many they may hold.
 
     ``limits``: slots by component. A backup holds its slots from when it is queued until its outcome. ``dropped``: how
-    many operations were dropped before they began.
+    many operations were dropped, for want of room, before they began.
     """
 
     def __init__(self, limits: Mapping[int, int]) -> None:
@@ -92,17 +91,13 @@ class Backlog:
         for pages in effect.pages:
             self._held[pages.component] -= len(pages.slots) // SLOT_BYTES
 
-    def drop(self, effect: BackupStorage) -> None:
-        """Note that ``effect`` leaves the queue for want of room, and is counted in ``dropped``."""
-        self.remove(effect)
-        self.dropped += 1
-
 
 class Outbox:
     """A queue of ``BackupStorage`` effects. ``WORKERS`` tasks run ``run``, and each has one batch in flight.
 
-    ``post`` hears the outcome of every effect. ``clock`` measures latencies, in seconds; what is late is decided by the
-    loop's clock.
+    ``post``: called with the outcome of every effect. ``late``: called with True when the first batch is late, and with
+    False when none is any more. ``clock``: returns seconds, for latencies; what is late the loop's clock decides.
+    ``clearings``: how many clearings of storage run.
     """
 
     def __init__(
@@ -110,6 +105,7 @@ class Outbox:
         late: Callable[[bool], None],
     ) -> None:  # fmt: skip
         self.backlog = backlog
+        self.clearings = 0
         self.meter = StageMeter()
         self._worker = worker
         self._post = post
@@ -135,12 +131,32 @@ class Outbox:
         self._changed.set()
         self._make_way()
 
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The operations that wait in the queue."""
+        return frozenset(queued.effect.op for queued in self._inbox)
+
+    def begin_clearing(self) -> None:
+        """Begin no backup from now on. ``end_clearing`` must follow."""
+        self.clearings += 1
+
+    def outdate(self) -> None:
+        """The tree is being forgotten. The backups that wait belong to that tree, so they fail."""
+        for queued in self._inbox.take():
+            self.backlog.remove(queued.effect)
+            self._post(Outcome(queued.effect.op, Status.FAILED))
+
+    def end_clearing(self) -> None:
+        """Note that one clearing is over. After the last one, backups begin again."""
+        self.clearings -= 1
+        self._changed.set()
+
     async def run(self) -> None:
         """Have the worker store batch after batch, for ever. Cancelling it returns after the stores have let go of the
         pages; the outcomes of that batch are not posted."""
         while True:
             await self._inbox.filled()
-            if batch := self._take():
+            if not self.clearings and (batch := self._take()):
                 await self._store_in_time(batch)
                 self._changed.set()
             else:
@@ -148,11 +164,12 @@ class Outbox:
                 await self._changed.wait()
 
     def _dropped(self, oldest: QueuedBackup) -> bool:
-        """Drop the effect that has waited longest if the bound is exceeded and others wait besides. Returns True if it
+        """Drop the effect that has waited longest, if the bound is exceeded and others wait besides. Returns True if it
         was dropped."""
         if not self.backlog.over or len(self._inbox) == 1:
             return False
-        self.backlog.drop(oldest.effect)
+        self.backlog.remove(oldest.effect)
+        self.backlog.dropped += 1
         self._post(Outcome(oldest.effect.op, Status.FAILED))
         return True
 
@@ -220,62 +237,3 @@ class Outbox:
 def _pages_of(effect: BackupStorage) -> int:
     """The slots of ``effect``, over all components."""
     return sum(len(pages.slots) for pages in effect.pages) // SLOT_BYTES
-
-
-class Clearing:
-    """Stands between the core's plans and the outbox. Mutable state: how many clearings run, and what they hold
-    back."""
-
-    def __init__(
-        self, put: Callable[[BackupStorage], None], post: Callable[[Outcome], None], backlog: Backlog
-    ) -> None:
-        self._put = put
-        self._post = post
-        self._backlog = backlog
-        self._running = 0
-        self._held: dict[int, BackupStorage] = {}
-
-    def __repr__(self) -> str:
-        return f"Clearing({self._running} running, {len(self._held)} held back)"
-
-    def __bool__(self) -> bool:
-        return self._running > 0
-
-    @property
-    def held(self) -> frozenset[int]:
-        """The operations that are held back."""
-        return frozenset(self._held)
-
-    def put(self, effect: BackupStorage) -> None:
-        """Pass ``effect`` on to the outbox: now, or when no clearing runs any more."""
-        if not self._running:
-            self._put(effect)
-            return
-        self._held[effect.op] = effect
-        self._backlog.add(effect)
-        while self._backlog.over and len(self._held) > 1:
-            oldest = self._held.pop(next(iter(self._held)))
-            self._backlog.drop(oldest)
-            self._post(Outcome(oldest.op, Status.FAILED))
-
-    def begin(self) -> None:
-        """Hold back from now on. ``end`` must follow."""
-        self._running += 1
-
-    def outdate(self) -> None:
-        """The tree is being forgotten. What is held back belongs to that tree, so its operations fail."""
-        for effect in self._release():
-            self._post(Outcome(effect.op, Status.FAILED))
-
-    def end(self) -> None:
-        """Note that one clearing is over. After the last one, what was held back goes to the outbox."""
-        self._running -= 1
-        if not self._running:
-            for effect in self._release():
-                self._put(effect)
-
-    def _release(self) -> list[BackupStorage]:
-        held, self._held = list(self._held.values()), {}
-        for effect in held:
-            self._backlog.remove(effect)
-        return held

@@ -209,7 +209,7 @@ class Prefetch:
             self._claims.take(self.ticket, self.space, self.key, self._leases)
 
     def claimed(self) -> None:
-        """The core has claimed the pages of a commit for this prefetch."""
+        """Note that the core has claimed the pages of a commit for this prefetch."""
         self._claims.note(self.ticket, self._leases)
 
     def unclaim(self) -> None:
@@ -217,12 +217,12 @@ class Prefetch:
         self._claims.drop(self.ticket)
 
     def take(self) -> None:
-        """A lease is in line with this prefetch. ``let_go`` must follow."""
+        """Note that a lease is in line with this prefetch. ``let_go`` must follow."""
         self._leases += 1
         self._note()
 
     def let_go(self, granted: bool) -> None:
-        """The lease of ``take`` was granted, or has given up."""
+        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up."""
         self._leases -= 1
         if granted:
             self._claims.drop(self.ticket)
@@ -243,12 +243,12 @@ class Prefetch:
         self.reached = max(self.reached, end)
 
     def tokens(self, cached: int = EVERYTHING) -> int:
-        """Tokens that storage added to the first ``cached`` of the prompt: not those that came from elsewhere after the
-        request had arrived."""
+        """Return how many tokens storage added to the first ``cached`` of the prompt. Those that came from elsewhere
+        after the request had arrived are not among them."""
         return max(0, min(cached, self.reached) - self.arrival.host - self._elsewhere)
 
     def finish(self, status: PrefetchStatus, reason: str = "") -> None:
-        """The prefetch has ended: tell everybody who awaits it."""
+        """End the prefetch with this result, and tell everybody who awaits it."""
         if self.result is None:
             self.result = PrefetchResult(status, self.tokens(), reason)
             for waiter in self._waiters:
@@ -256,7 +256,7 @@ class Prefetch:
                     waiter.set_result(self.result)
 
     def skip(self, reason: str) -> None:
-        """The prefetch ends before it has begun, for ``reason``."""
+        """End the prefetch before it has begun, for ``reason``."""
         self.finish(PrefetchStatus.SKIPPED, reason)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
@@ -297,16 +297,16 @@ class PrefetchHandle:
         return self._prefetch.result
 
     def cancel(self) -> None:
-        """Give up. Its fetch is revoked after its I/O has let go, unless somebody else shares it; what it brought may
-        be evicted."""
+        """Give up the prefetch. Its fetch is revoked after its I/O has let go, unless somebody else shares it. The
+        pages that it brought may be evicted."""
         self._prefetch.cancel()
 
 
 def prefetch_of(handle: PrefetchHandle, claims: HandleClaims) -> Prefetch:
-    """The prefetch that ``handle`` stands for.
+    """Return the prefetch that ``handle`` stands for.
 
     Raises:
-        ConfigError: it is no handle, or one of another cache than that which has these claims.
+        ConfigError: ``handle`` is no handle, or one of another cache than that which has these claims.
     """
     prefetch = checks.instance("prefetch", handle, PrefetchHandle)._prefetch
     if not prefetch.belongs_to(claims):

@@ -24,8 +24,8 @@ from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
-from asynccache.runtime.fetching import Fetch, PrefetchCommits
-from asynccache.runtime.outbox import Clearing
+from asynccache.runtime.fetching import Fetch
+from asynccache.runtime.outbox import Outbox
 from asynccache.runtime.prefetch import (
     CachedOnArrival,
     Cut,
@@ -55,14 +55,14 @@ class Prefetching:
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
-        clearing: Clearing, spawn: Spawn, clock: Callable[[], float],
+        outbox: Outbox, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config
         self._driver = driver
         self._worker = worker
         self._pools = pools
         self._claims = claims
-        self._clearing = clearing
+        self._outbox = outbox
         self._spawn = spawn
         self._clock = clock
         self._time = asyncio.get_running_loop().time
@@ -70,13 +70,12 @@ class Prefetching:
         self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = StageMeter()
-        self.commits = PrefetchCommits(driver)
 
     def __repr__(self) -> str:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
 
     def begin(self, space: bytes, key: bytes) -> Prefetch:
-        """A prefetch that has begun, or that has ended already because nothing is worth fetching."""
+        """Return a prefetch that has begun, or that has ended already because nothing is worth fetching."""
         driver, size = self._driver, self._config.page_size
         if len(self._pools.components) > 1:
             key = _usable_by_a_lease(key, size)
@@ -87,7 +86,7 @@ class Prefetching:
         )  # fmt: skip
         if not self._worker.has_stores:
             handle.skip("no storage")
-        elif self._clearing:
+        elif self._outbox.clearings:
             self._skip(handle, "storage is being cleared")
         elif len(key) // TOKEN_BYTES // size * size - match.host < max(1, self._config.prefetch_threshold):
             self._skip(handle, "below the threshold")
@@ -99,7 +98,7 @@ class Prefetching:
         return handle
 
     def own(self, handle: PrefetchHandle) -> Prefetch:
-        """The prefetch of ``handle``. Raises ``ConfigError`` if it is no prefetch of this cache."""
+        """Return the prefetch of ``handle``. Raises ``ConfigError`` if it is no prefetch of this cache."""
         return prefetch_of(handle, self._claims)
 
     # the policy
@@ -110,7 +109,7 @@ class Prefetching:
         return self._config.prefetch_policy
 
     def deadline(self, handle: Prefetch) -> float:
-        """The moment at which the timeout policy stops ``handle``, in the loop's time."""
+        """Return the moment, in the loop's time, at which the timeout policy stops ``handle``."""
         config = self._config
         thousands = len(handle.key) / TOKEN_BYTES / 1024
         allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
@@ -125,13 +124,13 @@ class Prefetching:
     # those under way
 
     def read_outcomes(self) -> Mapping[str, int]:
-        """How many prefetches ended with each status; empty where there can be no storage."""
+        """Return how many prefetches ended with each status; empty where there can be no storage."""
         if not self._worker.takes_stores:
             return {}
         return {status.value: self.outcomes[status] for status in PrefetchStatus}
 
     def operations(self) -> tuple[int, ...]:
-        """The operations of the fetches that are under way."""
+        """Return the operations of the fetches that are under way."""
         return tuple(self._fetches)
 
     def _start(self, handle: Prefetch) -> None:
@@ -151,7 +150,7 @@ class Prefetching:
                 handle.tell(Wish.CANCEL)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
-        """The cache is closed: whoever awaits a handle is told."""
+        """Tell whoever awaits a handle that the cache is closed, by an ``error()`` of its own."""
         for handle in self.handles:
             handle.fail(error)
 
@@ -239,7 +238,7 @@ class Prefetching:
                 line.leave(place)
 
     def _try(self, handle: Prefetch, begin: Begin) -> PrefetchBegun | Join | Skip | Wait:
-        """Under the lock, with no await."""
+        """Ask the core once, and perform its plan. The caller holds the lock."""
         answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
         if isinstance(answer, (PrefetchBegun, Wait)):
             self._driver.perform(answer.plan)
@@ -247,7 +246,7 @@ class Prefetching:
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
-                self._config.prefetch_threshold, self.commits,
+                self._config.prefetch_threshold,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
@@ -293,7 +292,8 @@ class Prefetching:
 
 
 def _usable_by_a_lease(key: bytes, page_size: int) -> bytes:
-    """The whole pages of ``key`` that a lease of it can have cached: it leaves one token at least to be computed."""
+    """Return the whole pages of ``key`` that a lease of it can have cached: the lease leaves at least one token to be
+    computed."""
     tokens = len(key) // TOKEN_BYTES
     return key[: max(0, tokens - 1) // page_size * page_size * TOKEN_BYTES]
 

@@ -11,7 +11,7 @@ from asynccache.runtime.driving import all_ended, holding, slices, transact
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
-    from asynccache.runtime.outbox import Clearing
+    from asynccache.runtime.outbox import Outbox
     from asynccache.runtime.prefetching import Prefetching
     from asynccache.worker.contract import Worker
 
@@ -76,7 +76,7 @@ async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space
         await worker.delete(stored)
 
 
-async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, clearing: Clearing) -> None:
+async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, outbox: Outbox) -> None:
     """Drop every namespace on every tier. Pages that are published meanwhile go to storage afterwards.
 
     Leases finish undisturbed and publish nothing more. Cancelling it may leave storage as it was.
@@ -87,14 +87,14 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, c
         return
 
     def invalidate() -> Plan | More:
-        clearing.outdate()
+        outbox.outdate()
         return driver.core.invalidate(None)
 
-    clearing.begin()
+    outbox.begin_clearing()
     try:
         await transact(driver, invalidate)
-        under_way = driver.saving - clearing.held
+        under_way = driver.saving - outbox.waiting
         await all_ended(driver.ops, (*under_way, *prefetching.operations()))
         await worker.clear()
     finally:
-        clearing.end()
+        outbox.end_clearing()

@@ -63,7 +63,7 @@ class Supervisor:
             raise
 
     def spawn(self, work: Work, name: str) -> asyncio.Task[None] | None:
-        """A new task in the group; None if the group has ended (``work`` is closed then)."""
+        """Return a new task in the group; None if the group has ended, and ``work`` is closed then."""
         if self._group is None:
             work.close()
             return None

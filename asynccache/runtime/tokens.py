@@ -41,11 +41,11 @@ Tokens = Any
 
 
 def as_key(tokens: Tokens) -> bytes:
-    """The key of ``tokens``.
+    """Return ``tokens`` as a key.
 
     Raises:
-        ConfigError: a token is negative or beyond int32 (the message names its position and value), or ``tokens`` is
-            nothing that holds integers, or has more or fewer dimensions than one.
+        ConfigError: a token is negative or beyond int32 (the message names its position and value), or ``tokens`` does
+            not hold integers, or does not have one dimension.
     """
     if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1:  # what engines hold
         return _as_it_is(tokens)
@@ -67,7 +67,8 @@ def as_key(tokens: Tokens) -> bytes:
 
 
 def _as_it_is(tokens: npt.NDArray[np.int32]) -> bytes:
-    """``argmin`` takes a third of what it takes to slice the key; a reduction takes longer, for there is more of it."""
+    """Return the key of an array that is int32 already. ``argmin`` finds a negative token in a third of the time that
+    it takes to slice the key."""
     key = tokens.tobytes()
     if key and tokens.item(tokens.argmin()) < 0:
         raise _negative(key)
@@ -119,7 +120,8 @@ def _of_array(tokens: npt.NDArray[Any]) -> bytes:
 
 
 def _of_tensor(tokens: Tokens) -> npt.NDArray[np.generic]:
-    """A CPU tensor without importing torch, or anything else that numpy understands."""
+    """Return the array of a CPU tensor, for which torch is not imported, or of anything else that numpy
+    understands."""
     try:
         to_numpy = getattr(tokens, "numpy", None)
         return np.asarray(to_numpy() if to_numpy is not None else tokens)
@@ -151,10 +153,11 @@ THREAD_PAGE_BYTES = 2048
 
 @lru_cache(maxsize=4096, typed=True)
 def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None = None, epoch: int = 0) -> bytes:
-    """H(-1): a digest of everything but tokens that a page depends on. ``epoch`` counts the namespace's invalidations.
+    """Return H(-1): a digest of all that a page depends on but tokens. ``epoch``: how often the namespace was
+    invalidated.
 
     Raises:
-        ConfigError: ``extra_key`` is something else, or text that has no UTF-8.
+        ConfigError: ``extra_key`` is neither text nor bytes nor None, or is text that has no UTF-8.
     """
     extra, name = _tagged(extra_key), model.encode()
     fields = struct.pack("<III", page_size, len(name), len(extra))
@@ -162,14 +165,14 @@ def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None =
 
 
 def _tagged(extra_key: str | bytes | None) -> bytes:
-    """``extra_key`` as bytes, different for any two keys."""
+    """Return ``extra_key`` as bytes, different for any two keys."""
     if checks.namespace("extra_key", extra_key) is None:
         return b"-"
     return b"b" + extra_key if isinstance(extra_key, bytes) else b"s" + str(extra_key).encode()
 
 
 def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
-    """The hashes of the pages that lie in ``key[start:stop]`` (bytes, whole pages), after ``parent``."""
+    """Return the hashes of the pages that lie in ``key[start:stop]`` (bytes, whole pages), after ``parent``."""
     hashes = []
     for offset in range(start, stop, page_bytes):
         parent = sha256(parent + key[offset : offset + page_bytes]).digest()
@@ -193,7 +196,7 @@ class Chain:
         return f"Chain({len(self.hashes) // HASH_BYTES} pages)"
 
     def copy(self) -> Chain:
-        """An independent chain with the same key and hashes."""
+        """Return an independent chain with the same key and hashes."""
         return Chain(self._space, self._page_bytes // TOKEN_BYTES, self.key, self.hashes)
 
     def covers(self, key: bytes) -> bool:
@@ -208,7 +211,7 @@ class Chain:
             self.hashes = hashes
 
     async def extend(self, key: bytes) -> bytes:
-        """The hashes of all whole pages of ``key``. Several calls at once do not disturb each other.
+        """Return the hashes of all whole pages of ``key``. Several calls at once do not disturb each other.
 
         Cancelling keeps what is hashed so far.
         """
@@ -250,7 +253,7 @@ class Namespaces:
         return f"Namespaces({len(self._epochs)} invalidated, {self.changes} invalidations)"
 
     def space(self, extra_key: str | bytes | None) -> bytes:
-        """The digest of a namespace, as of its last invalidation.
+        """Return the digest of a namespace, as of its last invalidation.
 
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
@@ -272,12 +275,12 @@ class Namespaces:
         return since >= self._reset_at and since >= self._outdated_at.get(extra_key, 0)
 
     def reset(self) -> None:
-        """From now on what was begun in any namespace is void. Their digests stay."""
+        """Make void whatever was begun in any namespace. The namespaces' digests stay."""
         self.changes += 1
         self._reset_at = self.changes
 
     def outdate(self, extra_key: str | bytes | None) -> bytes:
-        """From now on the namespace is another one; the digest that it had. Raises as ``space``."""
+        """Give the namespace another digest from now on. Returns the digest that it had. Raises as ``space``."""
         space = self.space(extra_key)
         self._epochs[extra_key] += 1
         self.changes += 1

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from asynccache.worker.rank_worker import RankWorker
     from asynccache.worker.sent_batches import EngineBatch
     from asynccache.worker.serving import connect
-    from asynccache.worker.topology import Place, Topology
+    from asynccache.worker.topology import RankPlace, Topology
 
-__all__ = ["EngineBatch", "Place", "RankWorker", "Topology", "Workers", "connect", "listen"]
+__all__ = ["EngineBatch", "RankPlace", "RankWorker", "Topology", "Workers", "connect", "listen"]
 
 _LAZY = {
     "EngineBatch": "asynccache.worker.sent_batches",
-    "Place": "asynccache.worker.topology",
+    "RankPlace": "asynccache.worker.topology",
     "RankWorker": "asynccache.worker.rank_worker",
     "Topology": "asynccache.worker.topology",
     "Workers": "asynccache.worker.admitting_ranks",

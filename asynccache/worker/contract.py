@@ -89,6 +89,56 @@ class BatchInFlight(Protocol):
         ...
 
 
+class WorkerStores(Protocol):
+    """The stores of a worker: each is opened, used, left and closed, and may be watched meanwhile."""
+
+    @property
+    def entries(self) -> tuple[StoreEntry, ...]:
+        """The stores that are used, nearest first."""
+        ...
+
+    def find(self, name: str | None) -> StoreEntry:
+        """Return the store of this name; with None, the only store. Raises ``ConfigError``: there is no such store, or
+        there are several and no name was given."""
+        ...
+
+    async def open(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
+        """Open a store, for ``use`` or ``drop``. Cancelling it leaves nothing open.
+
+        Raises:
+            ConfigError: the store cannot be attached at ``position``, the URL is wrong, or the store is for other
+                pools.
+            Unavailable: the store cannot be opened now.
+        """
+        ...
+
+    def use(self, number: int, position: int | None) -> None:
+        """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
+        its name was taken meanwhile, or there is no such position any more."""
+        ...
+
+    async def drop(self, number: int) -> None:
+        """Close a store that was opened and is not used."""
+        ...
+
+    def leave(self, number: int) -> None:
+        """Ask the store nothing from now on. ``close`` must follow. A second call does nothing."""
+        ...
+
+    async def close(self, number: int) -> None:
+        """Close a store that was left, when no call of it is under way any more. Raises ``BackendError``: the store
+        could not close cleanly."""
+        ...
+
+    def watch(self, number: int) -> None:
+        """Tell ``Reports.keys`` from now on which keys the store has."""
+        ...
+
+    def unwatch(self, number: int) -> None:
+        """Watch the store no more. A second call does nothing."""
+        ...
+
+
 class Worker(Protocol):
     """Performs what the head decides: one worker, or several that act as one. Its calls belong to the thread of the
     head's loop, except ``engine_event``. An event that an engine names is an event of the device or, with several
@@ -227,57 +277,14 @@ class Worker(Protocol):
         """The same as ``is_away``, but no store is probed. False without a store."""
         ...
 
-    # which stores there are
-
     @property
     def takes_stores(self) -> bool:
         """True if there is a host tier, which stores need."""
         ...
 
     @property
-    def stores(self) -> tuple[StoreEntry, ...]:
-        """The stores that are used, nearest first."""
-        ...
-
-    def find_store(self, name: str | None) -> StoreEntry:
-        """Return the store of this name; with None, the only store. Raises ``ConfigError``: there is no such store, or
-        there are several and no name was given."""
-        ...
-
-    async def open_store(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
-        """Open a store, for ``use_store`` or ``drop_store``. Cancelling it leaves nothing open.
-
-        Raises:
-            ConfigError: the store cannot be attached at ``position``, the URL is wrong, or the store is for other
-                pools.
-            Unavailable: the store cannot be opened now.
-        """
-        ...
-
-    def use_store(self, number: int, position: int | None) -> None:
-        """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
-        its name was taken meanwhile, or there is no such position any more."""
-        ...
-
-    async def drop_store(self, number: int) -> None:
-        """Close a store that was opened and is not used."""
-        ...
-
-    def leave_store(self, number: int) -> None:
-        """Ask the store nothing from now on. ``close_store`` must follow. A second call does nothing."""
-        ...
-
-    async def close_store(self, number: int) -> None:
-        """Close a store that was left, when no call of it is under way any more. Raises ``BackendError``: the store
-        could not close cleanly."""
-        ...
-
-    def watch_store(self, number: int) -> None:
-        """Tell ``Reports.keys`` from now on which keys the store has."""
-        ...
-
-    def unwatch_store(self, number: int) -> None:
-        """Watch the store no more. A second call does nothing."""
+    def stores(self) -> WorkerStores:
+        """The stores of this worker."""
         ...
 
     @property
@@ -316,7 +323,7 @@ def check_device(name: str, device: object) -> None:
 
 __all__ = [
     "BatchInFlight", "CopyKind", "Device", "ReadOrder", "Reports", "Result", "Storage", "StoreEntry", "StoreOptions",
-    "StoreQuestion", "StoredBatch", "Work", "Worker", "check_device", "check_storage",
+    "StoreQuestion", "StoredBatch", "Work", "Worker", "WorkerStores", "check_device", "check_storage",
 ]  # fmt: skip
 
 

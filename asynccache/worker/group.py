@@ -12,7 +12,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -22,24 +22,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status, StoredPages
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
-from asynccache.settle import settled
-from asynccache.storage.url import StoreOptions, check_name
 from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
 from asynccache.worker.contract import (
     CopyKind,
     ReadOrder,
     Reports,
-    Storage,
     StoredBatch,
-    StoreEntry,
     StoreQuestion,
     Work,
 )
+from asynccache.worker.group_stores import GroupStores, completed_quietly
 from asynccache.worker.inbox import ChangeSignal
-from asynccache.worker.link import Wire, slices
+from asynccache.worker.link import Wire
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.rank_worker import RankWorker
@@ -158,14 +155,6 @@ async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers
     return group
 
 
-async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` to its end, also through a cancellation of the caller, and drop its error."""
-    task = asyncio.get_running_loop().create_task(work)
-    await settled([task])
-    if not task.cancelled():
-        task.exception()
-
-
 class WorkerGroup:
     """The workers of all ranks as one ``Worker``. ``own``: the head's own worker; None: it has none. ``face``: what the
     engine in the head's process sees of it. ``failure``: why the group is over, once it is."""
@@ -187,21 +176,16 @@ class WorkerGroup:
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
-        self._given_up: set[int] = set()
         self._batches: dict[int, AwaitedAnswers] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
-        self._entries: tuple[StoreEntry, ...] = ()
-        self._opened: dict[int, StoreEntry] = {}
-        self._shared: dict[int, bool] = {}
-        self._last_store = 0
         self._opening = 0
         self._shut: set[int] = set()
         self._counters: dict[int, m.StoreCounters] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._meters = {"backup_host": StageMeter(), "load_back": StageMeter()}
         self._weights: dict[int, tuple[int, int]] = {}
-        self._holdings = WatchedKeys(self._report_keys)
+        self.stores = GroupStores(self._call, self._put, self._be_patient, WatchedKeys(self._report_keys))
         self._closing = self._leaving = self._late = self._hurried = False
         self._stirred = ChangeSignal()
         self._timers: list[asyncio.TimerHandle] = []
@@ -244,18 +228,11 @@ class WorkerGroup:
             sizes = [one.weights[spec.name] for one in opened.values() if spec.name in one.weights]
             count, size = self._weights.get(int(spec.component), (0, 0))
             self._weights[int(spec.component)] = (count + len(sizes), size + sum(sizes))
-        self._holdings.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
+        self.stores.keys.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
         for at, (options, _) in enumerate(first.stores):
-            entry = self._enter(options, any(one.stores[at][1] for one in opened.values()))
-            self._entries = (*self._entries, entry)
+            self.stores.begin(options, shared=any(one.stores[at][1] for one in opened.values()))
         self._be_patient(-1)
         self._put(m.AllOpen())
-
-    def _enter(self, options: StoreOptions, shared: bool) -> StoreEntry:
-        self._last_store += 1
-        entry = self._opened[self._last_store] = StoreEntry(self._last_store, options)
-        self._shared[entry.number] = shared
-        return entry
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """See ``Worker``."""
@@ -400,8 +377,7 @@ class WorkerGroup:
 
     def _patience(self) -> float:
         """Return for how many seconds a worker may be busy with a call that was cancelled."""
-        slowest = max((one.options.timeout for one in self._opened.values()), default=0.0)
-        return OPENING if self._opening else self._timeout + slowest
+        return OPENING if self._opening else self._timeout + self.stores.slowest
 
     def _heard(self, rank: int, frame: bytes) -> None:
         for message in m.decode_worker_messages(frame):
@@ -578,64 +554,30 @@ class WorkerGroup:
     # pages and stores
 
     async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
-        """See ``Worker``. A batch that is too long for one message is written in parts, one after the other; once a
-        part of an operation has failed, nothing more of the operation is written."""
-        first = batch[0].op
-        parts: list[StoredBatch] = []
-        try:
-            for part in _parts(batch):
-                if first in self._given_up or any(part[0].op in done.failed for done in parts):
-                    parts.append(StoredBatch(frozenset(effect.op for effect in part), 0, 0, 0))
-                else:
-                    parts.append(await self._store(part))
-        finally:
-            self._given_up.discard(first)
-        done = parts[0] if len(parts) == 1 else combined_answers.stored(parts, full_pages=sum)
-        if self._holdings.watches:
-            for effect in batch:
-                if effect.op not in done.failed:
-                    self._holdings.name(pages.hashes for pages in effect.pages if pages.component == FULL)
-        return done
-
-    async def _store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
+        """See ``Worker``."""
         said = await self._call(lambda call: m.WritePages.of(call, batch), m.PagesWritten)
         ops = {effect.op for effect in batch}
         for rank, one in said.items():
             if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
                 raise self._nonsense(rank, "wrote a batch of other operations")
-        return combined_answers.stored(list(said.values()), full_pages=max)
+        done = combined_answers.stored(list(said.values()))
+        if self.stores.keys.watches:
+            for effect in batch:
+                if effect.op not in done.failed:
+                    self.stores.keys.name(pages.hashes for pages in effect.pages if pages.component == FULL)
+        return done
 
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
-        self._given_up.add(op)
         self._put(m.GiveUp(op))
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """See ``Worker``."""
-        return await self._in_parts(asked, self._ask)
-
-    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
-        """See ``Worker``. The pages of a run have to fit one message."""
-        read = partial(self._read, run=run)
-        return await read(reads) if run else await self._in_parts(reads, read)
-
-    async def _in_parts(
-        self, wanted: Sequence[Pages], call: Callable[[Sequence[Pages]], Awaitable[list[bytes]]]
-    ) -> list[bytes]:
-        """Make ``call`` for as many of the ``wanted`` pages at a time as fit one message, and return the answers joined
-        as if it had been one call."""
-        answers = [b""] * len(wanted)
-        for part in slices([len(pages.hashes) // HASH_BYTES for pages in wanted]):
-            found = await call([_cut(wanted[at], begin, end) for at, begin, end in part])
-            for (at, _, _), answer in zip(part, found, strict=True):
-                answers[at] += answer
-        return answers
-
-    async def _ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         said = await self._call(lambda call: m.AskPages(call, tuple(asked)), m.PageResults)
         return self._folded(said, asked, int.__eq__, "answered a question of other pages")
 
-    async def _read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+        """See ``Worker``."""
         said = await self._call(lambda call: m.ReadPages(call, tuple(reads), run), m.PageResults)
         return self._folded(said, reads, int.__le__ if run else int.__eq__, "read other pages")
 
@@ -657,10 +599,10 @@ class WorkerGroup:
 
     def _name(self, asked: Sequence[tuple[str, bytes]], answers: Sequence[bytes]) -> None:
         """Name the pages that all workers have to the ``WatchedKeys``, which need their hashes."""
-        if self._holdings.watches:
+        if self.stores.keys.watches:
             for (pool, hashes), answer in zip(asked, answers, strict=True):
                 if pool in self._leads:
-                    self._holdings.name(
+                    self.stores.keys.name(
                         hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at, found in enumerate(answer) if found == 1
                     )
 
@@ -692,55 +634,10 @@ class WorkerGroup:
     def _health(self, rank: int, news: m.StoreHealth) -> None:
         (self._shut.add if news.shut else self._shut.discard)(rank)
 
-    # which stores there are
-
     @property
     def has_stores(self) -> bool:
         """See ``Worker``."""
-        return bool(self._entries)
-
-    @property
-    def stores(self) -> tuple[StoreEntry, ...]:
-        """See ``Worker``."""
-        return self._entries
-
-    def find_store(self, name: str | None) -> StoreEntry:
-        """See ``Worker``."""
-        if name is not None:
-            name = checks.text("name", name)
-        found = [entry for entry in self._entries if name in (None, entry.options.name)]
-        if len(found) == 1:
-            return found[0]
-        there = ", ".join(entry.options.name for entry in self._entries) or "none"
-        raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
-
-    async def open_store(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
-        """See ``Worker``. The store is opened on all workers or on none."""
-        if not isinstance(storage, str):
-            raise ConfigError(f"storage={checks.shown(storage)}: workers of other processes take URLs")
-        self._last_store += 1
-        number = self._last_store
-
-        def order(call: int) -> m.Message:
-            return m.OpenStore(call, number, storage, dict(options), position)
-
-        try:
-            self._be_patient(1)
-            try:
-                opened = await self._call(order, m.StoreOpened)
-            finally:
-                self._be_patient(-1)
-            first = next(iter(opened.values()))
-            for rank, one in opened.items():
-                if (one.options.name, one.options.write) != (first.options.name, first.options.write):
-                    raise ConfigError(f"storage: rank {rank} opened another store: {one.options}")
-        except BaseException:
-            if self.failure is None:
-                await completed_quietly(self.drop_store(number))
-            raise
-        self._shared[number] = any(one.shared for one in opened.values())
-        entry = self._opened[number] = StoreEntry(number, first.options)
-        return entry
+        return bool(self.stores.entries)
 
     def _be_patient(self, more: int) -> None:
         """Bear longer silence than the time-out while pools or stores are opened, because that may pin the host's
@@ -749,48 +646,8 @@ class WorkerGroup:
         for link in self._links.values():
             link.patience(OPENING if self._opening else None)
 
-    def use_store(self, number: int, position: int | None) -> None:
-        """See ``Worker``."""
-        entry = self._opened[number]
-        check_name(entry.options.name, [other.options.name for other in self._entries])
-        if position is not None:
-            position = checks.integer("position", position, 0, len(self._entries))
-        at = len(self._entries) if position is None else position
-        self._entries = (*self._entries[:at], entry, *self._entries[at:])
-        self._put(m.UseStore(number, position))
-
-    async def drop_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._forget_store(number)
-        await self._call(lambda call: m.DropStore(call, number), m.CallDone)
-
-    def _forget_store(self, number: int) -> None:
-        self._opened.pop(number, None)
-        self._shared.pop(number, None)
-
-    def leave_store(self, number: int) -> None:
-        """See ``Worker``."""
-        if any(entry.number == number for entry in self._entries):
-            self._entries = tuple(entry for entry in self._entries if entry.number != number)
-            self._put(m.LeaveStore(number))
-
-    async def close_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._forget_store(number)
-        await self._call(lambda call: m.CloseStore(call, number), m.CallDone)
-
-    def watch_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._holdings.watch(number, shared=self._shared[number])
-        self._put(m.WatchStore(number, True))
-
-    def unwatch_store(self, number: int) -> None:
-        """See ``Worker``."""
-        if self._holdings.unwatch(number):
-            self._put(m.WatchStore(number, False))
-
     def _keys(self, rank: int, news: m.StoreKeys) -> None:
-        self._holdings.told(news.store, rank, news.there, news.keys)
+        self.stores.keys.told(news.store, rank, news.there, news.keys)
 
     def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         if self._reports is not None:
@@ -799,7 +656,7 @@ class WorkerGroup:
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
         """See ``Worker``. The key of one worker stands for those of all."""
-        return self._holdings.key_of
+        return self.stores.keys.key_of
 
     # looking at it
 
@@ -820,7 +677,7 @@ class WorkerGroup:
         if self.own is not None:
             self.own.count()
         parts = list(self._counters.values())
-        names = [entry.options.name for entry in self._entries]
+        names = [entry.options.name for entry in self.stores.entries]
         by_name = {
             name: combined_answers.sums([part.stores[name] for part in parts if name in part.stores]) for name in names
         }
@@ -835,25 +692,3 @@ class WorkerGroup:
 
 def _closed() -> CacheClosed:
     return CacheClosed("the cache was closed before the batch was over")
-
-
-Pages = TypeVar("Pages", StoreQuestion, ReadOrder, StoredPages)
-
-
-def _cut(pages: Pages, begin: int, end: int) -> Pages:
-    """Return the pages from ``begin`` up to ``end`` of ``pages``."""
-    hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
-    if isinstance(pages, StoreQuestion):
-        return pages._replace(hashes=hashes)
-    return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
-
-
-def _parts(batch: Sequence[BackupStorage]) -> Iterator[Sequence[BackupStorage]]:
-    """Yield ``batch`` in parts that fit one message each: the whole batch or, if that does not fit, pieces of one
-    operation each."""
-    if len(list(slices([len(pages.hashes) // HASH_BYTES for effect in batch for pages in effect.pages]))) <= 1:
-        yield batch
-        return
-    for effect in batch:
-        for part in slices([len(pages.hashes) // HASH_BYTES for pages in effect.pages]):
-            yield [BackupStorage(effect.op, tuple(_cut(effect.pages[at], begin, end) for at, begin, end in part))]

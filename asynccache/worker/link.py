@@ -25,15 +25,15 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Protocol, cast
 
 from asynccache.errors import RankFailure
 from asynccache.worker.messages import Message, WorksEnded, encode
 
-MOST_FRAME = 16 << 20
-"""Bytes that a frame has at most."""
+MOST_FRAME = 64 << 20
+"""Bytes that a frame has at most: 1.8 million pages of a pool, each with its hash and a slot, in one message."""
 MOST_UNSENT = 256 << 20
 """Bytes that are kept for a peer that does not read."""
 MOST_EARLY = 64 << 10
@@ -46,8 +46,6 @@ time-out, and what the peer said meanwhile waits in the socket."""
 
 SLICE = 1024
 """Messages that a frame has at most, so that a long plan is performed while its end is still being encoded."""
-BYTES_PER_PAGE = 256
-"""More bytes than a page takes in any message, which are those of its hash and a slot or two."""
 
 LENGTH = 4
 _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
@@ -113,7 +111,6 @@ class StreamLink(asyncio.Protocol):
         self._came = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()
-        self._early: list[bytes] = []
         self._is_open = False
         self._heard: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
@@ -172,16 +169,13 @@ class StreamLink(asyncio.Protocol):
             self._transport.write(content)
 
     def established(self, timeout: float) -> None:
-        """The handshake is over: frames that were given to ``send`` before go out now. ``timeout``: seconds of silence
-        that are a failure, the same at both ends. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are
-        kept here, so that a peer that is gone is noticed; the rest stays in the socket."""
+        """The handshake is over, and frames may be sent. ``timeout``: seconds of silence that are a failure, at both
+        ends alike. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are kept here, so that a peer that is
+        gone is noticed; the rest stays in the socket."""
         self._timeout = self._patience = timeout
         if self._ended or self._transport is None:
             return
         self._is_open = True
-        early, self._early = self._early, []
-        for frame in early:
-            self.send(frame)
         self._pause_early()
         self._beat_at = self._loop.time() + timeout / 4
         self._watch()
@@ -216,9 +210,6 @@ class StreamLink(asyncio.Protocol):
         if not 0 < size <= MOST_FRAME:
             raise ValueError(f"a frame has 1 to {MOST_FRAME} bytes, and not {size}")
         if self._ended or self._leaving:
-            return
-        if not self._is_open:
-            self._early.append(frame)
             return
         assert self._transport is not None
         self._spoke = True
@@ -355,7 +346,6 @@ class StreamLink(asyncio.Protocol):
             return
         self._ended = True
         self._failure = failure
-        self._early.clear()
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:
@@ -453,22 +443,3 @@ class Wire:
             self._send(messages[middle:])
         else:
             self._failed(RankFailure(f"cannot send its {type(messages[0]).__name__}: {why}"))
-
-
-def slices(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut lists of pages into parts that fit a frame. ``counts``: how many pages each list has. Yields each part as
-    tuples: the index of a list, its first page in this part, and the page after its last one."""
-    most = room = max(1, MOST_FRAME // BYTES_PER_PAGE)
-    part: list[tuple[int, int, int]] = []
-    for at, count in enumerate(counts):
-        begin = 0
-        while begin < count:
-            end = min(count, begin + room)
-            part.append((at, begin, end))
-            room -= end - begin
-            begin = end
-            if not room:
-                yield part
-                part, room = [], most
-    if part:
-        yield part

@@ -20,7 +20,7 @@ from asynccache.memory.pools import Mover
 from asynccache.settle import completed
 from asynccache.storage.checked import store_layout
 from asynccache.storage.tiers import TieredStore
-from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, StoreEntry, Work
+from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, Work
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages import BackupHostStage, LoadBackStage, ReadingStage, WritingStage
 from asynccache.worker.stores import OpenStores
@@ -41,48 +41,38 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
         ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
         Unavailable: a store cannot be opened now.
     """
-    opening = _Opening(config, pools, given)
+    opened = _OpenParts(given.device)
+
+    def allocate() -> None:
+        opened.device = opened.device or open_device(config.device)
+        opened.mover = Mover(opened.device, pools)
+
+    takes_stores = config.pools()[0].host_pages > 0
     try:
-        return await opening.open()
-    except BaseException:
-        await close_all(opening.tiers, opening.mover, opening.device, MOMENT, own=given.device is None)
-        raise
-
-
-class _Opening:
-    """The parts of a worker that are open by now, for whoever has to close them."""
-
-    def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: EmbedderParts) -> None:
-        self._config = config
-        self._pools = pools
-        self._given = given
-        self.device: Device | None = given.device
-        self.mover: Mover | None = None
-        self.tiers = TieredStore()
-
-    async def open(self) -> LocalWorker:
-        config, given = self._config, self._given
-        if self.device is None:
-            await completed(asyncio.to_thread(self._open_device))  # in a thread: a GPU is measured first
-        # Pools first: they may be refused, and a store leaves traces. In a thread: to pin 100 GiB takes half a minute.
-        await completed(asyncio.to_thread(self._make_mover))
-        device, mover = self.device, self.mover
-        assert device is not None
-        assert mover is not None
-        takes_stores = config.pools()[0].host_pages > 0
+        # Pools first: they may be refused, and a store leaves traces. In a thread: a GPU is measured, and to pin
+        # 100 GiB takes half a minute.
+        await completed(asyncio.to_thread(allocate))
         if given.storage is not None and not takes_stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-        stores = OpenStores(self.tiers, store_layout(config.pools()), mover.host_pools)
+        device, mover, tiers = opened.device, opened.mover, opened.tiers
+        assert device is not None
+        assert mover is not None
+        stores = OpenStores(tiers, store_layout(config.pools()), mover.host_pools)
         await stores.open_first(given.stores(config), given.options(config))
-        pools = PoolMap(self._pools, config.page_size, mover.host_pools)
-        return LocalWorker(device, mover, pools, stores, takes_stores=takes_stores, own_device=given.device is None)
+    except BaseException:
+        await close_all(opened.tiers, opened.mover, opened.device, MOMENT, own=given.device is None)
+        raise
+    of_worker = PoolMap(pools, config.page_size, mover.host_pools)
+    return LocalWorker(device, mover, of_worker, stores, takes_stores=takes_stores, own_device=given.device is None)
 
-    def _open_device(self) -> None:
-        self.device = open_device(self._config.device)
 
-    def _make_mover(self) -> None:
-        assert self.device is not None
-        self.mover = Mover(self.device, self._pools)
+class _OpenParts:
+    """The parts of a worker that are open by now, for whoever has to close them."""
+
+    def __init__(self, device: Device | None) -> None:
+        self.device = device
+        self.mover: Mover | None = None
+        self.tiers = TieredStore()
 
 
 def open_device(name: str) -> Device:
@@ -187,11 +177,10 @@ class LocalWorker:
         self.mover = mover
         self.layers = mover.layers
         self.takes_stores = takes_stores
-        self.has_stores = bool(stores.tiers)
         self._device = device
         self._own_device = own_device
         self._map = pools
-        self._stores = stores
+        self.stores = stores
         self._tiers = stores.tiers
         self._batches = LocalBatches()
         self._writing = WritingStage(stores.tiers, pools)
@@ -202,22 +191,19 @@ class LocalWorker:
         self.read = self._reading.read
         self.clear = stores.tiers.clear
         self.flush = stores.tiers.flush
-        self.find_store = stores.find
-        self.open_store = stores.open
-        self.drop_store = stores.drop
-        self.knows_store = stores.knows
-        self.is_shared = stores.is_shared
-        self.on_health = stores.on_change
-        self.close_store = stores.close
-        self.unwatch_store = stores.unwatch
 
     def __repr__(self) -> str:
-        return f"LocalWorker({self.mover!r}, {self._stores!r})"
+        return f"LocalWorker({self.mover!r}, {self.stores!r})"
+
+    @property
+    def has_stores(self) -> bool:
+        """See ``Worker``."""
+        return self.stores.used
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """See ``Worker``."""
         post, size_of, clock = reports.ended, self._map.size_of, time.perf_counter  # uvloop's clock counts milliseconds
-        self._keys = reports.keys
+        self.stores.tell = reports.keys
         self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
         self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
         self.put = {
@@ -314,25 +300,6 @@ class LocalWorker:
     def shut(self) -> bool:
         """See ``Worker``."""
         return self._tiers.shut
-
-    @property
-    def stores(self) -> tuple[StoreEntry, ...]:
-        """See ``Worker``."""
-        return self._stores.entries
-
-    def use_store(self, number: int, position: int | None) -> None:
-        """See ``Worker``."""
-        self._stores.use(number, position)
-        self.has_stores = True
-
-    def leave_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._stores.leave(number)
-        self.has_stores = bool(self._tiers)
-
-    def watch_store(self, number: int) -> None:
-        """See ``Worker``."""
-        self._stores.watch(number, self._keys)
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:

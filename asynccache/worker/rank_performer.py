@@ -15,11 +15,10 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asynccache import checks
@@ -57,14 +56,12 @@ CLOSED = "the worker is closed"
 
 
 class Performer:
-    """The worker of ``rank``. ``tell``: called with each message for the head. ``notes``: by class of message, what is
-    called with a message of the head before it is taken. ``local``: the pools and stores while they are open.
-    ``batches``: the engine's batches.
+    """The worker of ``rank``. ``tell``: called with each message for the head. ``local``: the pools and stores while
+    they are open. ``batches``: the engine's batches.
     """
 
     def __init__(
-        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Tell,
-        notes: Mapping[type, Callable[[Any], None]] = MappingProxyType({}),
+        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Tell
     ) -> None:  # fmt: skip
         self.rank = rank
         self.topology = topology
@@ -74,10 +71,8 @@ class Performer:
         self._given = given
         self._shard = shard
         self._tell = tell
-        self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
-        self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, Work] = {}
         self._begun = ChangeSignal()
@@ -97,7 +92,7 @@ class Performer:
             m.FlushStores: lambda o: self._flush(o),
             m.OpenStore: lambda o: self._open_store(o),
             m.DropStore: lambda o: self._drop_store(o),
-            m.CloseStore: lambda o: self._own.close_store(o.number),
+            m.CloseStore: lambda o: self._own.stores.close(o.number),
             m.CloseWorker: lambda o: self.aclose(o.patience),
         }
         self._take: dict[type, Callable[[Any], object]] = {
@@ -107,11 +102,11 @@ class Performer:
             m.PerformWork: lambda o: self._effects(o.work),
             m.ForgetLoad: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.GiveUp: self._give_up,
+            m.GiveUp: lambda o: self._own.give_up(o.op),
             m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
-            m.WatchStore: lambda o: (self._own.watch_store if o.on else self._own.unwatch_store)(o.number),
+            m.WatchStore: lambda o: (self._own.stores.watch if o.on else self._own.stores.unwatch)(o.number),
             m.CancelCall: self._cancel,
         }
 
@@ -120,13 +115,9 @@ class Performer:
 
     def take(self, *messages: m.Message) -> None:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
-        notes, take = self._notes, self._take
         for message in messages:
-            kind = type(message)
             try:
-                if kind in notes:
-                    notes[kind](message)
-                take[kind](message)
+                self._take[type(message)](message)
             except Exception as error:
                 self._die(error)
 
@@ -168,8 +159,8 @@ class Performer:
         for name, work in local.start(Reports(self._ended, self._die, self._keys)):
             self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
             self._stages[-1].add_done_callback(self._stage_ended)
-        local.on_health(self._note_health)
-        stores = tuple((entry.options, local.is_shared(entry.number)) for entry in local.stores)
+        local.stores.on_change(self._note_health)
+        stores = tuple((entry.options, local.stores.is_shared(entry.number)) for entry in local.stores.entries)
         weights = {spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}
         return m.WorkerOpened(order.call, local.layers, weights, stores, local.digest)
 
@@ -322,10 +313,6 @@ class Performer:
         call = order.call
         task = self._loop.create_task(self._do[type(order)](order), name=f"asynccache-call-{self.rank}")
         self._calls[call] = task
-        if isinstance(order, m.WritePages):
-            first = order.batch[0].op
-            self._storing.add(first)  # at once: that it is given up may be heard in this turn
-            task.add_done_callback(lambda _: self._storing.discard(first))
         task.add_done_callback(lambda done: self._answer(call, done))  # also of one that is cancelled before it begins
 
     def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
@@ -341,11 +328,6 @@ class Performer:
         task = self._calls.get(order.call)
         if task is not None:
             task.cancel()
-
-    def _give_up(self, order: m.GiveUp) -> None:
-        """Give up a batch, unless this worker has written it already, while others still write it."""
-        if order.op in self._storing:
-            self._own.give_up(order.op)
 
     async def _store(self, order: m.WritePages) -> m.Message:
         stored = await self._own.store(order.effects)
@@ -371,21 +353,20 @@ class Performer:
     # stores
 
     async def _open_store(self, order: m.OpenStore) -> m.Message:
-        own = self._own
-        storage = self._given.locate(placed(order.url, self.rank))
-        entry = await own.open_store(storage, order.options, order.position, number=order.number)
-        return m.StoreOpened(order.call, entry.options, own.is_shared(entry.number))
+        stores, storage = self._own.stores, self._given.locate(placed(order.url, self.rank))
+        entry = await stores.open(storage, order.options, order.position, number=order.number)
+        return m.StoreOpened(order.call, entry.options, stores.is_shared(entry.number))
 
     async def _drop_store(self, order: m.DropStore) -> None:
-        if self._own.knows_store(order.number):
-            await self._own.drop_store(order.number)
+        if self._own.stores.knows(order.number):
+            await self._own.stores.drop(order.number)
 
     def _use_store(self, order: m.UseStore) -> None:
-        self._own.use_store(order.number, order.position)
+        self._own.stores.use(order.number, order.position)
         self._note_health()
 
     def _leave_store(self, order: m.LeaveStore) -> None:
-        self._own.leave_store(order.number)
+        self._own.stores.leave(order.number)
         self._note_health()
 
     def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:

@@ -8,10 +8,10 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
@@ -34,16 +34,18 @@ COUNTED = 5.0
 
 
 class WorkerEnd:
-    """A worker's end of its link: it hands what the head says to a ``Performer``, and sends what that says."""
+    """A worker's end of its link: it hands what the head says to a ``Performer``, and sends what that says. Mutable
+    state: which messages concern the link itself (``_concerned``), and how long closing may take."""
 
     def __init__(
         self, link: RankLink, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
     ) -> None:
-        self.performer = Performer(rank, topology, given, shard, self._tell, {
+        self.performer = Performer(rank, topology, given, shard, self._tell)
+        self._concerned: dict[type, Callable[[Any], None]] = {
             m.AllOpen: self._all_open, m.CloseWorker: self._is_closing,
             m.GroupLost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
             m.OpenStore: self._wait_for_stores, m.UseStore: self._wait_for_stores, m.DropStore: self._wait_for_stores,
-        })  # fmt: skip
+        }  # fmt: skip
         self.worker = RankWorker(self.performer)
         self._link = link
         self._wire = Wire([link], lambda failure: self._wire.put(m.WorkerDied(failure.reason)))
@@ -89,7 +91,10 @@ class WorkerEnd:
     def _heard(self, frame: bytes) -> None:
         orders = m.decode_head_messages(frame)
         self._wire.hold()
-        self.performer.take(*orders)
+        for order in orders:
+            if (concerned := self._concerned.get(type(order))) is not None:
+                concerned(order)
+            self.performer.take(order)
         self._wire.flush()
 
     def _all_open(self, _: m.AllOpen) -> None:

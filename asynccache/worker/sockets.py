@@ -49,8 +49,8 @@ RETRY = 0.1
 SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
 Answer = Callable[[bytes, RankLink], bytes]
-"""The function that a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, or
-raises ``RankFailure``, whose text the worker gets. Frames that it sends over the link come after the welcome."""
+"""The function that a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, but
+sends nothing over it yet; or it raises ``RankFailure``, whose text the worker gets."""
 
 
 class ListenAddress(NamedTuple):
@@ -287,7 +287,7 @@ class Listener:
             reason = REFUSED + str(error).encode()
             link.write(len(reason).to_bytes(LENGTH, "little") + reason)
             raise
-        link.write(len(welcome).to_bytes(LENGTH, "little") + welcome)  # before all that was sent
+        link.write(len(welcome).to_bytes(LENGTH, "little") + welcome)
         link.established(self._timeout)
 
 

@@ -26,11 +26,15 @@ class HostMemory(Protocol):
 
 
 class OpenStores:
-    """The open stores of one worker. Mutable state, by number: the stores, and for each store that is watched the call
-    that ends that."""
+    """The ``WorkerStores`` of one worker. ``used``: True while any store is used. ``tell``: called with the keys of
+    watched stores, see ``Reports``; set before the first is watched. Mutable state, by number: the stores, and for each
+    store that is watched the call that ends that."""
+
+    tell: Told
 
     def __init__(self, tiers: TieredStore, layout: StoreLayout, host: Mapping[str, HostMemory]) -> None:
         self.tiers = tiers
+        self.used = False
         self._layout = layout
         self._host = host
         self._open: dict[int, AttachedStore] = {}
@@ -47,7 +51,7 @@ class OpenStores:
         return tuple(map(self._entry, self.tiers.attached))
 
     def find(self, name: str | None) -> StoreEntry:
-        """See ``Worker.find_store``."""
+        """See ``WorkerStores``."""
         return self._entry(self.tiers.find(name))
 
     def _entry(self, attached: AttachedStore) -> StoreEntry:
@@ -61,11 +65,12 @@ class OpenStores:
         for attached in self.tiers.attached:
             self._introduce(attached)
             self._number(attached)
+        self.used = bool(self.tiers)
 
     async def open(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
     ) -> StoreEntry:
-        """See ``Worker.open_store``. ``number``: the number that the head has chosen; None: the next one."""
+        """See ``WorkerStores``. ``number``: the number that the head has chosen; None: the next one."""
         attached = await open_attached(storage, self._layout, options, lambda taken: self.tiers.check(taken, position))
         try:
             self._introduce(attached)
@@ -90,26 +95,28 @@ class OpenStores:
             attached.store.breaker.changed = changed
 
     def use(self, number: int, position: int | None) -> None:
-        """See ``Worker.use_store``."""
+        """See ``WorkerStores``."""
         self.tiers.attach(self._open[number], position)
+        self.used = True
 
     async def drop(self, number: int) -> None:
-        """See ``Worker.drop_store``."""
+        """See ``WorkerStores``."""
         await close_unattached(self._open.pop(number))
 
     def leave(self, number: int) -> None:
-        """See ``Worker.leave_store``."""
+        """See ``WorkerStores``."""
         self.tiers.detach(self._open[number])
+        self.used = bool(self.tiers)
 
     async def close(self, number: int) -> None:
-        """See ``Worker.close_store``."""
+        """See ``WorkerStores``."""
         await self.tiers.aclose_detached(self._open.pop(number))
 
-    def watch(self, number: int, tell: Told) -> None:
-        """Call ``tell`` with the store's keys, and from then on with the keys that it gains or loses."""
+    def watch(self, number: int) -> None:
+        """See ``WorkerStores``."""
         store = self._open[number].store
         own = store.backend
-        store.backend, end = watch(own, partial(tell, number))
+        store.backend, end = watch(own, partial(self.tell, number))
 
         def give_back() -> None:
             end()
@@ -118,7 +125,7 @@ class OpenStores:
         self._watched[number] = give_back
 
     def unwatch(self, number: int) -> None:
-        """See ``Worker.unwatch_store``."""
+        """See ``WorkerStores``."""
         end = self._watched.pop(number, None)
         if end is not None:
             end()

@@ -12,7 +12,7 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """One rank's coordinates."""
 
     tp: int
@@ -37,12 +37,12 @@ class Topology:
         """How many ranks there are in all."""
         return self.tp * self.cp * self.pp
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """Return the coordinates of ``rank``. Raises ``ConfigError``: there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"rank={rank} is not one of the {self.ranks} ranks of {self}")
-        return Place(rank % self.tp, rank // self.tp % self.cp, rank // (self.tp * self.cp))
+        return RankPlace(rank % self.tp, rank // self.tp % self.cp, rank // (self.tp * self.cp))
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: RankPlace) -> int:
         """Return the number of the rank at ``place``."""
         return place.tp + self.tp * (place.cp + self.cp * place.pp)

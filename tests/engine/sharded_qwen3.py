@@ -16,7 +16,7 @@ import torch.distributed as dist
 from asynccache_shim import NO_TOKEN, Batch, Chunk
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
-from asynccache.worker import Place, Topology
+from asynccache.worker import RankPlace, Topology
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     theta: float = 10_000.0
     epsilon: float = 1e-6
 
-    def stage(self, topology: Topology, place: Place) -> range:
+    def stage(self, topology: Topology, place: RankPlace) -> range:
         """The layers of a pipeline stage."""
         count = self.layers // topology.pp
         return range(place.pp * count, (place.pp + 1) * count)
@@ -154,7 +154,7 @@ class ShardedQwen3:
     def _chosen(self, chunks: Sequence[Chunk], x: torch.Tensor) -> list[int]:
         """By the first rank of the last stage, for all."""
         chosen = torch.full((len(chunks),), NO_TOKEN)
-        teller = self._topology.rank(Place(0, 0, self._topology.pp - 1))
+        teller = self._topology.rank(RankPlace(0, 0, self._topology.pp - 1))
         if self._rank == teller:
             ends = torch.tensor([chunk.stop - chunk.start for chunk in chunks]).cumsum(0) - 1
             logits = linear(self._norm(x[ends], self._weights["model.norm.weight"]), self._weights["lm_head.weight"])

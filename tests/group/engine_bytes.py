@@ -15,7 +15,7 @@ import numpy.typing as npt
 from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.lease import Lease
-from asynccache.worker import Place
+from asynccache.worker import RankPlace
 from tests.simulated.world import WrongBytes
 
 
@@ -52,7 +52,7 @@ def task_for(lease: Lease, space: str | None, text: list[int], names: Sequence[s
 class EngineBytes:
     """The pages of one worker at ``place``. ``verified``: how many were compared."""
 
-    def __init__(self, pools: Mapping[str, Any], config: CacheConfig, place: Place) -> None:
+    def __init__(self, pools: Mapping[str, Any], config: CacheConfig, place: RankPlace) -> None:
         self.verified = 0
         self._place = place
         self._page = config.page_size

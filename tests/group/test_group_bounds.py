@@ -139,10 +139,9 @@ def test_of_a_store_that_was_detached_nothing_is_kept() -> None:
             group: Any = cache._opened().worker
             for _ in range(3):
                 name = await cache.attach_storage(GUEST)
-                assert (len(group._opened), len(group._shared)) == (1, 1)
+                assert len(group.stores._open) == 1
                 await cache.detach_storage(name)
-                assert not group._opened
-                assert not group._shared
+                assert not group.stores._open
         await world.aclose()
 
     play(main)

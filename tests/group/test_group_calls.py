@@ -191,7 +191,7 @@ def test_statistics_and_metrics_cover_the_stores_and_copies_of_all_workers(own: 
             found = metrics(cache)
             assert found["asynccache_storage", "SimulatedBackend", "pages"] == stored
             assert found["asynccache_stage_bytes_total", "backup_host"] == 4 * page
-            breaker = performers(world)[3].local._stores._open[1].store.breaker
+            breaker = performers(world)[3].local.stores._open[1].store.breaker
             for _ in range(5):
                 breaker.failure(breaker.allow(loop.time()), loop.time() + 1000, "read")
             await cache.flush()
@@ -276,8 +276,8 @@ def test_a_store_is_attached_and_detached_on_all_workers_or_none_whenever_who_as
                 await asyncio.wait([asking])
                 await asyncio.sleep(1.0)
                 for performer in performers(world):
-                    assert [entry.options.name for entry in performer.local.stores] == list(cache.stores)
-                    assert len(performer.local._stores._open) == len(cache.stores), "nothing is open that is not used"
+                    assert [entry.options.name for entry in performer.local.stores.entries] == list(cache.stores)
+                    assert len(performer.local.stores._open) == len(cache.stores), "nothing is open that is not used"
                 seen.add((there, asking.cancelled(), "guest" in cache.stores))
                 await world.serve(text(3, seed=at % 3))
         assert seen >= {(False, True, False), (False, False, True), (True, True, True), (True, False, False)}, seen
@@ -308,7 +308,7 @@ def test_stores_come_and_go_while_requests_run_on_all_workers_at_the_same_place(
                 await cache.detach_storage("guest", drain=bool(turn % 3))
                 assert not any(backend.holding for backend in world.guests.values())
             await cache.detach_storage()
-            assert [len(performer.local.stores) for performer in performers(world)] == [0] * 4
+            assert [len(performer.local.stores.entries) for performer in performers(world)] == [0] * 4
             await cache.attach_storage(GUEST, name="guest")
             over = True
             assert sum([await task for task in running]) > 30

@@ -188,7 +188,7 @@ def test_a_rank_that_does_not_let_go_of_what_was_cancelled_is_given_up(rank: int
                 async def hang(*_: object, **__: object) -> None:
                     await completed(as_coroutine(go.wait()))
 
-                local.flush = local.open_store = hang  # type: ignore[assignment]
+                local.flush = local.stores.open = hang  # type: ignore[assignment]
                 group = cache._opened().worker
                 begun = loop.time()
                 calling = asyncio.create_task(cache.attach_storage(GUEST) if opening else group.flush())
@@ -217,7 +217,7 @@ def test_a_store_that_is_attached_after_a_call_was_cancelled_gives_that_call_its
         world = GroupWorld(loop, Topology(tp=2), settings(16, 40), timeout=TIMEOUT)
         async with world.opened() as cache:
             local, group = world.local(1), cache._opened().worker
-            plain = local.open_store
+            plain = local.stores.open
 
             async def pins(*args: Any, **named: Any) -> Any:
                 await asyncio.sleep(10 * TIMEOUT)
@@ -226,7 +226,7 @@ def test_a_store_that_is_attached_after_a_call_was_cancelled_gives_that_call_its
             async def late() -> None:
                 await completed(as_coroutine(asyncio.sleep(9 * TIMEOUT)))
 
-            local.open_store, local.flush = pins, late
+            local.stores.open, local.flush = pins, late
             calling = asyncio.create_task(group.flush())
             await asyncio.sleep(0.1)
             calling.cancel()

@@ -46,7 +46,7 @@ def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_
 
     async def main(loop: SimulatedLoop) -> None:
         shape = Topology(tp=2) if own == 0 else Topology(tp=3)
-        world = GroupWorld(loop, shape, settings(16, 40, mamba=6, stored=True), own=own, timeout=TIMEOUT)
+        world = GroupWorld(loop, shape, settings(16, 40, mamba=9, stored=True), own=own, timeout=TIMEOUT)
         async with world.opened() as cache:
             await world.serve(text(6))
             await cache.flush()

@@ -20,7 +20,7 @@ def test_a_store_that_is_attached_beside_one_that_is_away_is_used() -> None:
         async with world.opened() as cache:
             group: Any = cache._opened().worker
             for performer in performers(world):
-                breaker = performer.local._stores._open[1].store.breaker
+                breaker = performer.local.stores._open[1].store.breaker
                 for _ in range(5):
                     breaker.failure(breaker.allow(loop.time()), loop.time() + 1000, "read")
             await asyncio.sleep(0.1)
@@ -47,7 +47,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
         async with world.opened() as cache:
             link = world.process(1).link
             own = performers(world)[1].local
-            plain, seen = own.open_store, list[tuple[float, float]]()
+            plain, seen = own.stores.open, list[tuple[float, float]]()
 
             async def open_store(*order: Any, **named: Any) -> Any:
                 await asyncio.sleep(0.1)
@@ -56,7 +56,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
                     raise Unavailable("locked")
                 return await plain(*order, **named)
 
-            own.open_store = open_store
+            own.stores.open = open_store
             if well:
                 await cache.attach_storage(GUEST)
             else:
@@ -76,13 +76,13 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
         async with world.opened() as cache:
             group: Any = cache._opened().worker
             own = performers(world)[2].local
-            plain = own.open_store
+            plain = own.stores.open
 
             async def open_store(*order: Any, **named: Any) -> Any:
                 await asyncio.sleep(0.1)
                 raise Unavailable("locked")
 
-            own.open_store = open_store
+            own.stores.open = open_store
             with pytest.raises(Unavailable, match="rank 2: locked"):
                 await cache.attach_storage(GUEST)
             for at in range(0, 120, 8):
@@ -91,16 +91,16 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
                 attaching.cancel()
                 await asyncio.wait([attaching])
                 assert attaching.cancelled() or isinstance(attaching.exception(), Unavailable)
-                assert not cache._opened().worker.stores
-                assert not group._opened
-                assert not any(performer.local._stores._open for performer in performers(world))
-            own.open_store = plain
+                assert not cache._opened().worker.stores.entries
+                assert not group.stores._open
+                assert not any(performer.local.stores._open for performer in performers(world))
+            own.stores.open = plain
             await cache.attach_storage(GUEST)
             await asyncio.sleep(0.1)
-            assert [len(performer.local.stores) for performer in performers(world)] == [1, 1, 1]
+            assert [len(performer.local.stores.entries) for performer in performers(world)] == [1, 1, 1]
             await world.serve(text(2))
             await cache.detach_storage(drain=1.0)
-            assert not any(performer.local._stores._open for performer in performers(world))
+            assert not any(performer.local.stores._open for performer in performers(world))
         await world.aclose()
 
     play(main)

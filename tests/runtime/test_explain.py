@@ -8,6 +8,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
+from asynccache.runtime import explaining
 from asynccache.runtime.explaining import Where
 from asynccache.storage import Result
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, settled, text
@@ -37,6 +38,25 @@ async def test_a_prompt_over_three_tiers() -> None:
         found = await cache.explain(text(8))
         assert (found.host, found.storage, found.fetch) == (0, 16, "up to 16")
         assert "was in storage then" in found.why
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_long_prompt_is_asked_about_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MemoryBackend()
+    async with opened(settings(device=12, host=12), storage=backend) as cache:
+        await serve(cache, text(10))
+        await cache.flush()
+    async with opened(settings(device=12, host=12), storage=backend) as cache:
+        whole = await cache.explain(text(11))
+        assert whole.storage == 10 * PAGE
+        asked = list[int]()
+        ask = parts(cache).worker.ask
+        monkeypatch.setattr(explaining, "ASKED", 3)
+        worker = parts(cache).worker
+        monkeypatch.setattr(worker, "ask", lambda some: asked.append(len(some[0].hashes) // 32) or ask(some))
+        assert await cache.explain(text(11)) == whole
+        assert asked == [3, 3, 3, 2]
     await backend.aclose()
 
 

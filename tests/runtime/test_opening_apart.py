@@ -67,6 +67,28 @@ async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(mon
 
 
 @pytest.mark.asyncio
+async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_opening_has_just_ended() -> None:
+    device, before = CpuDevice(), asyncio.all_tasks()
+    for later in range(1000):
+        cache = AsyncCache(settings(device=8, host=8), device=device)
+        opening = asyncio.create_task(cache.__aenter__())
+        while cache._worker is None:
+            await turns(1)
+        await turns(later)
+        if opening.done():
+            await cache.aclose()
+            break
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert cache.closed == "the cache is not open"
+        assert cache._worker is None
+        assert asyncio.all_tasks() <= before
+    assert later > 2
+    await device.aclose()
+
+
+@pytest.mark.asyncio
 async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
     device = CpuDevice()
     before = set(threading.enumerate())

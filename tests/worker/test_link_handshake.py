@@ -296,24 +296,6 @@ async def test_a_refusal_reaches_the_worker_as_a_sentence() -> None:
 
 
 @pytest.mark.asyncio
-async def test_frames_that_are_sent_while_a_worker_is_taken_come_after_its_welcome() -> None:
-    def take(hello: bytes, link: RankLink) -> bytes:
-        link.send(b"first of all")
-        ears.append(Ear(link))
-        return b"welcome"
-
-    ears: list[Ear] = []
-    listener = await open_listener(ANYWHERE, SECRET, take, timeout=30.0)
-    worker, welcome = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
-    assert welcome == b"welcome"
-    assert await Ear(worker).hears(1) == [b"first of all"]
-    worker.send(b"here I am")
-    assert await ears[0].hears(1) == [b"here I am"]
-    await asyncio.gather(worker.aclose(), ears[0].link.aclose())
-    await listener.aclose()
-
-
-@pytest.mark.asyncio
 async def test_the_head_s_time_out_is_the_worker_s() -> None:
     async with connected(timeout=0.3) as (head, worker, _):
         assert (head._timeout, worker._timeout) == (0.3, 0.3)

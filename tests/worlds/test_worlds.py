@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from asynccache.errors import CopyFailed
-from asynccache.runtime.engine_batches import EngineBatches, Fences, RetireStage, not_over
+from asynccache.runtime.engine_batches import EngineBatches, Fences, not_over
 from asynccache.runtime.lease import Publishing
 from asynccache.worker.contract import BatchInFlight
 from tests.simulated.loop import Deadlock
@@ -74,8 +74,8 @@ def test_a_backup_that_does_not_wait_for_ready_is_noticed(monkeypatch: pytest.Mo
 
 
 def test_pages_that_are_free_before_the_engine_let_go_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = RetireStage.put
-    monkeypatch.setattr(RetireStage, "put", lambda self, ops, batches: put(self, ops, []))
+    retire = EngineBatches.retire
+    monkeypatch.setattr(EngineBatches, "retire", lambda self, ops, batches: retire(self, ops, []))
     assert survivors(600) == "WrongBytes"
 
 
