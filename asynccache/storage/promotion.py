@@ -1,10 +1,10 @@
 """Promotion: pages that were found in a farther store are written to the nearer stores that lack them.
 
-A ``get`` copies the pages into memory of this module's own, and a task writes the copies to the nearer stores later.
+A ``get`` copies the pages into memory that is made for them, and a task writes the copies to the nearer stores later.
 
 Laws:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
-* The memory for copies has a fixed size. Pages for which there is no room are not promoted.
+* The copies that exist at a time have ``room`` bytes at most. Pages for which there is no room are not promoted.
 * A promotion that fails is counted; there is no error and no second try.
 * Pages that are being deleted are not promoted: no page that was deleted from all stores appears in a nearer one.
 """
@@ -22,7 +22,6 @@ from asynccache.errors import BackendError
 from asynccache.settle import Workers
 from asynccache.storage.contract import PageKey, Result
 
-PROMOTION_POOL = "#promotions"
 ROOM_BYTES = 32 << 20
 INLINE_BYTES = 128 << 10
 """Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
@@ -41,60 +40,13 @@ class LackingPages(NamedTuple):
     pages: Sequence[int]
 
 
-class RingSpan:
-    """The bytes from ``start`` to ``end`` of a ring's memory. They are in use until ``free`` is true."""
-
-    __slots__ = ("end", "free", "start")
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self.free = False
-
-
-class PromotionRing:
-    """A fixed run of memory, used in a circle. Spans are given back in about the order in which they were taken: one
-    that is given back early becomes room again when all older ones were given back. Nothing in the memory ever
-    moves."""
-
-    def __init__(self, size: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, size))
-        self._spans: deque[RingSpan] = deque()
-
-    def __repr__(self) -> str:
-        return f"PromotionRing({self.memory.nbytes} bytes, {len(self._spans)} spans)"
-
-    def room(self) -> tuple[int, int]:
-        """Return where the longest free run of bytes begins and ends."""
-        if not self._spans:
-            return 0, self.memory.nbytes
-        head, tail = self._spans[-1].end, self._spans[0].start
-        if head <= tail:
-            return head, tail
-        return max((head, self.memory.nbytes), (0, tail), key=lambda run: run[1] - run[0])
-
-    def take(self, size: int) -> RingSpan:
-        """Take and return the first ``size`` bytes of that run, which must have as many."""
-        start, end = self.room()
-        assert 0 < size <= end - start
-        span = RingSpan(start, start + size)
-        self._spans.append(span)
-        return span
-
-    def give(self, span: RingSpan) -> None:
-        """Give ``span`` back, once nobody reads it any more."""
-        span.free = True
-        while self._spans and self._spans[0].free:
-            self._spans.popleft()
-
-
 class PromotionBatch(NamedTuple):
-    """Copied pages that wait to be promoted. Their copies lie in ``span``."""
+    """Copied pages that wait to be promoted. All their copies together have ``size`` bytes."""
 
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
     wanted: Sequence[LackingPages]
-    span: RingSpan
+    size: int
 
 
 class Promotions:
@@ -102,12 +54,14 @@ class Promotions:
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no memory for a copy, because they were being deleted, or because the store did not take
-    them. ``room``: the bytes of memory for copies. ``threads``: how many threads copy; with 0 the loop does.
+    them. ``held``: the bytes of all copies that exist now. ``room``: how many these may be. ``threads``: how many
+    threads copy; with 0 the loop does.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
         self.counts: Counter[str] = Counter()
-        self.ring = PromotionRing(room)
+        self.held = 0
+        self._room = room
         self._workers = Workers(threads, "asynccache-promotion") if threads else None
         self._queue: deque[PromotionBatch] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -138,17 +92,18 @@ class Promotions:
         self.counts["unpromoted"] += len(payloads) - count
         if not count:
             return
-        span = self.ring.take(sum(payload.nbytes for payload in payloads[:count]))
+        size = sum(payload.nbytes for payload in payloads[:count])
+        self.held += size
         queued = False
         try:
-            copies = await self._copied(payloads[:count], span)
+            copies = await self._copied(payloads[:count], size)
             queued = self._allowed(era)
         finally:
             if not queued:
                 self.counts["unpromoted"] += count
-                self.ring.give(span)
+                self.held -= size
         if queued:
-            self._queue.append(PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], span))
+            self._queue.append(PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], size))
             self._go_on()
 
     def _allowed(self, era: int) -> bool:
@@ -156,19 +111,19 @@ class Promotions:
 
     def _fitting(self, payloads: Sequence[memoryview]) -> int:
         """Return for how many of the payloads, from the first on, there is room."""
-        start, end = self.ring.room()
+        left = self._room - self.held
         for count, payload in enumerate(payloads):
-            start += payload.nbytes
-            if start > end:
+            left -= payload.nbytes
+            if left < 0:
                 return count
         return len(payloads)
 
-    async def _copied(self, payloads: Sequence[memoryview], span: RingSpan) -> list[memoryview]:
-        copies, at = [], span.start
+    async def _copied(self, payloads: Sequence[memoryview], size: int) -> list[memoryview]:
+        memory, copies, at = memoryview(mmap.mmap(-1, size)), [], 0  # aligned, as direct I/O needs it
         for payload in payloads:
-            copies.append(self.ring.memory[at : at + payload.nbytes])
+            copies.append(memory[at : at + payload.nbytes])
             at += payload.nbytes
-        if self._workers is None or at - span.start <= INLINE_BYTES:
+        if self._workers is None or size <= INLINE_BYTES:
             _copy(payloads, copies)
         else:
             await self._workers.run(_copy, payloads, copies)
@@ -189,7 +144,7 @@ class Promotions:
                     await self._promote(batch, want)
             finally:
                 self._current = None
-                self.ring.give(batch.span)
+                self.held -= batch.size
 
     async def _promote(self, batch: PromotionBatch, want: LackingPages) -> None:
         stored = 0
@@ -234,7 +189,7 @@ class Promotions:
         for batch in waiting:
             if keys is None or not keys.isdisjoint(batch.keys):
                 self.counts["unpromoted"] += len(batch.copies)
-                self.ring.give(batch.span)
+                self.held -= batch.size
             else:
                 self._queue.append(batch)
         if self._task is None or self._current is None or (keys is not None and keys.isdisjoint(self._current.keys)):

@@ -20,7 +20,7 @@ from asynccache.errors import ConfigError
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
-from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, LackingPages, Promotions
+from asynccache.storage.promotion import ROOM_BYTES, LackingPages, Promotions
 from asynccache.storage.url import StoreOptions, check_name
 
 StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
@@ -34,8 +34,7 @@ class AttachedStore:
     """One of the stores, and how it is used (``options``).
 
     ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
-    ``is_shared``). ``there``: True until it is detached. ``told``: whether its backend has heard of the memory for
-    promotions.
+    ``is_shared``). ``there``: True until it is detached.
     """
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
@@ -44,7 +43,6 @@ class AttachedStore:
         self.owned = owned
         self.shared = is_shared(store.backend)
         self.there = True
-        self.told = False
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -151,21 +149,8 @@ class TieredStore:
         """
         self.check(attached.options, position)
         position = None if position is None else checks.integer("position", position)
-        self._stores = self.introduce(attached, position)
-
-    def introduce(self, attached: AttachedStore, position: int | None = None) -> tuple[AttachedStore, ...]:
-        """Prepare ``attach`` without attaching anything: with ``attached`` at ``position``, tell every store that would
-        be nearer than another one where promoted pages will lie. Returns the stores there would be, nearest first.
-
-        ``attach`` does this itself. Whoever calls it before has done the part of attaching that can fail.
-        """
         at = len(self._stores) if position is None else position
-        stores = (*self._stores[:at], attached, *self._stores[at:])
-        for nearer in stores[:-1]:
-            if nearer.options.promote and not nearer.told:
-                nearer.store.register(PROMOTION_POOL, self.promotions.ring.memory)
-                nearer.told = True
-        return stores
+        self._stores = (*self._stores[:at], attached, *self._stores[at:])
 
     def detach(self, attached: AttachedStore) -> None:
         """Give this store no more calls from now on. ``aclose_detached`` must follow. Calling it twice is fine."""

@@ -229,7 +229,7 @@ def of_store(method: str, params: Params, **good: Any) -> Case:
     """A method of a ``CheckedStore``, which serves a page afterwards."""
 
     async def call(world: World, given: Given) -> None:
-        store = CheckedStore(MemoryBackend(), LAYOUT, threads=0, headers=4)
+        store = CheckedStore(MemoryBackend(), LAYOUT, threads=0)
         try:
             await called(getattr(store, method), good, given)
         finally:
@@ -666,7 +666,7 @@ CALLS: dict[str, Case] = {
         _checked_store,
         {"backend": Thing(), "layout": Thing(), "timeout": Number(above=0), "slow": SECONDS,
          "concurrency": Integer(1, 65536), "breaker": Thing(optional=True), "clock": Function(optional=True),
-         "threads": Integer(0, 1024), "headers": Integer(1, 1 << 24)},
+         "threads": Integer(0, 1024)},
     ),
     "asynccache.storage.CheckedStore (layout)": Case(_layout_of_a_store, _FIELDS),
     "asynccache.storage.check_store (layout)": Case(_layout_checked, _FIELDS),

@@ -66,12 +66,11 @@ async def backend(mooncake_master: Any, namespace: str) -> AsyncIterator[Mooncak
 
 
 class Pool:
-    """Host memory as the runtime has it: one slab of pages, one of headers."""
+    """Host memory as the runtime has it: a registered slab of pages, and headers that are not registered."""
 
     def __init__(self, backend: MooncakeBackend, size: int, pages: int) -> None:
-        slab, headers = aligned(pages * size), aligned(pages * HEADER_BYTES)
+        slab, headers = aligned(pages * size), memoryview(bytearray(pages * HEADER_BYTES))
         backend.register("full", slab)
-        backend.register("#headers", headers)
         self.memory = slab
         self.records = [
             Record(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], slab[i * size : (i + 1) * size])
@@ -150,8 +149,7 @@ async def test_two_caches_may_share_a_pool_and_part_in_any_order(mooncake_master
         assert await backend.exists(keys) == [MISS] * 4
         assert backend.stats()["registered_bytes"] == slab.nbytes
     await one.aclose()
-    headers = aligned(4 * HEADER_BYTES)
-    two.register("#headers", headers)
+    headers = memoryview(bytearray(4 * HEADER_BYTES))
     size = slab.nbytes // 4
     records = [Record(headers[i * 64 : i * 64 + 64], slab[i * size : (i + 1) * size]) for i in range(4)]
     assert await two.put(keys, records) == [HIT] * 4
