@@ -34,14 +34,14 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
 from asynccache import checks
 from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError
-from asynccache.settle import MOST_THREADS, Workers, settled
+from asynccache.settle import MOST_THREADS, ThreadPool
 from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
 from asynccache.storage.contract import (
     HEADER_BYTES,
@@ -118,9 +118,6 @@ def pool_digest(
 
 PART_PAGES = 1024
 """Pages in one call of the backend. A longer call is made in parts, so that nobody waits for the loop meanwhile."""
-INLINE_BYTES = 128 << 10
-"""Up to so many bytes are checksummed on the loop, because handing them to a thread would cost more."""
-BATCH_BYTES = 4 << 20
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
 
 _T = TypeVar("_T")
@@ -167,7 +164,7 @@ class CheckedStore:
             backend, lambda keys: probe(self.backend, keys), self.breaker,
             timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
         )  # fmt: skip
-        self._workers = Workers(threads, "asynccache-checksum") if threads else None
+        self._threads = ThreadPool(threads, "asynccache-checksum")
         self._counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -300,9 +297,7 @@ class CheckedStore:
             await self._guard.aclose()
             await self.backend.aclose()
         finally:
-            if self._workers is not None:
-                self._workers.close()
-                self._workers = None  # a later call computes on the loop, and the backend refuses it as closed
+            self._threads.close()
 
     async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         if self._guard.refuses(keys):  # asked first, to spare the checksums of pages that would not be stored
@@ -334,18 +329,10 @@ class CheckedStore:
         return [good for batch in await self._in_batches(verify, keys, records) for good in batch]
 
     async def _in_batches(
-        self,
-        work: Callable[[Sequence[PageKey], Sequence[Record]], _T],
-        keys: Sequence[PageKey],
+        self, work: Callable[[Sequence[PageKey], Sequence[Record]], _T], keys: Sequence[PageKey],
         records: Sequence[Record],
-    ) -> list[_T]:
-        """Call ``work`` for all of them, large amounts in several batches in the threads. Returns what the calls
-        returned. Cancelling it waits until no thread uses the records any more."""
-        if self._workers is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
-            return [work(keys, records)]
-        futures = [self._workers.call(work, keys[part], records[part]) for part in _batches(records)]
-        await settled(futures)
-        return [future.result() for future in futures]
+    ) -> list[_T]:  # fmt: skip
+        return await self._threads.spread(work, [record.payload.nbytes for record in records], keys, records)
 
     def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, writable: bool) -> None:
         """Refuse keys and payloads that cannot be used. ``writable``: whether pages will be read into the payloads."""
@@ -402,15 +389,3 @@ def _check_key(key: PageKey, name: str = "keys") -> None:
         raise ConfigError(f"{name}: {checks.shown(key)} is no PageKey of a text and bytes")
     if len(key.key) != KEY_BYTES:
         raise ConfigError(f"{name}: {checks.shown(key)} has {len(key.key)} bytes, expected {KEY_BYTES}")
-
-
-def _batches(records: Sequence[Any]) -> Iterator[slice]:
-    """Cut ``records`` into runs of about ``BATCH_BYTES``, with at least one record each."""
-    start = size = 0
-    for i, record in enumerate(records):
-        size += record.payload.nbytes
-        if size >= BATCH_BYTES:
-            yield slice(start, i + 1)
-            start, size = i + 1, 0
-    if size:
-        yield slice(start, len(records))

@@ -1,6 +1,7 @@
 """Promotion: pages that were found in a farther store are written to the nearer stores that lack them.
 
-A ``get`` copies the pages into memory that is made for them, and a task writes the copies to the nearer stores later.
+A ``get`` copies the pages into memory that is made for them, and a task of its own writes the copies to the
+nearer stores.
 
 Laws:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
@@ -13,18 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
-from asynccache.settle import Workers
+from asynccache.settle import ThreadPool
 from asynccache.storage.contract import PageKey, Result
 
 ROOM_BYTES = 32 << 20
-INLINE_BYTES = 128 << 10
-"""Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
 
 
 class PromotionTarget(Protocol):
@@ -41,12 +40,14 @@ class LackingPages(NamedTuple):
 
 
 class PromotionBatch(NamedTuple):
-    """Copied pages that wait to be promoted. All their copies together have ``size`` bytes."""
+    """Copied pages that are being promoted. All their copies together have ``size`` bytes. ``promoted`` has for each
+    store that took some of them how many it took."""
 
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
     wanted: Sequence[LackingPages]
     size: int
+    promoted: list[int]
 
 
 class Promotions:
@@ -62,16 +63,14 @@ class Promotions:
         self.counts: Counter[str] = Counter()
         self.held = 0
         self._room = room
-        self._workers = Workers(threads, "asynccache-promotion") if threads else None
-        self._queue: deque[PromotionBatch] = deque()
-        self._task: asyncio.Task[None] | None = None
-        self._current: PromotionBatch | None = None
+        self._threads = ThreadPool(threads, "asynccache-promotion")
+        self._batches: dict[asyncio.Task[None], PromotionBatch] = {}
         self._pauses = 0
         self._era = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Promotions({len(self._queue)} batches wait, {dict(self.counts)})"
+        return f"Promotions({len(self._batches)} batches, {dict(self.counts)})"
 
     @property
     def era(self) -> int:
@@ -94,17 +93,19 @@ class Promotions:
             return
         size = sum(payload.nbytes for payload in payloads[:count])
         self.held += size
-        queued = False
+        begun = False
         try:
             copies = await self._copied(payloads[:count], size)
-            queued = self._allowed(era)
+            begun = self._allowed(era)
         finally:
-            if not queued:
+            if not begun:
                 self.counts["unpromoted"] += count
                 self.held -= size
-        if queued:
-            self._queue.append(PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], size))
-            self._go_on()
+        if begun:
+            batch = PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], size, [])
+            task = asyncio.get_running_loop().create_task(self._promote(batch), name="asynccache-promotion")
+            self._batches[task] = batch
+            task.add_done_callback(self._ended)
 
     def _allowed(self, era: int) -> bool:
         return era == self._era and not self._pauses and not self._closed
@@ -123,88 +124,59 @@ class Promotions:
         for payload in payloads:
             copies.append(memory[at : at + payload.nbytes])
             at += payload.nbytes
-        if self._workers is None or size <= INLINE_BYTES:
-            _copy(payloads, copies)
-        else:
-            await self._workers.run(_copy, payloads, copies)
+        await self._threads.spread(_copy, [payload.nbytes for payload in payloads], payloads, copies)
         return copies
 
-    def _go_on(self, ended: asyncio.Task[None] | None = None) -> None:
-        """Start the task that promotes, if there is a batch and no task. It is also called when a task has ended: one
-        that was cancelled because of a deletion may have left other batches."""
-        if self._queue and (self._task is None or self._task.done()):
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="asynccache-promotions")
-            self._task.add_done_callback(self._go_on)
+    async def _promote(self, batch: PromotionBatch) -> None:
+        for want in batch.wanted:
+            keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
+            with suppress(BackendError):  # counted in the end, as where the store answers FAILED
+                batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
 
-    async def _run(self) -> None:
-        while self._queue:
-            self._current = batch = self._queue.popleft()
-            try:
-                for want in batch.wanted:
-                    await self._promote(batch, want)
-            finally:
-                self._current = None
-                self.held -= batch.size
-
-    async def _promote(self, batch: PromotionBatch, want: LackingPages) -> None:
-        stored = 0
-        try:
-            results = await want.target.put([batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages])
-            stored = results.count(Result.HIT)
-        except BackendError:
-            pass  # counted below, as where the store answers FAILED
-        finally:
-            self.counts["promoted"] += stored
-            self.counts["unpromoted"] += len(want.pages) - stored
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Count what became of a batch, and free its memory. Called when its task has ended, even if that was cancelled
+        before it began."""
+        batch = self._batches.pop(task)
+        self.held -= batch.size
+        promoted = sum(batch.promoted)
+        self.counts["promoted"] += promoted
+        self.counts["unpromoted"] += sum(len(want.pages) for want in batch.wanted) - promoted
 
     async def idle(self) -> None:
-        """Wait until no page waits to be promoted or is being promoted. Cancelling it only stops the waiting."""
-        self._go_on()
-        while self._task is not None and not self._task.done():
-            await asyncio.wait([self._task])
-            self._go_on()
+        """Wait until no page is being promoted. Cancelling it only stops the waiting."""
+        while self._batches:
+            await asyncio.wait(self._batches)
 
     @asynccontextmanager
     async def paused(self, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
         """A context in which ``keys`` (None: all pages) can be deleted from the stores.
 
-        Batches with one of these keys are dropped. If one of them is being written, its writing is cancelled, and the
-        context begins when the store has let go of it. In the context no page is taken up for promotion, and after it
-        none that was read before its end. Batches without any of these keys are promoted as usual.
+        A batch with one of these keys is cancelled, and the context begins when the stores have let go of it. In the
+        context no page is taken up for promotion, and after it none that was read before its end. Batches without any
+        of these keys are promoted as usual.
         """
         self._pauses += 1
         try:
-            ending = self._drop(None if keys is None else frozenset(keys))
-            if ending is not None:
-                await asyncio.wait([ending])
+            await self._cancel(None if keys is None else frozenset(keys))
             yield
         finally:
             self._era += 1
             self._pauses -= 1
 
-    def _drop(self, keys: frozenset[PageKey] | None) -> asyncio.Task[None] | None:
-        """Drop every batch that has one of ``keys`` (None: every batch). If the current one is among them, cancel the
-        task that promotes it and return that task, which is still to end; else return None."""
-        waiting, self._queue = self._queue, deque()
-        for batch in waiting:
-            if keys is None or not keys.isdisjoint(batch.keys):
-                self.counts["unpromoted"] += len(batch.copies)
-                self.held -= batch.size
-            else:
-                self._queue.append(batch)
-        if self._task is None or self._current is None or (keys is not None and keys.isdisjoint(self._current.keys)):
-            return None
-        self._task.cancel()
-        return self._task
+    async def _cancel(self, keys: frozenset[PageKey] | None) -> None:
+        """Cancel every batch that has one of ``keys`` (None: every batch), and wait until these have ended."""
+        ending = [task for task, batch in self._batches.items() if keys is None or not keys.isdisjoint(batch.keys)]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
 
     async def aclose(self) -> None:
-        """Cancel the promotion under way, drop what waits, and return when that has ended. Calling it twice is fine.
-        Cancelling it only stops the waiting."""
+        """Cancel the promotions under way, and return when they have ended. Calling it twice is fine. Cancelling it
+        only stops the waiting."""
         self._closed = True
-        self._drop(None)
-        await self.idle()
-        if self._workers is not None:
-            self._workers.close()
+        await self._cancel(None)
+        self._threads.close()
 
 
 def _up_to(count: int, want: LackingPages) -> LackingPages:

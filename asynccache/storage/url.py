@@ -23,7 +23,7 @@ from asynccache.redaction import HIDDEN, is_secret, redacted
 MOST_SIZE = 1 << 62
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 _PERMISSIONS = re.compile(r"0?7[0-7]{2}")
-_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _LONGEST_NAME = 253
 _OWNER, _EVERYBODY = 0o700, 0o777
@@ -47,25 +47,30 @@ def parse_size(name: str, text: str) -> int:
     return size
 
 
-class Place(NamedTuple):
-    """A host, and its port or None. An IPv6 address is without its brackets."""
+class HostPort(NamedTuple):
+    """A host and a port. An IPv6 address is without its brackets."""
 
     host: str
-    port: int | None
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_place(text: str) -> Place | None:
-    """Parse ``host``, ``host:port``, ``[v6]`` or ``[v6]:port``.
+def parse_host_port(text: str, default: int | None = None) -> HostPort | None:
+    """Parse ``host:port`` or ``[v6]:port``; and also ``host`` and ``[v6]`` where there is a ``default`` port.
 
     Returns None if ``text`` is none of them, if the port does not lie between 1 and 65535, or if the host is neither an
     address nor a name that a machine can have. The name is not looked up.
     """
-    match = _PLACE.fullmatch(checks.text("text", text, empty=True))
-    if match is None or not 0 < int(match[3] or 1) < 65536:
+    match = _HOST_PORT.fullmatch(checks.text("text", text, empty=True))
+    default = None if default is None else checks.integer("default", default, 1, 65535)
+    port = None if match is None else int(match[3]) if match[3] else default
+    if match is None or port is None or not 0 < port < 65536:
         return None
     if not (_is_address(IPv6Address, match[1]) if match[1] else _is_host(match[2])):
         return None
-    return Place(match[1] or match[2], int(match[3]) if match[3] else None)
+    return HostPort(match[1] or match[2], port)
 
 
 def _is_host(text: str) -> bool:

@@ -47,13 +47,13 @@ from asynccache.storage import (
     Result,
     StoreLayout,
     StoreOptions,
-    Workers,
+    ThreadPool,
     backend_class,
     check_store,
     check_stores,
     completed,
     open_store,
-    parse_place,
+    parse_host_port,
     parse_size,
     parse_url,
     settled,
@@ -283,7 +283,7 @@ async def _pages_close(world: World, given: Given) -> None:
 
 
 async def _work(world: World, given: Given) -> None:
-    workers = Workers(1, "edge")
+    workers = ThreadPool(1, "edge")
     try:
         await called(workers.call, {"function": lambda: 8}, given)
     finally:
@@ -291,7 +291,7 @@ async def _work(world: World, given: Given) -> None:
 
 
 async def _run(world: World, given: Given) -> None:
-    workers = Workers(1, "edge")
+    workers = ThreadPool(1, "edge")
     try:
         await called(workers.run, {"function": lambda: 8}, given)
     finally:
@@ -717,10 +717,10 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.size": of_url(
         "size", {"name": Text(), "default": Integer(0, 1 << 62)}, name="capacity", default=0
     ),
-    "asynccache.storage.Workers.call": Case(
+    "asynccache.storage.ThreadPool.call": Case(
         _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
-    "asynccache.storage.Workers.run": Case(
+    "asynccache.storage.ThreadPool.run": Case(
         _run, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
     "asynccache.storage.completed": Case(_completed, {"work": Thing()}),
@@ -729,13 +729,15 @@ CALLS: dict[str, Case] = {
         _check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))), "layout": Thing(),
                         "options": These("None", "{}")}, names={"urls": "storage"},
     ),
-    "asynccache.storage.Workers": plain(Workers, {"count": Integer(1, 1024), "name": Text()}, count=1, name="w"),
+    "asynccache.storage.ThreadPool": plain(ThreadPool, {"count": Integer(0, 1024), "name": Text()}, count=1, name="w"),
     "asynccache.storage.backend_class": plain(backend_class, {"scheme": Depends(Text())}, scheme="memory"),
     "asynccache.storage.check_store": plain(
         check_store, {"url": Depends(Text()), "layout": Thing(), "options": These("None", "{}")},
         url="memory:", layout=LAYOUT,
     ),
-    "asynccache.storage.parse_place": plain(parse_place, {"text": Text()}, text="host:1"),
+    "asynccache.storage.parse_host_port": plain(
+        parse_host_port, {"text": Text(), "default": Integer(1, 65535, optional=True)}, text="host:1"
+    ),
     "asynccache.storage.open_store": plain(
         open_store,
         {"url": Depends(Text()), "layout": Thing(), "options": These("None", "{}"),

@@ -31,7 +31,7 @@ assert MAX_PAGES <= _PAGE_MASK  # so that consecutive slots are always pages of 
 
 class FileIndex:
     """The index. ``pages`` and ``bytes`` count the pages that are stored and the bytes of their payloads. ``tell``
-    hears of keys that are added and removed. ``has(key)`` is a faster ``key in index``."""
+    hears of keys that are added and removed."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -40,7 +40,6 @@ class FileIndex:
         self._groups: dict[int, PageGroup] = {}
         self._segments: dict[int, list[int]] = {}
         self._next = 0
-        self.has = self._slots.__contains__
 
     def __repr__(self) -> str:
         return f"FileIndex(pages={self.pages}, groups={len(self._groups)}, segments={len(self._segments)})"

@@ -24,7 +24,7 @@ from typing import Any
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
-from asynccache.storage import Workers, settled
+from asynccache.storage import ThreadPool, settled
 from asynccache_backends.mooncake.master import greet
 from asynccache_backends.mooncake.regions import Regions
 from asynccache_backends.mooncake.settings import ClientOptions
@@ -117,7 +117,7 @@ async def acquire(options: ClientOptions) -> MooncakeClient:
         Unavailable: the master cannot be reached, or refuses. ``Timeout``: it does not answer.
     """
     host = await greet(options.master)
-    worker = Workers(1, "asynccache-mooncake-setup")
+    worker = ThreadPool(1, "asynccache-mooncake-setup")
     future = worker.call(_acquire, options, options.host or host)
     try:
         await settled([future])

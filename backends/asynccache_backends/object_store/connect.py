@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.redaction import is_secret
 from asynccache.redaction import redacted as redacted_url
-from asynccache.storage import ParsedUrl, parse_place
+from asynccache.storage import ParsedUrl, parse_host_port
 from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.object_store.client import ObjectClient, redacted, require_obstore
 from asynccache_backends.object_store.local import LocalFolder
@@ -151,7 +151,8 @@ def _folder(place: str, settings: ObjectSettings) -> LocalFolder:
 def _is_endpoint(text: str) -> bool:
     scheme, _, rest = text.partition("://")
     host, _, path = rest.partition("/")
-    return scheme in ("http", "https") and parse_place(host) is not None and path.isprintable() and " " not in path
+    known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
+    return known and path.isprintable() and " " not in path
 
 
 def refuse_secrets(url: ParsedUrl) -> None:

@@ -84,6 +84,16 @@ class PackIndex:
         """Return True if a tombstone has deleted the record of ``key`` that was born at this time."""
         return self._died.get(key, -1) >= born
 
+    def born(self, key: bytes) -> int:
+        """Return when the record of ``key`` that is read was born, in milliseconds since 1970; -1 if there is none."""
+        slot = self._slots.get(key)
+        return -1 if slot is None else self._rank(slot)[0]
+
+    def birth(self, key: bytes, stamp: int) -> int:
+        """Return when a record of ``key`` that is stored at the time ``stamp`` counts as born: then, or right after the
+        latest tombstone of the key, so that no tombstone of before deletes it."""
+        return max(stamp, self._died.get(key, -1) + 1)
+
     def add(self, pack: Pack) -> None:
         """Add a pack, unless it was added before."""
         if pack.name in self._numbers:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Self, cast
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.settle import settled
-from asynccache.storage import Record
-from asynccache_backends.options import HostPort
+from asynccache.storage import HostPort, Record
 from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.settings import ENVIRONMENT, RedisSettings
 

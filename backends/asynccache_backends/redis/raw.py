@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from asynccache.errors import BackendError, Unavailable
-from asynccache.storage import ParsedUrl
-from asynccache_backends.options import HostPort
+from asynccache.storage import HostPort, ParsedUrl
 from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Buffer, command
 from asynccache_backends.redis.routing import Lane, RedisNode, Router
@@ -134,12 +133,8 @@ class _Protocol(asyncio.BufferedProtocol):
     def _end(self, error: Exception | None) -> None:
         if error is not None:
             self.transport.abort()
-        if self._done is None or self._done.done():
-            return
-        if error is None:
-            self._done.set_result(None)
-        else:
-            self._done.set_exception(error)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None) if error is None else self._done.set_exception(error)
 
 
 def _values(into: Sequence[memoryview]) -> list[Buffer]:

@@ -24,8 +24,8 @@ from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.settle import settled
-from asynccache_backends.options import HostPort
-from asynccache_backends.pause import Health, Pause
+from asynccache.storage import REFUSED, BreakerState, HostPort, Permit
+from asynccache_backends.options import brief_breaker
 from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.settings import RedisSettings
@@ -54,18 +54,17 @@ Lane = IntEnum("Lane", ["PAGES", "WORDS"])
 
 
 class RedisNode:
-    """One server. ``pause``: whether it is left alone; ``asked``: requests that have chosen it and have not ended;
-    ``made``: its connections, and some that are being made or closed."""
+    """One server. ``breaker``: open while the server is left alone. ``made``: its connections, and some that are being
+    made or closed."""
 
     def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
         self._settings = settings
         self._counts = counts
         self._loop = asyncio.get_running_loop()
-        self.pause = Pause()
+        self.breaker = brief_breaker()
         self._last = ""                                # the error's words
         self._closed = False
-        self.asked = 0
         self.made: set[Connection] = set()
         self._lines = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
         self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
@@ -78,24 +77,23 @@ class RedisNode:
 
         Cancelling it returns at once, and closes the connection if the request was under way.
         """
-        self.asked += 1
-        try:
-            async with self._lines[lane]:              # first come, first served
-                if self._closed:
-                    raise Unavailable(f"{self.address}: the store is closed")
-                if not self.pause.allows(self._loop.time()):
-                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
-                idle = self._idle[lane]
-                connection, replies = await self._tried(idle.pop() if idle else None, batch)
-                idle.append(connection)
-        finally:
-            self.asked -= 1
+        async with self._lines[lane]:                  # first come, first served
+            if self._closed:
+                raise Unavailable(f"{self.address}: the store is closed")
+            permit = self.breaker.allow(self._loop.time())
+            if permit == REFUSED:
+                raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
+            idle = self._idle[lane]
+            connection, replies = await self._tried(permit, idle.pop() if idle else None, batch)
+            idle.append(connection)
         return replies
 
-    def failed(self, error: BackendError) -> None:
-        """Leave it alone for a moment, because of ``error``."""
+    def failed(self, error: BackendError, permit: Permit | None = None) -> None:
+        """Leave it alone for a moment, because of ``error``. ``permit``: that of the request which failed, if it has
+        one still."""
+        now = self._loop.time()
         self._last = str(error)                        # its traceback would hold the pages
-        self.pause.failed(self._loop.time())
+        self.breaker.failure(self.breaker.allow(now) if permit is None else permit, now)
 
     def close(self, *, idle: bool = False) -> None:
         """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
@@ -103,7 +101,9 @@ class RedisNode:
         for connection in chain(*self._idle.values()) if idle else self.made:
             connection.close()
 
-    async def _tried(self, connection: Connection | None, batch: CommandBatch) -> tuple[Connection, list[Any]]:
+    async def _tried(
+        self, permit: Permit, connection: Connection | None, batch: CommandBatch
+    ) -> tuple[Connection, list[Any]]:
         """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
         fresh = connection is None or connection.closed
         try:
@@ -111,11 +111,11 @@ class RedisNode:
             replies = await connection.ask(batch)
         except BaseException as error:
             if isinstance(error, Timeout) or (fresh and isinstance(error, BackendError)):
-                self.failed(error)
+                self.failed(error, permit)
             else:                                      # cancelled; or an old one is lost: does a new one work?
-                self.pause.given_up()
+                self.breaker.abandon(permit)
             raise
-        self.pause.ended()
+        self.breaker.success(permit)
         return connection, replies
 
     async def _connect(self) -> Connection:
@@ -132,16 +132,15 @@ so."""
 
 
 class Router:
-    """Sends each command where its key is. All that changes about routing is in here.
-
-    ``nodes``: those that have keys.
-    """
+    """Sends each command where its key is. All that changes about routing is in here. ``nodes``: the servers that have
+    slots. Those that had some, or were only asked for the map, are known, too, and are without connections."""
 
     def __init__(self, settings: RedisSettings, counts: Counter[str]) -> None:
         self.clustered = False
         self._settings = settings
         self._counts = counts
-        self.nodes: dict[HostPort, RedisNode] = {}
+        self.nodes: set[RedisNode] = set()
+        self._known: dict[HostPort, RedisNode] = {}
         self._owners: list[RedisNode | None] = []
         self._stale = False
         self._refreshed = float("-inf")
@@ -176,7 +175,7 @@ class Router:
         Cancelling it returns at once; connections that were in use are closed.
         """
         if not self.clustered:
-            (node,) = self.nodes.values()
+            (node,) = self.nodes
             return await node.ask(lane, batch)
         self._refresh_if_stale()
         replies: list[Any] = [None] * len(keys)
@@ -184,18 +183,11 @@ class Router:
         for i, key in enumerate(keys):
             groups.setdefault((self.owner(key), False), []).append(i)
         for _ in range(REDIRECTIONS):
-            chosen = [node for node, _ in groups if node is not None]
-            try:
-                for node in chosen:
-                    node.asked += 1                    # before the tasks begin, so that a new map does not close it
-                async with asyncio.TaskGroup() as tasks:
-                    asked = [
-                        (which, tasks.create_task(self._answers(lane, batch.part(which), node, asking)))
-                        for (node, asking), which in groups.items()
-                    ]
-            finally:
-                for node in chosen:
-                    node.asked -= 1
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    (which, tasks.create_task(self._answers(lane, batch.part(which), node, asking)))
+                    for (node, asking), which in groups.items()
+                ]
             for which, task in asked:
                 for i, reply in zip(which, task.result(), strict=True):
                     replies[i] = reply
@@ -208,7 +200,7 @@ class Router:
             return
         self._refreshed = asyncio.get_running_loop().time()
         with suppress(BackendError):
-            known = sorted(self.nodes.values(), key=lambda node: node.pause.health is not Health.WELL)
+            known = sorted(self.nodes, key=lambda node: node.breaker.state is not BreakerState.CLOSED)
             address, reply = await self._of_any([*(node.address for node in known), *self._settings.seeds], _SLOTS)
             if isinstance(reply, list):
                 self._learn(address, reply)
@@ -226,7 +218,7 @@ class Router:
         self._closed, self._stale = self._closed or not idle, True
         if self._closed and self._refreshing is not None:
             self._refreshing.cancel()
-        for node in self.nodes.values():
+        for node in self._known.values():
             node.close(idle=idle)
 
     async def aclose(self) -> None:
@@ -243,6 +235,7 @@ class Router:
             self._learn(address, reply)
             return
         self._owners = [self._node(address)]
+        self.nodes = {self._node(address)}
         if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # those are no cluster, or do not say
             raise Unavailable(f"{self._settings}: {reply.text}")
         if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
@@ -254,18 +247,16 @@ class Router:
         for first, last, address in ranges:
             owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
-        known = set(owners)
-        for address, node in list(self.nodes.items()):
-            if node not in known and not node.asked:  # it has no slots any more, and no request
-                node.close()
-                del self.nodes[address]
+        self.nodes = {node for node in owners if node is not None}
+        for node in set(self._known.values()) - self.nodes:
+            node.close(idle=True)
 
     def _node(self, address: HostPort) -> RedisNode:
-        if address not in self.nodes:
-            self.nodes[address] = RedisNode(address, self._settings, self._counts)
+        if address not in self._known:
+            self._known[address] = RedisNode(address, self._settings, self._counts)
             if self._closed:
-                self.nodes[address].close()
-        return self.nodes[address]
+                self._known[address].close()
+        return self._known[address]
 
     async def _of_any(self, addresses: Sequence[HostPort], batch: CommandBatch) -> tuple[HostPort, Any]:
         """The first who answers, and the answer. Each has twice ``stall``: once to connect, and once to answer. One
@@ -315,6 +306,7 @@ class Router:
                 node = self._node(HostPort(host, int(match[3])))
                 if code == "MOVED":
                     self._owners[int(match[1])] = node
+                    self.nodes.add(node)
                 again.setdefault((node, code == "ASK"), []).append(i)
         return again
 

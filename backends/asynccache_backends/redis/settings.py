@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from asynccache.errors import ConfigError
-from asynccache.storage import ParsedUrl, parse_place
-from asynccache_backends.options import HostPort, whole_number
+from asynccache.storage import HostPort, ParsedUrl, parse_host_port
+from asynccache_backends.options import whole_number
 
 ENVIRONMENT = "ASYNCCACHE_REDIS_"
 OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
@@ -79,10 +79,10 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _address(text: str) -> HostPort:
-    place = parse_place(text)
-    if place is None:
+    address = parse_host_port(text, 6379)
+    if address is None:
         raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return HostPort(place.host, place.port or 6379)
+    return address
 
 
 def _span(name: str, text: str) -> float:
