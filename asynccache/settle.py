@@ -163,7 +163,9 @@ class ThreadPool:
 
     async def run_for(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do the same as ``run`` for work on ``size`` bytes: on the loop if these are few."""
-        return function(*args, **kwargs) if size <= INLINE_BYTES else await self.run(function, *args, **kwargs)
+        if checks.integer("size", size) > INLINE_BYTES:
+            return await self.run(function, *args, **kwargs)
+        return checks.function("function", function)(*args, **kwargs)
 
     async def spread(self, function: Callable[..., T], sizes: Sequence[int], *columns: Sequence[Any]) -> list[T]:
         """Call ``function(*columns)`` for things of ``sizes`` bytes, one item of each column for each: large amounts in
@@ -172,6 +174,7 @@ class ThreadPool:
         Up to ``INLINE_BYTES`` in all are done on the loop, and so is everything once the threads are closed. If it is
         cancelled it waits until no thread uses the things any more. Raises what ``function`` raises.
         """
+        checks.function("function", function)
         if sum(sizes) <= INLINE_BYTES or self._closed:
             return [function(*columns)]
         futures = [self.call(function, *(column[part] for column in columns)) for part in _batches(sizes)]

@@ -107,6 +107,12 @@ class Breaker:
         self._shut_for = 0.0
         self._era = Permit(1)
 
+    @classmethod
+    def brief(cls) -> Breaker:
+        """Return a breaker for one thing within a store, such as a server, or the room for new pages. It opens at the
+        first failure, for 0.1 s; each further time in a row takes twice as long, up to 1 s."""
+        return cls(threshold=1, backoff=0.1, max_backoff=1.0)
+
     def __repr__(self) -> str:
         return f"Breaker({self.state.name}, failures={dict(self._failures)}, backoff={self._backoff})"
 

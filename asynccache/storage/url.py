@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
-from math import isfinite
+from math import inf, nan
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
@@ -123,6 +123,31 @@ class ParsedUrl:
         default = checks.integer("default", default, 0, MOST_SIZE)
         return default if text is None else parse_size(f"storage option {name}", text)
 
+    def whole_number(self, name: str, default: int, least: int, most: int) -> int:
+        """Return the option ``name`` as a whole number from ``least`` to ``most``, or ``default`` if it is not
+        given."""
+        text, default = self.options.get(checks.text("name", name)), checks.integer("default", default)
+        least, most = checks.integer("least", least), checks.integer("most", most)
+        if text is None:
+            return default
+        if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
+            raise ConfigError(f"storage option {name}={text!r}: expected a whole number from {least} to {most}")
+        return int(text)
+
+    def number(self, name: str, default: float, least: float = 0.0) -> float:
+        """Return the option ``name`` as a number of at least ``least``, or ``default`` if it is not given."""
+        text, default = self.options.get(checks.text("name", name)), checks.number("default", default)
+        least = checks.number("least", least)
+        if text is None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not least <= value < inf:
+            raise ConfigError(f"storage option {name}={text!r}: expected a number of at least {least:g}")
+        return value
+
     def permissions(self, name: str, default: int) -> int:
         """Return the option ``name`` as permissions of a folder, or ``default`` if it is not given. They are written in
         octal as for ``chmod``, and the owner must have all of them, as in ``0750``."""
@@ -221,9 +246,9 @@ def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
         name=_name(url),
         write=url.choice("write", YES_NO) == "yes",
         promote=url.choice("promote", YES_NO) == "yes",
-        timeout=_seconds(url, "timeout", default.timeout, positive=True),
-        concurrency=_count(url, "concurrency", default.concurrency),
-        slow=_seconds(url, "slow", default.slow, positive=False),
+        timeout=url.number("timeout", default.timeout),
+        concurrency=url.whole_number("concurrency", default.concurrency, 1, MOST_CALLS),
+        slow=url.number("slow", default.slow),
     )
     return options, replace(url, options={name: value for name, value in url.options.items() if name not in NAMES})
 
@@ -239,25 +264,3 @@ def _name(url: ParsedUrl) -> str:
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"storage option name={name!r}: up to 64 letters, digits, '.', '_' and '-', as in name=disk")
     return name
-
-
-def _seconds(url: ParsedUrl, name: str, default: float, *, positive: bool) -> float:
-    text = url.options.get(name)
-    if text is None:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not isfinite(seconds) or seconds < 0 or (positive and not seconds):
-        raise ConfigError(f"storage option {name}={text!r}: expected seconds, as in {name}=2.5")
-    return seconds
-
-
-def _count(url: ParsedUrl, name: str, default: int) -> int:
-    text = url.options.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not int(text):
-        raise ConfigError(f"storage option {name}={text!r}: expected a whole number of at least 1")
-    return int(text)

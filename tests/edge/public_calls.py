@@ -41,6 +41,7 @@ from asynccache.storage import (
     KEY_BYTES,
     Breaker,
     CheckedStore,
+    OpenCalls,
     PageKey,
     Pages,
     ParsedUrl,
@@ -286,6 +287,22 @@ async def _work(world: World, given: Given) -> None:
     workers = ThreadPool(1, "edge")
     try:
         await called(workers.call, {"function": lambda: 8}, given)
+    finally:
+        workers.close()
+
+
+async def _run_for(world: World, given: Given) -> None:
+    workers = ThreadPool(1, "edge")
+    try:
+        await called(workers.run_for, {"size": 1 << 30, "function": lambda: 8}, given)
+    finally:
+        workers.close()
+
+
+async def _spread(world: World, given: Given) -> None:
+    workers = ThreadPool(1, "edge")
+    try:
+        await called(workers.spread, {"function": lambda *_: 8, "sizes": [1 << 30]}, given)
     finally:
         workers.close()
 
@@ -711,6 +728,13 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.choice": of_url(
         "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")
     ),
+    "asynccache.storage.ParsedUrl.number": of_url(
+        "number", {"name": Text(), "default": Number(), "least": Number()}, name="capacity", default=1.0, least=0.0
+    ),
+    "asynccache.storage.ParsedUrl.whole_number": of_url(
+        "whole_number", {"name": Text(), "default": Integer(), "least": Integer(), "most": Integer()},
+        name="capacity", default=1, least=1, most=9,
+    ),
     "asynccache.storage.ParsedUrl.permissions": of_url(
         "permissions", {"name": Text(), "default": Integer(0o700, 0o777)}, name="mode", default=0o700
     ),
@@ -723,6 +747,15 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ThreadPool.run": Case(
         _run, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
+    "asynccache.storage.ThreadPool.run_for": Case(
+        _run_for, {"size": Integer(), "function": Function(), "args": Unchecked("the function's own"),
+                   "kwargs": Unchecked("the same")},
+    ),
+    "asynccache.storage.ThreadPool.spread": Case(
+        _spread, {"function": Function(), "sizes": Unchecked("summed for every call"),
+                  "columns": Unchecked("the function's own")},
+    ),
+    "asynccache.storage.OpenCalls": plain(OpenCalls, {"name": Text()}, name="w"),
     "asynccache.storage.completed": Case(_completed, {"work": Thing()}),
     "asynccache.storage.settled": Case(_settled, {"futures": These("[]")}),
     "asynccache.storage.check_stores": Case(

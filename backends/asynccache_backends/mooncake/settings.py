@@ -12,7 +12,6 @@ from typing import NamedTuple
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
 from asynccache.storage import KEY_BYTES, HostPort, ParsedUrl, parse_host_port
-from asynccache_backends.options import whole_number
 
 OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
@@ -89,8 +88,8 @@ def settings_of(url: ParsedUrl) -> MooncakeSettings:
             options.get("device", ""),
         ),
         _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
-        whole_number("replicas", options.get("replicas", "1"), 1, 16),
-        whole_number("threads", options.get("threads", "1"), 1, 16),
+        url.whole_number("replicas", 1, 1, 16),
+        url.whole_number("threads", 1, 1, 16),
         place("admin", options["admin"]) if "admin" in options else None,
     )
 

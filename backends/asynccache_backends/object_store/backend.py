@@ -23,6 +23,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
     REFUSED,
+    Breaker,
     Collected,
     OpenCalls,
     PageKey,
@@ -42,7 +43,6 @@ from asynccache_backends.object_store.formats import INDEX, LAST_STAMP, PACKS, N
 from asynccache_backends.object_store.keeper import CatalogKeeper
 from asynccache_backends.object_store.reads import Fetches, plan_reads
 from asynccache_backends.object_store.uploads import Uploads
-from asynccache_backends.options import brief_breaker
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
@@ -72,7 +72,7 @@ class ObjectBackend:
             stored=self._stored, birth=self._catalog.index.birth,
         )
         self._fetches = Fetches(client, self._catalog, self._threads, settings.parallel)
-        self._room = brief_breaker()  # open while the store is full
+        self._room = Breaker.brief()  # open while the store is full
         self._operations = OpenCalls(f"object store {client.shown!r}")
 
     @classmethod

@@ -20,6 +20,7 @@ from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
     REFUSED,
+    Breaker,
     PageKey,
     ParsedUrl,
     Record,
@@ -27,7 +28,6 @@ from asynccache.storage import (
     Stored,
     StoreLayout,
 )
-from asynccache_backends.options import brief_breaker
 from asynccache_backends.redis.connection import CommandBatch, plain
 from asynccache_backends.redis.resp import Names, Refusal, command
 from asynccache_backends.redis.routing import LOST, Lane, Router
@@ -53,7 +53,7 @@ class RedisBackend:
         self._router = router
         self._counts = counts
         self._names = Names(settings.prefix, round(settings.ttl * 1000))
-        self._room = brief_breaker()  # open while the server is full
+        self._room = Breaker.brief()  # open while the server is full
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:

@@ -24,8 +24,7 @@ from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.settle import settled
-from asynccache.storage import REFUSED, BreakerState, HostPort, Permit
-from asynccache_backends.options import brief_breaker
+from asynccache.storage import REFUSED, Breaker, BreakerState, HostPort, Permit
 from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.settings import RedisSettings
@@ -62,7 +61,7 @@ class RedisNode:
         self._settings = settings
         self._counts = counts
         self._loop = asyncio.get_running_loop()
-        self.breaker = brief_breaker()
+        self.breaker = Breaker.brief()
         self._last = ""                                # the error's words
         self._closed = False
         self.made: set[Connection] = set()
