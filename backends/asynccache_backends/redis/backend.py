@@ -1,9 +1,12 @@
-"""The Redis backend: each page one string value under ``<prefix><32 bytes>``, on one server or a cluster.
+"""The Redis backend, for one server or a cluster. Each page is one string value under ``<prefix><32 bytes>``.
 
-The laws. A value that exists stays as it is (SET NX). Nothing but keys of this prefix and of a page key's length is
-ever listed or cleared. A server that will not serve at all is ``Unavailable``; one that refuses some keys
-fails those. One that is full refuses writes for a moment without being asked, and reads go on. What Redis promises of
-durability is what its own configuration says; nothing is promised here.
+Laws:
+* A value that exists stays as it is (SET NX).
+* Only keys that begin with this prefix and have the length of a page's name are listed or cleared.
+* A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
+  FAILED.
+* When a server is full, puts are FAILED for a moment without a request, and reads go on.
+* What survives a power loss is up to the server's configuration.
 
 ``redis://user:password@host:6379/0?prefix=asynccache:&ttl=7d``; see ``settings`` for all options.
 """
@@ -84,9 +87,9 @@ class RedisBackend:
         return [_counted(reply) for reply in await self._said(b"EXISTS", keys)]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Receive pages straight into their buffers.
+        """Receive pages directly into the buffers of their records.
 
-        Cancelling it returns at once: the connection is closed, and with it all that could still write to them.
+        Cancelling it returns at once. The connection is closed, so nothing can write to the records any more.
         """
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
@@ -97,9 +100,10 @@ class RedisBackend:
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Send pages straight from their buffers, those that are not there yet.
+        """Ask which pages are stored, and send the others directly from the buffers of their records.
 
-        Cancelling it returns at once: the connection is closed, and the server drops what it has only half of.
+        Cancelling it returns at once. The connection is closed, and the server drops a command that it has received
+        only in part.
         """
         results = await self.exists(keys)
         fresh = [i for i, result in enumerate(results) if result is MISS]
@@ -110,11 +114,11 @@ class RedisBackend:
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key. Cancelling it may leave any of them deleted."""
+        """Delete the page of each key: HIT if there was one, else MISS. Cancelling it may leave any of them deleted."""
         return [_counted(reply) for reply in await self._said(b"UNLINK", keys)]
 
     async def clear(self) -> None:
-        """Forget all pages under this prefix; nothing else is touched. Cancelling it leaves some of them.
+        """Delete all pages under this prefix; nothing else is touched. Cancelling it may leave some of them.
 
         Raises:
             BackendError: a server cannot be asked.
@@ -123,7 +127,8 @@ class RedisBackend:
             await self._told(b"UNLINK", names)
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all pages under this prefix. When they were written is known only where they have this store's ``ttl``.
+        """Yield all pages under this prefix, in batches. The time at which a page was written is known only if this
+        store has a ``ttl`` and the page was written with it.
 
         Raises:
             BackendError: a server cannot be asked. Cancelling it changes nothing.
@@ -158,7 +163,8 @@ class RedisBackend:
         return await self._asked(Lane.WORDS, names, plain(self._names.commands(verb, names)))
 
     async def _asked(self, lane: Lane, names: Sequence[bytes], batch: CommandBatch) -> list[Any]:
-        """Replies; refusals are counted.
+        """Return the reply to each command of ``batch``, which is about one of ``names``. Refusals are among the
+        replies, and are counted.
 
         Raises:
             Unavailable: no server was willing to do anything.
@@ -222,7 +228,8 @@ class RedisBackend:
         return min(now, now + left_ms / 1000 - ttl) if known else 0.0
 
     async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Store what is not there. A server that had no room is not asked for a moment."""
+        """Send SET NX for each page and return the results. After a call in which no page found room, no page is sent
+        for a moment."""
         permit = self._room.allow(_now())
         if permit == REFUSED:
             self._counts["refused_pages"] += len(keys)
@@ -247,12 +254,12 @@ class RedisBackend:
 
 
 def _counted(reply: Any) -> Result:
-    """The result of EXISTS or UNLINK, which say how many keys there were."""
+    """Return the result for one key from the reply to EXISTS or UNLINK, which is the number of keys found."""
     return FAILED if not isinstance(reply, int) else HIT if reply else MISS
 
 
 def _fetched(reply: Any) -> Result:
-    """The result of GET. Something else than a string under a page's key is no page of the right length."""
+    """Return the result for one key from the reply to GET. A value of another type than string is CORRUPT."""
     if isinstance(reply, Result):
         return reply
     return CORRUPT if isinstance(reply, Refusal) and reply.code == "WRONGTYPE" else FAILED

@@ -1,9 +1,10 @@
-"""The least that a client can do, to hold ours against: for ``asynccache bench store``, never for a cache.
+"""A minimal client of Redis, with which ``asynccache bench store`` compares the backend. No cache uses it.
 
-One asyncio protocol that knows two commands, sends values by ``writelines`` and receives them straight into their
-buffers. Of a cluster each server is sent its part of a batch; slots must stay where they are. It knows no header, no
-error but a broken assumption, no deadline. A connection per call in flight, as ours has. Ours makes its connections and
-knows where keys are; no code that a page passes through is shared, so that neither can hide the other's cost.
+An asyncio protocol that knows two commands. It sends values by ``writelines`` and receives them directly into their
+buffers. In a cluster each server is sent its part of a batch, and slots must stay where they are. There are no headers
+and no deadlines, and any reply but the expected one is an error. Each call in flight has a connection, as in the
+backend. The backend's code makes the connections and finds the server of a key. The two share no code that a page
+passes through, so that neither can hide the cost of the other.
 """
 
 from __future__ import annotations
