@@ -224,7 +224,7 @@ class Connection(asyncio.BufferedProtocol):
             self._watching = self.loop.call_at(now + self._stall / LOOKS, self._look)
 
     async def _introduce(self) -> None:
-        """Sign in, and select the database. The server's answer to a password is not shown in errors, since it may quote
+        """Sign in, and select the database. Errors do not show the server's answer to a password, since it may quote
         the password."""
         settings, sock = self._settings, self.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
