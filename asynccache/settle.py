@@ -1,22 +1,23 @@
-"""Work that uses the caller's buffers: waiting for it, and the threads that do it.
+"""Work that uses the caller's buffers: waiting for it, counting it, and the threads that do it.
 
 Law: even a waiter that is cancelled returns only when the work has ended. A future is *settled* here when it is done:
 with a result, with an error, or cancelled.
 
-``Workers`` are a few threads that do blocking work for one event loop. Work begins in the order in which it was handed
-to them. This is what ``loop.run_in_executor`` does with a ``ThreadPoolExecutor``, at half the price: a call takes 30 µs
-of CPU instead of 60 on the machine of docs/performance.md. It has one future instead of two, and one wake-up of the
-loop for all calls that have ended since the last one.
+A ``ThreadPool`` has a few threads that do blocking work for one event loop. Work begins in the order in which it was
+handed in. This is what ``loop.run_in_executor`` does with a ``ThreadPoolExecutor``, at half the price: a call takes
+30 µs of CPU instead of 60 on the machine of docs/performance.md. It has one future instead of two, and one wake-up of
+the loop for all calls that have ended since the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
+from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from asynccache import checks
@@ -73,7 +74,39 @@ async def completed(work: Coroutine[Any, Any, T]) -> T:
         del task  # for the same reason as in ``settled``
 
 
+class OpenCalls:
+    """The calls under way in something that can be closed. Every call runs in ``with calls:``, which raises Unavailable
+    once ``closed`` is true. ``name`` is what that error calls the thing. ``ended`` is set while no call is under
+    way."""
+
+    def __init__(self, name: str) -> None:
+        self.closed = False
+        self.running = 0
+        self.ended = asyncio.Event()
+        self.ended.set()
+        self._name = checks.text("name", name)
+
+    def __enter__(self) -> None:
+        if self.closed:
+            raise Unavailable(f"{self._name} is closed")
+        self.running += 1
+        self.ended.clear()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.running -= 1
+        if not self.running:
+            self.ended.set()
+
+    async def close(self) -> None:
+        """Refuse new calls, and wait until none is under way. Cancelling it does not shorten the waiting."""
+        self.closed = True
+        await completed(self.ended.wait())
+
+
 MOST_THREADS = 1024
+INLINE_BYTES = 128 << 10
+"""Up to so many bytes are copied or summed on the loop, because handing them to a thread would cost more."""
+BATCH_BYTES = 4 << 20
 
 
 class _Call(NamedTuple):
@@ -83,12 +116,13 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Workers:
+class ThreadPool:
     """``count`` threads, which are started at the first call. They are daemon threads, so the process can end even if
-    ``close`` was never called. ``name`` is the beginning of the threads' names."""
+    ``close`` was never called. ``name`` is the beginning of the threads' names. With a ``count`` of 0 all work is done
+    on the loop, for simulations."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._count = checks.integer("count", count, 1, MOST_THREADS)
+        self._count = checks.integer("count", count, 0, MOST_THREADS)
         self._name = checks.text("name", name)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop
@@ -111,7 +145,12 @@ class Workers:
         if not self._threads:
             self._start()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._calls.put(_Call(future, function, args, kwargs))
+        call = _Call(future, function, args, kwargs)
+        if self._count:
+            self._calls.put(call)
+        else:
+            self._done.append(_outcome(call))
+            self._deliver()
         return future
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -121,6 +160,26 @@ class Workers:
         future = self.call(function, *args, **kwargs)
         await settled([future])
         return future.result()
+
+    async def run_for(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the same as ``run`` for work on ``size`` bytes: on the loop if these are few."""
+        if checks.integer("size", size) > INLINE_BYTES:
+            return await self.run(function, *args, **kwargs)
+        return checks.function("function", function)(*args, **kwargs)
+
+    async def spread(self, function: Callable[..., T], sizes: Sequence[int], *columns: Sequence[Any]) -> list[T]:
+        """Call ``function(*columns)`` for things of ``sizes`` bytes, one item of each column for each: large amounts in
+        several calls, each for a slice of every column, so that all threads have work. Returns what the calls returned.
+
+        Up to ``INLINE_BYTES`` in all are done on the loop, and so is everything once the threads are closed. If it is
+        cancelled it waits until no thread uses the things any more. Raises what ``function`` raises.
+        """
+        checks.function("function", function)
+        if sum(sizes) <= INLINE_BYTES or self._closed:
+            return [function(*columns)]
+        futures = [self.call(function, *(column[part] for column in columns)) for part in _batches(sizes)]
+        await settled(futures)
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End the threads after all calls that were handed in, and wait for that; it blocks the event loop. Futures
@@ -160,6 +219,18 @@ class Workers:
                 future.set_result(result)
             else:
                 future.set_exception(error)
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[slice]:
+    """Cut things of these sizes into runs of about ``BATCH_BYTES``, with at least one thing each."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        total += size
+        if total >= BATCH_BYTES:
+            yield slice(start, i + 1)
+            start, total = i + 1, 0
+    if total:
+        yield slice(start, len(sizes))
 
 
 def _outcome(call: _Call) -> tuple[asyncio.Future[Any], Any, BaseException | None]:

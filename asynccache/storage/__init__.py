@@ -7,7 +7,7 @@ users and for the authors of backends. This package imports neither the core nor
 
 from __future__ import annotations
 
-from asynccache.settle import Workers, completed, settled
+from asynccache.settle import OpenCalls, ThreadPool, completed, settled
 from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
 from asynccache.storage.contract import (
@@ -27,15 +27,23 @@ from asynccache.storage.contract import (
 from asynccache.storage.opening import CheckableClass, backend_class, check_store, check_stores, open_store
 from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
-from asynccache.storage.url import ParsedUrl, Place, StoreOptions, parse_place, parse_size, parse_url, take_options
+from asynccache.storage.url import (
+    HostPort,
+    ParsedUrl,
+    StoreOptions,
+    parse_host_port,
+    parse_size,
+    parse_url,
+    take_options,
+)
 from asynccache.storage.weights import weights_digest
 from asynccache.storage.wrapping import Tell, Watchable
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",
-    "CheckedStore", "Closed", "Collectable", "Collected", "Listable", "PageKey", "Pages", "ParsedUrl", "Part",
-    "Permit", "Place", "Probeable", "Record", "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout",
-    "StoreOptions", "Stored", "Tell", "Verify", "Watchable", "Workers", "backend_class", "check_store",
-    "check_stores", "completed", "open_store", "parse_place", "parse_size", "parse_url", "settled", "take_options",
-    "weights_digest",
+    "CheckedStore", "Closed", "Collectable", "Collected", "HostPort", "Listable", "OpenCalls", "PageKey", "Pages",
+    "ParsedUrl", "Part", "Permit", "Probeable", "Record", "Result", "Scrubbable", "Scrubbed", "StorageBackend",
+    "StoreLayout", "StoreOptions", "Stored", "Tell", "ThreadPool", "Verify", "Watchable", "backend_class",
+    "check_store", "check_stores", "completed", "open_store", "parse_host_port", "parse_size", "parse_url", "settled",
+    "take_options", "weights_digest",
 ]

@@ -28,16 +28,16 @@ No call of a user is the breaker's probe. The first call after a back-off is ref
 a probe beside itself: the question whether one of its keys is stored. The probe has ``slow`` seconds at most and takes
 none of the places. So a store that is still away delays nobody, and where nobody calls there are no probes.
 
-Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
-first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
-writes are. Where there are eight places or more, reads never take the last eighth, so writes go on however much is
-read. Where there is a single place, both may take it.
+Reads and writes wait for a place in lines of their own, each first come, first served. Writes never take the last
+quarter of the places (at least one), so a request's read finds one however slow the writes are. Where there are eight
+places or more, reads never take the last eighth, so writes go on however much is read. Where there is a single place,
+both may take it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum, IntEnum
 from typing import NewType, TypeVar
@@ -106,6 +106,12 @@ class Breaker:
         self._probed_at = 0.0
         self._shut_for = 0.0
         self._era = Permit(1)
+
+    @classmethod
+    def brief(cls) -> Breaker:
+        """Return a breaker for one thing within a store, such as a server, or the room for new pages. It opens at the
+        first failure, for 0.1 s; each further time in a row takes twice as long, up to 1 s."""
+        return cls(threshold=1, backoff=0.1, max_backoff=1.0)
 
     def __repr__(self) -> str:
         return f"Breaker({self.state.name}, failures={dict(self._failures)}, backoff={self._backoff})"
@@ -319,7 +325,7 @@ class CallGuard:
         """
         if not keys:
             return []
-        if self.refuses(keys) or not (self.places.take_now(call.place) or await self._has_place(call.place)):
+        if self.refuses(keys) or not await self._has_place(call.place):
             return [Result.FAILED] * len(keys)
         try:
             if self.refuses(keys):
@@ -337,7 +343,7 @@ class CallGuard:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
         place = CallSort.OTHER.place
-        if not (self.places.take_now(place) or await self._has_place(place)):
+        if not await self._has_place(place):
             raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
         try:
             return await self._in_time(name, act)
@@ -346,6 +352,9 @@ class CallGuard:
 
     async def _has_place(self, purpose: PlacePurpose) -> bool:
         """Wait for a place and take it; False if none came free in time."""
+        if not self.places.is_full(purpose):
+            await self.places.take(purpose)  # without a deadline, which would cost more than all else here
+            return True
         try:
             async with asyncio.timeout(self._timeout):
                 await self.places.take(purpose)
@@ -359,35 +368,40 @@ class CallGuard:
     ) -> list[Result]:
         watch = self._watch(report)
         try:
-            async with asyncio.timeout(timeout):
-                results = list(await _answer(act(keys)))
-            if len(results) != len(keys) or sum(map(results.count, RESULTS)) != len(keys):
-                raise BackendError(f"{self._name!r} answered {len(results)} for {len(keys)} keys, or no results at all")
-        except Exception as error:  # whatever a plug-in raises is a failed call, and the cache goes on without storage
-            self._failed(report, error)
+            results = await self._made(report, lambda: self._results(act(keys), len(keys)), timeout)
+        except Exception:  # whatever a plug-in raises is a failed call, and the cache goes on without storage
             return [Result.FAILED] * len(keys)
-        except BaseException:
-            report.abandon()
-            raise
         finally:
             if watch is not None:
                 watch.cancel()
-        report.success(self._now())
         self._counts["failed_pages"] += results.count(Result.FAILED)
+        return results
+
+    async def _results(self, call: Awaitable[list[Result]], count: int) -> list[Result]:
+        results = list(await _answer(call))
+        if len(results) != count or sum(map(results.count, RESULTS)) != count:
+            raise BackendError(f"{self._name!r} answered {len(results)} for {count} keys, or no results at all")
         return results
 
     async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         report = CallReport(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
         try:
-            async with asyncio.timeout(self._timeout):
-                result = await _answer(act())
+            return await self._made(report, lambda: _answer(act()), self._timeout)
+        except BackendError:
+            raise
+        except TimeoutError as error:
+            raise Timeout(f"{name}: no answer in {self._timeout} s") from error
+        except Exception as error:
+            raise BackendError(f"{name}: {error!r}") from error
+
+    async def _made(self, report: CallReport, act: Callable[[], Awaitable[_T]], timeout: float) -> _T:
+        """Make the call ``act()`` within ``timeout`` seconds, and report how it has ended. Raises what it raises."""
+        try:
+            async with asyncio.timeout(timeout):
+                result = await act()
         except Exception as error:
             self._failed(report, error)
-            if isinstance(error, BackendError):
-                raise
-            if isinstance(error, TimeoutError):
-                raise Timeout(f"{name}: no answer in {self._timeout} s") from error
-            raise BackendError(f"{name}: {error!r}") from error
+            raise
         except BaseException:
             report.abandon()
             raise
@@ -460,60 +474,30 @@ def _without_frames(error: Exception) -> Exception:
 
 
 class CallPlaces:
-    """``count`` places for the calls that one backend has at a time. Each call needs one; those without one wait in
-    line. Mutable state: how many are taken for each purpose, and who waits."""
+    """``count`` places for the calls that one backend has at a time. Each call needs one; those without one wait, each
+    first come, first served, until reads or writes have a share free, and then until any place is free."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self._most = (count - count // 8, max(1, count - max(1, count // 4)))
-        self._taken = [0, 0]
-        self._lines: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = (deque(), deque())
+        self._all = asyncio.Semaphore(count)
+        self._shares = {
+            PlacePurpose.READ: asyncio.Semaphore(count - count // 8),
+            PlacePurpose.WRITE: asyncio.Semaphore(max(1, count - max(1, count // 4))),
+        }
 
-    def __repr__(self) -> str:
-        return f"CallPlaces({self.taken}/{self.count} taken, {self.waiting} wait)"
-
-    @property
-    def taken(self) -> int:
-        """How many calls have a place."""
-        return sum(self._taken)
-
-    @property
-    def waiting(self) -> int:
-        """How many calls wait for a place."""
-        return sum(map(len, self._lines))
-
-    def take_now(self, purpose: PlacePurpose) -> bool:
-        """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
-        if self._lines[purpose] or not self._is_free(purpose):
-            return False
-        self._taken[purpose] += 1
-        return True
+    def is_full(self, purpose: PlacePurpose) -> bool:
+        """Return True if ``take`` would wait."""
+        return self._all.locked() or self._shares[purpose].locked()
 
     async def take(self, purpose: PlacePurpose) -> None:
-        """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
-        if self.take_now(purpose):
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines[purpose].append(turn)
+        """Wait for a place and take it. Cancelling it takes nothing."""
+        await self._shares[purpose].acquire()
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(purpose)
-            elif turn in self._lines[purpose]:
-                self._lines[purpose].remove(turn)
+            await self._all.acquire()
+        except BaseException:
+            self._shares[purpose].release()
             raise
 
     def give(self, purpose: PlacePurpose) -> None:
-        """Give back a place that was taken for ``purpose``. The next call in line takes it before this returns."""
-        self._taken[purpose] -= 1
-        for purpose in PlacePurpose:
-            line = self._lines[purpose]
-            while line and self._is_free(purpose):
-                turn = line.popleft()
-                if not turn.cancelled():
-                    self._taken[purpose] += 1
-                    turn.set_result(None)
-
-    def _is_free(self, purpose: PlacePurpose) -> bool:
-        return self._taken[0] + self._taken[1] < self.count and self._taken[purpose] < self._most[purpose]
+        """Give back a place that was taken for ``purpose``."""
+        self._all.release()
+        self._shares[purpose].release()

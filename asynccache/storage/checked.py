@@ -30,19 +30,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
 import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
 from asynccache import checks
 from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError
-from asynccache.settle import MOST_THREADS, Workers, settled
+from asynccache.settle import MOST_THREADS, ThreadPool
 from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
 from asynccache.storage.contract import (
     HEADER_BYTES,
@@ -117,14 +116,9 @@ def pool_digest(
     return digest.digest()
 
 
-HEADER_POOL = "#headers"
-MOST_HEADERS = 1 << 24
-INLINE_BYTES = 128 << 10
-"""Up to so many bytes are checksummed on the loop, because handing them to a thread would cost more."""
-BATCH_BYTES = 4 << 20
+PART_PAGES = 1024
+"""Pages in one call of the backend. A longer call is made in parts, so that nobody waits for the loop meanwhile."""
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
-
-_BLANK = bytes(HEADER_BYTES)
 
 _T = TypeVar("_T")
 
@@ -141,7 +135,6 @@ class CheckedStore:
         breaker: decides when the backend is left alone; a new ``Breaker`` by default.
         clock: returns the breaker's time in seconds; the event loop's clock by default.
         threads: how many threads compute checksums. With 0 they are computed on the loop, for simulations.
-        headers: how many pages are in flight at most, in all calls together. Calls beyond that wait.
 
     Raises:
         ConfigError: an argument is unusable.
@@ -158,7 +151,6 @@ class CheckedStore:
         breaker: Breaker | None = None,
         clock: Callable[[], float] | None = None,
         threads: int = 2,
-        headers: int = 2048,
     ) -> None:
         self.backend = checks.provider("backend", backend, StorageBackend)  # type: ignore[type-abstract]
         self.layout = check_layout(layout)
@@ -168,15 +160,12 @@ class CheckedStore:
         timeout, slow = checks.number("timeout", timeout, above=0), checks.number("slow", slow, 0)
         concurrency = checks.integer("concurrency", concurrency, 1, MOST_CALLS)
         threads = checks.integer("threads", threads, 0, MOST_THREADS)
-        headers = checks.integer("headers", headers, 1, MOST_HEADERS)
         self._guard = CallGuard(
             backend, lambda keys: probe(self.backend, keys), self.breaker,
             timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
         )  # fmt: skip
-        self._workers = Workers(threads, "asynccache-checksum") if threads else None
-        self._headers = HeaderPool(headers)
+        self._threads = ThreadPool(threads, "asynccache-checksum")
         self._counts: Counter[str] = Counter()
-        backend.register(HEADER_POOL, self._headers.memory)
 
     def __repr__(self) -> str:
         return f"CheckedStore({self.backend!r}, {self.breaker!r})"
@@ -198,7 +187,7 @@ class CheckedStore:
         """
         self._check(keys, payloads, writable=False)
         results: list[Result] = []
-        for part in self._parts(len(keys)):
+        for part in _parts(len(keys)):
             results += await self._put(keys[part], payloads[part])
         self._counts["put_pages"] += results.count(Result.HIT)
         return results
@@ -212,7 +201,7 @@ class CheckedStore:
         """
         self._check(keys, payloads, writable=True)
         results: list[Result] = []
-        for part in self._parts(len(keys)):
+        for part in _parts(len(keys)):
             results += await self._get(keys[part], payloads[part])
         self._counts["get_pages"] += results.count(Result.HIT)
         self._counts["corrupt_pages"] += results.count(Result.CORRUPT)
@@ -308,32 +297,19 @@ class CheckedStore:
             await self._guard.aclose()
             await self.backend.aclose()
         finally:
-            if self._workers is not None:
-                self._workers.close()
-                self._workers = None  # a later call computes on the loop, and the backend refuses it as closed
+            self._threads.close()
 
     async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         if self._guard.refuses(keys):  # asked first, to spare the checksums of pages that would not be stored
             return [Result.FAILED] * len(keys)
-        headers = await self._headers.take(len(keys))
-        try:
-            records = list(map(Record, headers, payloads))
-            await self._in_batches(seal, keys, records)
-            return await self._guard.answers(CallSort.PUT, keys, lambda keys: self.backend.put(keys, records))
-        finally:
-            self._headers.give(headers)
+        records = _records(payloads)
+        await self._in_batches(seal, keys, records)
+        return await self._guard.answers(CallSort.PUT, keys, lambda keys: self.backend.put(keys, records))
 
     async def _get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        if self._guard.refuses(keys):  # asked first, so that a refused call does not wait for headers
-            return [Result.FAILED] * len(keys)
-        headers = await self._headers.take(len(keys))
-        try:
-            records = list(map(Record, headers, payloads))
-            _blank(headers)
-            results = await self._guard.answers(CallSort.GET, keys, lambda keys: self.backend.get(keys, records))
-            await self._verify(keys, records, results)
-        finally:
-            self._headers.give(headers)
+        records = _records(payloads)
+        results = await self._guard.answers(CallSort.GET, keys, lambda keys: self.backend.get(keys, records))
+        await self._verify(keys, records, results)
         if Result.CORRUPT in results:
             bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
             await self._guard.answers(CallSort.DROP, bad, self.backend.delete)
@@ -353,24 +329,10 @@ class CheckedStore:
         return [good for batch in await self._in_batches(verify, keys, records) for good in batch]
 
     async def _in_batches(
-        self,
-        work: Callable[[Sequence[PageKey], Sequence[Record]], _T],
-        keys: Sequence[PageKey],
+        self, work: Callable[[Sequence[PageKey], Sequence[Record]], _T], keys: Sequence[PageKey],
         records: Sequence[Record],
-    ) -> list[_T]:
-        """Call ``work`` for all of them, large amounts in several batches in the threads. Returns what the calls
-        returned. Cancelling it waits until no thread uses the records any more."""
-        if self._workers is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
-            return [work(keys, records)]
-        futures = [self._workers.call(work, keys[part], records[part]) for part in _batches(records)]
-        await settled(futures)
-        return [future.result() for future in futures]
-
-    def _parts(self, count: int) -> Iterator[slice]:
-        """Cut a call of ``count`` pages into parts that need at most half of the headers each, so that one long call
-        does not keep all others waiting."""
-        step = max(1, self._headers.count // 2)
-        return (slice(at, at + step) for at in range(0, count, step))
+    ) -> list[_T]:  # fmt: skip
+        return await self._threads.spread(work, [record.payload.nbytes for record in records], keys, records)
 
     def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, writable: bool) -> None:
         """Refuse keys and payloads that cannot be used. ``writable``: whether pages will be read into the payloads."""
@@ -387,6 +349,19 @@ class CheckedStore:
                                   f"expected {sizes.get(key.pool)}")
             if writable and payload.readonly:
                 raise ConfigError("payloads: one is read-only, and pages are read into it")
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Cut a call of ``count`` pages into the parts of which each is one call of the backend."""
+    return (slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES))
+
+
+def _records(payloads: Sequence[memoryview]) -> list[Record]:
+    """Return a record for each payload. Its header is new memory, all zeros: with the header of an earlier call a
+    backend that answers HIT and writes nothing could pass."""
+    headers = memoryview(bytearray(len(payloads) * HEADER_BYTES))
+    starts = range(0, len(headers), HEADER_BYTES)
+    return [Record(headers[at : at + HEADER_BYTES], payload) for at, payload in zip(starts, payloads, strict=True)]
 
 
 def _check_list(name: str, values: object) -> None:
@@ -414,82 +389,3 @@ def _check_key(key: PageKey, name: str = "keys") -> None:
         raise ConfigError(f"{name}: {checks.shown(key)} is no PageKey of a text and bytes")
     if len(key.key) != KEY_BYTES:
         raise ConfigError(f"{name}: {checks.shown(key)} has {len(key.key)} bytes, expected {KEY_BYTES}")
-
-
-def _blank(headers: Sequence[memoryview]) -> None:
-    """Set the headers to zeros. Otherwise a backend that answers HIT and writes nothing could pass with the header and
-    payload of an earlier call."""
-    for header in headers:
-        header[:] = _BLANK
-
-
-def _batches(records: Sequence[Any]) -> Iterator[slice]:
-    """Cut ``records`` into runs of about ``BATCH_BYTES``, with at least one record each."""
-    start = size = 0
-    for i, record in enumerate(records):
-        size += record.payload.nbytes
-        if size >= BATCH_BYTES:
-            yield slice(start, i + 1)
-            start, size = i + 1, 0
-    if size:
-        yield slice(start, len(records))
-
-
-class HeaderPool:
-    """``count`` header buffers of 64 bytes, which calls borrow, first come, first served. They are slices of
-    ``memory``, which is page-aligned, so that a backend can register it.
-
-    A call gets all of its headers at once. If calls could hold some headers while they wait for more, two of them could
-    wait for each other for ever.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._map = mmap.mmap(-1, count * HEADER_BYTES)
-        self.memory = memoryview(self._map)
-        self._made = 0  # views are made when they are first needed: thousands of them would slow down every opening
-        self._free: list[memoryview] = []
-        self._line: deque[tuple[int, asyncio.Future[list[memoryview]]]] = deque()
-
-    @property
-    def free(self) -> int:
-        """Headers that are not lent."""
-        return len(self._free) + self.count - self._made
-
-    async def take(self, number: int) -> list[memoryview]:
-        """Return ``number`` headers as soon as so many are free; ``number`` is at most ``count``. Cancelling it leaves
-        the line and takes nothing."""
-        if not self._line and number <= self.free:
-            return self._pop(number)
-        turn: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
-        self._line.append((number, turn))
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            self._leave(turn)
-            raise
-
-    def give(self, headers: list[memoryview]) -> None:
-        """Return headers that ``take`` gave, and serve those who wait in line for some."""
-        self._free.extend(headers)
-        while self._line and (self._line[0][1].cancelled() or self._line[0][0] <= self.free):
-            number, turn = self._line.popleft()
-            if not turn.cancelled():
-                turn.set_result(self._pop(number))
-
-    def _pop(self, number: int) -> list[memoryview]:
-        while len(self._free) < number:
-            at = self._made * HEADER_BYTES
-            self._free.append(self.memory[at : at + HEADER_BYTES])
-            self._made += 1
-        cut = len(self._free) - number
-        taken = self._free[cut:]
-        del self._free[cut:]
-        return taken
-
-    def _leave(self, turn: asyncio.Future[list[memoryview]]) -> None:
-        if turn.done() and not turn.cancelled():
-            self.give(turn.result())
-            return
-        self._line = deque(entry for entry in self._line if entry[1] is not turn)
-        self.give([])  # the next in line may need fewer headers and find enough of them

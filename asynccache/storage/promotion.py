@@ -1,10 +1,11 @@
 """Promotion: pages that were found in a farther store are written to the nearer stores that lack them.
 
-A ``get`` copies the pages into memory of this module's own, and a task writes the copies to the nearer stores later.
+A ``get`` copies the pages into memory that is made for them, and a task of its own writes the copies to the
+nearer stores.
 
 Laws:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
-* The memory for copies has a fixed size. Pages for which there is no room are not promoted.
+* The copies that exist at a time have ``room`` bytes at most. Pages for which there is no room are not promoted.
 * A promotion that fails is counted; there is no error and no second try.
 * Pages that are being deleted are not promoted: no page that was deleted from all stores appears in a nearer one.
 """
@@ -13,19 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
-from asynccache.settle import Workers
+from asynccache.settle import ThreadPool
 from asynccache.storage.contract import PageKey, Result
 
-PROMOTION_POOL = "#promotions"
 ROOM_BYTES = 32 << 20
-INLINE_BYTES = 128 << 10
-"""Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
 
 
 class PromotionTarget(Protocol):
@@ -41,60 +39,15 @@ class LackingPages(NamedTuple):
     pages: Sequence[int]
 
 
-class RingSpan:
-    """The bytes from ``start`` to ``end`` of a ring's memory. They are in use until ``free`` is true."""
-
-    __slots__ = ("end", "free", "start")
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self.free = False
-
-
-class PromotionRing:
-    """A fixed run of memory, used in a circle. Spans are given back in about the order in which they were taken: one
-    that is given back early becomes room again when all older ones were given back. Nothing in the memory ever
-    moves."""
-
-    def __init__(self, size: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, size))
-        self._spans: deque[RingSpan] = deque()
-
-    def __repr__(self) -> str:
-        return f"PromotionRing({self.memory.nbytes} bytes, {len(self._spans)} spans)"
-
-    def room(self) -> tuple[int, int]:
-        """Return where the longest free run of bytes begins and ends."""
-        if not self._spans:
-            return 0, self.memory.nbytes
-        head, tail = self._spans[-1].end, self._spans[0].start
-        if head <= tail:
-            return head, tail
-        return max((head, self.memory.nbytes), (0, tail), key=lambda run: run[1] - run[0])
-
-    def take(self, size: int) -> RingSpan:
-        """Take and return the first ``size`` bytes of that run, which must have as many."""
-        start, end = self.room()
-        assert 0 < size <= end - start
-        span = RingSpan(start, start + size)
-        self._spans.append(span)
-        return span
-
-    def give(self, span: RingSpan) -> None:
-        """Give ``span`` back, once nobody reads it any more."""
-        span.free = True
-        while self._spans and self._spans[0].free:
-            self._spans.popleft()
-
-
 class PromotionBatch(NamedTuple):
-    """Copied pages that wait to be promoted. Their copies lie in ``span``."""
+    """Copied pages that are being promoted. All their copies together have ``size`` bytes. ``promoted`` has for each
+    store that took some of them how many it took."""
 
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
     wanted: Sequence[LackingPages]
-    span: RingSpan
+    size: int
+    promoted: list[int]
 
 
 class Promotions:
@@ -102,22 +55,22 @@ class Promotions:
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no memory for a copy, because they were being deleted, or because the store did not take
-    them. ``room``: the bytes of memory for copies. ``threads``: how many threads copy; with 0 the loop does.
+    them. ``held``: the bytes of all copies that exist now. ``room``: how many these may be. ``threads``: how many
+    threads copy; with 0 the loop does.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
         self.counts: Counter[str] = Counter()
-        self.ring = PromotionRing(room)
-        self._workers = Workers(threads, "asynccache-promotion") if threads else None
-        self._queue: deque[PromotionBatch] = deque()
-        self._task: asyncio.Task[None] | None = None
-        self._current: PromotionBatch | None = None
+        self.held = 0
+        self._room = room
+        self._threads = ThreadPool(threads, "asynccache-promotion")
+        self._batches: dict[asyncio.Task[None], PromotionBatch] = {}
         self._pauses = 0
         self._era = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Promotions({len(self._queue)} batches wait, {dict(self.counts)})"
+        return f"Promotions({len(self._batches)} batches, {dict(self.counts)})"
 
     @property
     def era(self) -> int:
@@ -138,118 +91,92 @@ class Promotions:
         self.counts["unpromoted"] += len(payloads) - count
         if not count:
             return
-        span = self.ring.take(sum(payload.nbytes for payload in payloads[:count]))
-        queued = False
+        size = sum(payload.nbytes for payload in payloads[:count])
+        self.held += size
+        begun = False
         try:
-            copies = await self._copied(payloads[:count], span)
-            queued = self._allowed(era)
+            copies = await self._copied(payloads[:count], size)
+            begun = self._allowed(era)
         finally:
-            if not queued:
+            if not begun:
                 self.counts["unpromoted"] += count
-                self.ring.give(span)
-        if queued:
-            self._queue.append(PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], span))
-            self._go_on()
+                self.held -= size
+        if begun:
+            batch = PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], size, [])
+            task = asyncio.get_running_loop().create_task(self._promote(batch), name="asynccache-promotion")
+            self._batches[task] = batch
+            task.add_done_callback(self._ended)
 
     def _allowed(self, era: int) -> bool:
         return era == self._era and not self._pauses and not self._closed
 
     def _fitting(self, payloads: Sequence[memoryview]) -> int:
         """Return for how many of the payloads, from the first on, there is room."""
-        start, end = self.ring.room()
+        left = self._room - self.held
         for count, payload in enumerate(payloads):
-            start += payload.nbytes
-            if start > end:
+            left -= payload.nbytes
+            if left < 0:
                 return count
         return len(payloads)
 
-    async def _copied(self, payloads: Sequence[memoryview], span: RingSpan) -> list[memoryview]:
-        copies, at = [], span.start
+    async def _copied(self, payloads: Sequence[memoryview], size: int) -> list[memoryview]:
+        memory, copies, at = memoryview(mmap.mmap(-1, size)), [], 0  # aligned, as direct I/O needs it
         for payload in payloads:
-            copies.append(self.ring.memory[at : at + payload.nbytes])
+            copies.append(memory[at : at + payload.nbytes])
             at += payload.nbytes
-        if self._workers is None or at - span.start <= INLINE_BYTES:
-            _copy(payloads, copies)
-        else:
-            await self._workers.run(_copy, payloads, copies)
+        await self._threads.spread(_copy, [payload.nbytes for payload in payloads], payloads, copies)
         return copies
 
-    def _go_on(self, ended: asyncio.Task[None] | None = None) -> None:
-        """Start the task that promotes, if there is a batch and no task. It is also called when a task has ended: one
-        that was cancelled because of a deletion may have left other batches."""
-        if self._queue and (self._task is None or self._task.done()):
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="asynccache-promotions")
-            self._task.add_done_callback(self._go_on)
+    async def _promote(self, batch: PromotionBatch) -> None:
+        for want in batch.wanted:
+            keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
+            with suppress(BackendError):  # counted in the end, as where the store answers FAILED
+                batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
 
-    async def _run(self) -> None:
-        while self._queue:
-            self._current = batch = self._queue.popleft()
-            try:
-                for want in batch.wanted:
-                    await self._promote(batch, want)
-            finally:
-                self._current = None
-                self.ring.give(batch.span)
-
-    async def _promote(self, batch: PromotionBatch, want: LackingPages) -> None:
-        stored = 0
-        try:
-            results = await want.target.put([batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages])
-            stored = results.count(Result.HIT)
-        except BackendError:
-            pass  # counted below, as where the store answers FAILED
-        finally:
-            self.counts["promoted"] += stored
-            self.counts["unpromoted"] += len(want.pages) - stored
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Count what became of a batch, and free its memory. Called when its task has ended, even if that was cancelled
+        before it began."""
+        batch = self._batches.pop(task)
+        self.held -= batch.size
+        promoted = sum(batch.promoted)
+        self.counts["promoted"] += promoted
+        self.counts["unpromoted"] += sum(len(want.pages) for want in batch.wanted) - promoted
 
     async def idle(self) -> None:
-        """Wait until no page waits to be promoted or is being promoted. Cancelling it only stops the waiting."""
-        self._go_on()
-        while self._task is not None and not self._task.done():
-            await asyncio.wait([self._task])
-            self._go_on()
+        """Wait until no page is being promoted. Cancelling it only stops the waiting."""
+        while self._batches:
+            await asyncio.wait(self._batches)
 
     @asynccontextmanager
     async def paused(self, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
         """A context in which ``keys`` (None: all pages) can be deleted from the stores.
 
-        Batches with one of these keys are dropped. If one of them is being written, its writing is cancelled, and the
-        context begins when the store has let go of it. In the context no page is taken up for promotion, and after it
-        none that was read before its end. Batches without any of these keys are promoted as usual.
+        A batch with one of these keys is cancelled, and the context begins when the stores have let go of it. In the
+        context no page is taken up for promotion, and after it none that was read before its end. Batches without any
+        of these keys are promoted as usual.
         """
         self._pauses += 1
         try:
-            ending = self._drop(None if keys is None else frozenset(keys))
-            if ending is not None:
-                await asyncio.wait([ending])
+            await self._cancel(None if keys is None else frozenset(keys))
             yield
         finally:
             self._era += 1
             self._pauses -= 1
 
-    def _drop(self, keys: frozenset[PageKey] | None) -> asyncio.Task[None] | None:
-        """Drop every batch that has one of ``keys`` (None: every batch). If the current one is among them, cancel the
-        task that promotes it and return that task, which is still to end; else return None."""
-        waiting, self._queue = self._queue, deque()
-        for batch in waiting:
-            if keys is None or not keys.isdisjoint(batch.keys):
-                self.counts["unpromoted"] += len(batch.copies)
-                self.ring.give(batch.span)
-            else:
-                self._queue.append(batch)
-        if self._task is None or self._current is None or (keys is not None and keys.isdisjoint(self._current.keys)):
-            return None
-        self._task.cancel()
-        return self._task
+    async def _cancel(self, keys: frozenset[PageKey] | None) -> None:
+        """Cancel every batch that has one of ``keys`` (None: every batch), and wait until these have ended."""
+        ending = [task for task, batch in self._batches.items() if keys is None or not keys.isdisjoint(batch.keys)]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
 
     async def aclose(self) -> None:
-        """Cancel the promotion under way, drop what waits, and return when that has ended. Calling it twice is fine.
-        Cancelling it only stops the waiting."""
+        """Cancel the promotions under way, and return when they have ended. Calling it twice is fine. Cancelling it
+        only stops the waiting."""
         self._closed = True
-        self._drop(None)
-        await self.idle()
-        if self._workers is not None:
-            self._workers.close()
+        await self._cancel(None)
+        self._threads.close()
 
 
 def _up_to(count: int, want: LackingPages) -> LackingPages:

@@ -17,10 +17,11 @@ from typing import Any
 
 from asynccache import checks
 from asynccache.errors import ConfigError
+from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
-from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, LackingPages, Promotions
+from asynccache.storage.promotion import ROOM_BYTES, LackingPages, Promotions
 from asynccache.storage.url import StoreOptions, check_name
 
 StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
@@ -34,8 +35,7 @@ class AttachedStore:
     """One of the stores, and how it is used (``options``).
 
     ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
-    ``is_shared``). ``there``: True until it is detached. ``told``: whether its backend has heard of the memory for
-    promotions.
+    ``is_shared``). ``calls``: the calls under way in it, closed when it is detached.
     """
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
@@ -43,28 +43,19 @@ class AttachedStore:
         self.options = options
         self.owned = owned
         self.shared = is_shared(store.backend)
-        self.there = True
-        self.told = False
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.calls = OpenCalls(options.name)
 
     def __repr__(self) -> str:
-        return f"AttachedStore({self.options.name!r}, {self._calls} calls, {'there' if self.there else 'detached'})"
+        there = "detached" if self.calls.closed else "there"
+        return f"AttachedStore({self.options.name!r}, {self.calls.running} calls, {there})"
 
     async def ask(self, count: int, call: StoreCall, absent: Result) -> list[Result]:
         """Make ``call`` with this store, a call of ``count`` keys, and return its results. If the store was detached,
         return ``absent`` for each key. Cancelling it cancels the call."""
-        if not self.there:
+        if self.calls.closed:
             return [absent] * count
-        self._calls += 1
-        self._idle.clear()
-        try:
+        with self.calls:
             return await call(self.store)
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         """The same as ``CheckedStore.put``; FAILED for each key if the store was detached."""
@@ -78,10 +69,6 @@ class AttachedStore:
             return []
 
         await self.ask(0, acted, Result.MISS)
-
-    async def idle(self) -> None:
-        """Wait until no call is under way in this store. Cancelling it only stops the waiting."""
-        await self._idle.wait()
 
 
 class TieredStore:
@@ -151,26 +138,13 @@ class TieredStore:
         """
         self.check(attached.options, position)
         position = None if position is None else checks.integer("position", position)
-        self._stores = self.introduce(attached, position)
-
-    def introduce(self, attached: AttachedStore, position: int | None = None) -> tuple[AttachedStore, ...]:
-        """Prepare ``attach`` without attaching anything: with ``attached`` at ``position``, tell every store that would
-        be nearer than another one where promoted pages will lie. Returns the stores there would be, nearest first.
-
-        ``attach`` does this itself. Whoever calls it before has done the part of attaching that can fail.
-        """
         at = len(self._stores) if position is None else position
-        stores = (*self._stores[:at], attached, *self._stores[at:])
-        for nearer in stores[:-1]:
-            if nearer.options.promote and not nearer.told:
-                nearer.store.register(PROMOTION_POOL, self.promotions.ring.memory)
-                nearer.told = True
-        return stores
+        self._stores = (*self._stores[:at], attached, *self._stores[at:])
 
     def detach(self, attached: AttachedStore) -> None:
         """Give this store no more calls from now on. ``aclose_detached`` must follow. Calling it twice is fine."""
-        if attached.there:
-            attached.there = False
+        if not attached.calls.closed:
+            attached.calls.closed = True
             self._stores = tuple(other for other in self._stores if other is not attached)
             self._leaving[attached] = None
 
@@ -181,7 +155,7 @@ class TieredStore:
         Raises:
             BackendError: the backend could not close cleanly.
         """
-        await attached.idle()
+        await attached.calls.ended.wait()
         try:
             if attached.owned:
                 await attached.store.aclose()

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
-from math import isfinite
+from math import inf, nan
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
@@ -23,7 +23,7 @@ from asynccache.redaction import HIDDEN, is_secret, redacted
 MOST_SIZE = 1 << 62
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 _PERMISSIONS = re.compile(r"0?7[0-7]{2}")
-_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _LONGEST_NAME = 253
 _OWNER, _EVERYBODY = 0o700, 0o777
@@ -47,25 +47,30 @@ def parse_size(name: str, text: str) -> int:
     return size
 
 
-class Place(NamedTuple):
-    """A host, and its port or None. An IPv6 address is without its brackets."""
+class HostPort(NamedTuple):
+    """A host and a port. An IPv6 address is without its brackets."""
 
     host: str
-    port: int | None
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_place(text: str) -> Place | None:
-    """Parse ``host``, ``host:port``, ``[v6]`` or ``[v6]:port``.
+def parse_host_port(text: str, default: int | None = None) -> HostPort | None:
+    """Parse ``host:port`` or ``[v6]:port``; and also ``host`` and ``[v6]`` where there is a ``default`` port.
 
     Returns None if ``text`` is none of them, if the port does not lie between 1 and 65535, or if the host is neither an
     address nor a name that a machine can have. The name is not looked up.
     """
-    match = _PLACE.fullmatch(checks.text("text", text, empty=True))
-    if match is None or not 0 < int(match[3] or 1) < 65536:
+    match = _HOST_PORT.fullmatch(checks.text("text", text, empty=True))
+    default = None if default is None else checks.integer("default", default, 1, 65535)
+    port = None if match is None else int(match[3]) if match[3] else default
+    if match is None or port is None or not 0 < port < 65536:
         return None
     if not (_is_address(IPv6Address, match[1]) if match[1] else _is_host(match[2])):
         return None
-    return Place(match[1] or match[2], int(match[3]) if match[3] else None)
+    return HostPort(match[1] or match[2], port)
 
 
 def _is_host(text: str) -> bool:
@@ -117,6 +122,31 @@ class ParsedUrl:
         text = self.options.get(checks.text("name", name))
         default = checks.integer("default", default, 0, MOST_SIZE)
         return default if text is None else parse_size(f"storage option {name}", text)
+
+    def whole_number(self, name: str, default: int, least: int, most: int) -> int:
+        """Return the option ``name`` as a whole number from ``least`` to ``most``, or ``default`` if it is not
+        given."""
+        text, default = self.options.get(checks.text("name", name)), checks.integer("default", default)
+        least, most = checks.integer("least", least), checks.integer("most", most)
+        if text is None:
+            return default
+        if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
+            raise ConfigError(f"storage option {name}={text!r}: expected a whole number from {least} to {most}")
+        return int(text)
+
+    def number(self, name: str, default: float, least: float = 0.0) -> float:
+        """Return the option ``name`` as a number of at least ``least``, or ``default`` if it is not given."""
+        text, default = self.options.get(checks.text("name", name)), checks.number("default", default)
+        least = checks.number("least", least)
+        if text is None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not least <= value < inf:
+            raise ConfigError(f"storage option {name}={text!r}: expected a number of at least {least:g}")
+        return value
 
     def permissions(self, name: str, default: int) -> int:
         """Return the option ``name`` as permissions of a folder, or ``default`` if it is not given. They are written in
@@ -216,9 +246,9 @@ def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
         name=_name(url),
         write=url.choice("write", YES_NO) == "yes",
         promote=url.choice("promote", YES_NO) == "yes",
-        timeout=_seconds(url, "timeout", default.timeout, positive=True),
-        concurrency=_count(url, "concurrency", default.concurrency),
-        slow=_seconds(url, "slow", default.slow, positive=False),
+        timeout=url.number("timeout", default.timeout),
+        concurrency=url.whole_number("concurrency", default.concurrency, 1, MOST_CALLS),
+        slow=url.number("slow", default.slow),
     )
     return options, replace(url, options={name: value for name, value in url.options.items() if name not in NAMES})
 
@@ -234,25 +264,3 @@ def _name(url: ParsedUrl) -> str:
     if _NAME.fullmatch(name) is None:
         raise ConfigError(f"storage option name={name!r}: up to 64 letters, digits, '.', '_' and '-', as in name=disk")
     return name
-
-
-def _seconds(url: ParsedUrl, name: str, default: float, *, positive: bool) -> float:
-    text = url.options.get(name)
-    if text is None:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not isfinite(seconds) or seconds < 0 or (positive and not seconds):
-        raise ConfigError(f"storage option {name}={text!r}: expected seconds, as in {name}=2.5")
-    return seconds
-
-
-def _count(url: ParsedUrl, name: str, default: int) -> int:
-    text = url.options.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not int(text):
-        raise ConfigError(f"storage option {name}={text!r}: expected a whole number of at least 1")
-    return int(text)

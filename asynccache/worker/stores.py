@@ -74,7 +74,6 @@ class OpenStores:
         attached = await open_attached(storage, self._layout, options, lambda taken: self.tiers.check(taken, position))
         try:
             self._introduce(attached)
-            self.tiers.introduce(attached, position)
         except BaseException:
             await close_unattached(attached)
             raise

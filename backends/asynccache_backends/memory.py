@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -26,13 +26,9 @@ from asynccache.storage import (
     Stored,
     StoreLayout,
     Tell,
-    Workers,
-    settled,
+    ThreadPool,
 )
 
-BATCH_BYTES = 2 << 20
-INLINE_BYTES = 128 << 10
-"""Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
 LISTED = 1000
 
 _Bytes = npt.NDArray[np.uint8]
@@ -53,7 +49,7 @@ class MemoryBackend:
         self._stored: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
         self._counts: Counter[str] = Counter()
-        self._workers = Workers(2, "asynccache-memory")
+        self._threads = ThreadPool(2, "asynccache-memory")
         self._closed = False
         self._tell: Tell | None = None
 
@@ -144,7 +140,7 @@ class MemoryBackend:
         """Delete every record and end the threads. Calling it twice is fine."""
         self._closed = True
         await self.clear()
-        self._workers.close()
+        self._threads.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -182,13 +178,7 @@ class MemoryBackend:
     async def _copy(
         self, work: Callable[[Sequence[tuple[Record, _Bytes]]], None], pairs: Sequence[tuple[Record, _Bytes]]
     ) -> None:
-        if sum(data.nbytes for _, data in pairs) <= INLINE_BYTES:
-            work(pairs)
-            return
-        futures = [self._workers.call(work, batch) for batch in _batches(pairs)]
-        await settled(futures)
-        for future in futures:
-            future.result()
+        await self._threads.spread(work, [data.nbytes for _, data in pairs], pairs)
 
 
 def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int | None:
@@ -213,14 +203,3 @@ def _copy_out(pairs: Sequence[tuple[Record, _Bytes]]) -> None:
     for record, data in pairs:
         np.frombuffer(record.header, np.uint8)[:] = data[:HEADER_BYTES]
         np.frombuffer(record.payload, np.uint8)[:] = data[HEADER_BYTES:]
-
-
-def _batches(pairs: Sequence[tuple[Record, _Bytes]]) -> Iterator[Sequence[tuple[Record, _Bytes]]]:
-    start = size = 0
-    for i, (_, data) in enumerate(pairs):
-        size += data.nbytes
-        if size >= BATCH_BYTES:
-            yield pairs[start : i + 1]
-            start, size = i + 1, 0
-    if size:
-        yield pairs[start:]

@@ -41,19 +41,20 @@ from asynccache.storage import (
     KEY_BYTES,
     Breaker,
     CheckedStore,
+    OpenCalls,
     PageKey,
     Pages,
     ParsedUrl,
     Result,
     StoreLayout,
     StoreOptions,
-    Workers,
+    ThreadPool,
     backend_class,
     check_store,
     check_stores,
     completed,
     open_store,
-    parse_place,
+    parse_host_port,
     parse_size,
     parse_url,
     settled,
@@ -229,7 +230,7 @@ def of_store(method: str, params: Params, **good: Any) -> Case:
     """A method of a ``CheckedStore``, which serves a page afterwards."""
 
     async def call(world: World, given: Given) -> None:
-        store = CheckedStore(MemoryBackend(), LAYOUT, threads=0, headers=4)
+        store = CheckedStore(MemoryBackend(), LAYOUT, threads=0)
         try:
             await called(getattr(store, method), good, given)
         finally:
@@ -283,15 +284,31 @@ async def _pages_close(world: World, given: Given) -> None:
 
 
 async def _work(world: World, given: Given) -> None:
-    workers = Workers(1, "edge")
+    workers = ThreadPool(1, "edge")
     try:
         await called(workers.call, {"function": lambda: 8}, given)
     finally:
         workers.close()
 
 
+async def _run_for(world: World, given: Given) -> None:
+    workers = ThreadPool(1, "edge")
+    try:
+        await called(workers.run_for, {"size": 1 << 30, "function": lambda: 8}, given)
+    finally:
+        workers.close()
+
+
+async def _spread(world: World, given: Given) -> None:
+    workers = ThreadPool(1, "edge")
+    try:
+        await called(workers.spread, {"function": lambda *_: 8, "sizes": [1 << 30]}, given)
+    finally:
+        workers.close()
+
+
 async def _run(world: World, given: Given) -> None:
-    workers = Workers(1, "edge")
+    workers = ThreadPool(1, "edge")
     try:
         await called(workers.run, {"function": lambda: 8}, given)
     finally:
@@ -666,7 +683,7 @@ CALLS: dict[str, Case] = {
         _checked_store,
         {"backend": Thing(), "layout": Thing(), "timeout": Number(above=0), "slow": SECONDS,
          "concurrency": Integer(1, 65536), "breaker": Thing(optional=True), "clock": Function(optional=True),
-         "threads": Integer(0, 1024), "headers": Integer(1, 1 << 24)},
+         "threads": Integer(0, 1024)},
     ),
     "asynccache.storage.CheckedStore (layout)": Case(_layout_of_a_store, _FIELDS),
     "asynccache.storage.check_store (layout)": Case(_layout_checked, _FIELDS),
@@ -711,31 +728,49 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.choice": of_url(
         "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")
     ),
+    "asynccache.storage.ParsedUrl.number": of_url(
+        "number", {"name": Text(), "default": Number(), "least": Number()}, name="capacity", default=1.0, least=0.0
+    ),
+    "asynccache.storage.ParsedUrl.whole_number": of_url(
+        "whole_number", {"name": Text(), "default": Integer(), "least": Integer(), "most": Integer()},
+        name="capacity", default=1, least=1, most=9,
+    ),
     "asynccache.storage.ParsedUrl.permissions": of_url(
         "permissions", {"name": Text(), "default": Integer(0o700, 0o777)}, name="mode", default=0o700
     ),
     "asynccache.storage.ParsedUrl.size": of_url(
         "size", {"name": Text(), "default": Integer(0, 1 << 62)}, name="capacity", default=0
     ),
-    "asynccache.storage.Workers.call": Case(
+    "asynccache.storage.ThreadPool.call": Case(
         _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
-    "asynccache.storage.Workers.run": Case(
+    "asynccache.storage.ThreadPool.run": Case(
         _run, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
+    "asynccache.storage.ThreadPool.run_for": Case(
+        _run_for, {"size": Integer(), "function": Function(), "args": Unchecked("the function's own"),
+                   "kwargs": Unchecked("the same")},
+    ),
+    "asynccache.storage.ThreadPool.spread": Case(
+        _spread, {"function": Function(), "sizes": Unchecked("summed for every call"),
+                  "columns": Unchecked("the function's own")},
+    ),
+    "asynccache.storage.OpenCalls": plain(OpenCalls, {"name": Text()}, name="w"),
     "asynccache.storage.completed": Case(_completed, {"work": Thing()}),
     "asynccache.storage.settled": Case(_settled, {"futures": These("[]")}),
     "asynccache.storage.check_stores": Case(
         _check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))), "layout": Thing(),
                         "options": These("None", "{}")}, names={"urls": "storage"},
     ),
-    "asynccache.storage.Workers": plain(Workers, {"count": Integer(1, 1024), "name": Text()}, count=1, name="w"),
+    "asynccache.storage.ThreadPool": plain(ThreadPool, {"count": Integer(0, 1024), "name": Text()}, count=1, name="w"),
     "asynccache.storage.backend_class": plain(backend_class, {"scheme": Depends(Text())}, scheme="memory"),
     "asynccache.storage.check_store": plain(
         check_store, {"url": Depends(Text()), "layout": Thing(), "options": These("None", "{}")},
         url="memory:", layout=LAYOUT,
     ),
-    "asynccache.storage.parse_place": plain(parse_place, {"text": Text()}, text="host:1"),
+    "asynccache.storage.parse_host_port": plain(
+        parse_host_port, {"text": Text(), "default": Integer(1, 65535, optional=True)}, text="host:1"
+    ),
     "asynccache.storage.open_store": plain(
         open_store,
         {"url": Depends(Text()), "layout": Thing(), "options": These("None", "{}"),

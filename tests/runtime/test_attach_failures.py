@@ -13,7 +13,6 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import opening
-from asynccache.storage.promotion import PROMOTION_POOL
 from tests.runtime.runtime_kit import opened, serve, settings, text
 from tests.simulated.synchronous import SynchronousRuntime, core_config
 
@@ -72,14 +71,16 @@ def pages_of(backend: Any) -> int:
 
 
 @pytest.mark.asyncio
-async def test_what_a_nearer_store_makes_impossible_is_closed_again(scheme: Scheme) -> None:
-    scheme.refused = PROMOTION_POOL
-    with pytest.raises(BackendError, match=PROMOTION_POOL):
+async def test_a_store_that_refuses_the_memory_of_the_pages_is_closed_again(scheme: Scheme) -> None:
+    scheme.refused = "full"
+    with pytest.raises(BackendError, match="no full"):
         async with opened(settings(host=16, storage=["kept:?name=a", "kept:?name=b"])):
             pytest.fail("it was opened")
     assert [backend.closed_times for backend in scheme.opened] == [1, 1]
+    scheme.refused = ""
     async with opened(settings(host=16, storage="kept:?name=a")) as cache:
-        with pytest.raises(BackendError, match=PROMOTION_POOL):
+        scheme.refused = "full"
+        with pytest.raises(BackendError, match="no full"):
             await cache.attach_storage("kept:?name=b")
         assert list(cache.stores) == ["a"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
+from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result, checked
 from asynccache.storage.contract import is_shared
 from asynccache.testing.backend_suite import LAYOUT, blank, content, keys_of, page_key, record_of
 from asynccache.testing.slow_backend import SlowBackend
@@ -97,7 +97,7 @@ class Empty(WrappedBackend):
 
 @in_world
 async def test_no_header_of_an_earlier_call_vouches_for_a_later_one(loop: SimulatedLoop) -> None:
-    store = store_on(Empty(simulated(loop)), headers=24)
+    store = store_on(Empty(simulated(loop)))
     pages = payloads()
     await store.put(KEYS, pages)
     assert await store.get(KEYS, pages) == [Result.CORRUPT] * 12
@@ -166,11 +166,11 @@ async def test_after_a_missed_deadline_the_buffers_are_free(loop: SimulatedLoop)
 
 
 def test_a_cancelled_call_returns_when_the_backend_has_let_go() -> None:
-    """Whichever await is hit: no buffer is held, no header is lost, the breaker lets the next call through."""
+    """Whichever await is hit: no buffer is held, the breaker lets the next call through."""
 
     async def world(loop: SimulatedLoop, verb: str, hit: int) -> bool:
         backend = simulated(loop)
-        store = store_on(backend, headers=24)
+        store = store_on(backend)
         await store.put(KEYS, payloads())
         backend.hostility = Hostility(wrong=0.3)
         call: Awaitable[list[Result]] = store.put(KEYS, payloads()) if verb == "put" else store.get(KEYS, blanks())
@@ -178,7 +178,6 @@ def test_a_cancelled_call_returns_when_the_backend_has_let_go() -> None:
         loop.cancel_at(task, hit)
         await asyncio.wait([task])
         assert backend.holding == 0
-        assert store._headers.free == 24
         backend.hostility = HONEST
         assert Result.FAILED not in await store.exists(KEYS)
         return task.cancelled()
@@ -191,12 +190,16 @@ def test_a_cancelled_call_returns_when_the_backend_has_let_go() -> None:
 
 
 @in_world
-async def test_a_batch_larger_than_the_header_pool_goes_in_parts(loop: SimulatedLoop) -> None:
-    store = store_on(simulated(loop), headers=4)
-    assert await store.put(KEYS, payloads()) == [Result.HIT] * 12
-    fetched = blanks()
-    assert await store.get(KEYS, fetched) == [Result.HIT] * 12
+async def test_a_long_call_goes_in_parts(loop: SimulatedLoop) -> None:
+    backend = simulated(loop)
+    store = store_on(backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked, "PART_PAGES", 5)
+        assert await store.put(KEYS, payloads()) == [Result.HIT] * 12
+        fetched = blanks()
+        assert await store.get(KEYS, fetched) == [Result.HIT] * 12
     assert fetched == payloads()
+    assert (backend.calls["put"], backend.calls["get"]) == (3, 3)
 
 
 @in_world

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache.errors import BackendError
+from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, open_store, opening
-from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
@@ -102,43 +101,22 @@ async def test_of_two_who_close_all_stores_both_succeed(loop: SimulatedLoop) -> 
     assert not store._leaving
 
 
-class Picky(WrappedBackend):
-    """It refuses memory of one kind."""
-
-    def __init__(self, refused: str) -> None:
-        super().__init__(SimulatedBackend(Random(1)))
-        self.refused = refused
-        self.closed_times = 0
-
-    def register(self, pool: str, memory: memoryview) -> None:
-        if pool == self.refused:
-            raise BackendError(f"no {pool}")
-
-    async def aclose(self) -> None:
-        self.closed_times += 1
-
-
-@in_world
-async def test_where_a_store_refuses_the_memory_for_promotions_nothing_is_attached(loop: SimulatedLoop) -> None:
-    store = TieredStore(threads=0)
-    store.attach(AttachedStore(CheckedStore(Picky(PROMOTION_POOL), LAYOUT, threads=0), StoreOptions("a")))
-    far = AttachedStore(CheckedStore(SimulatedBackend(Random(2)), LAYOUT, threads=0), StoreOptions("b"))
-    with pytest.raises(BackendError, match=PROMOTION_POOL):
-        store.attach(far)
-    assert store.names == ("a",)
-    await store.aclose()
-
-
 @pytest.mark.asyncio
-async def test_a_backend_that_refuses_the_headers_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Picky("#headers")
+async def test_a_backend_that_is_none_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Half:
+        closed_times = 0
+
+        async def aclose(self) -> None:
+            self.closed_times += 1
+
+    backend = Half()
 
     class Scheme:
         async def open(self, url: Any, layout: Any) -> Any:
             return backend
 
     monkeypatch.setattr(opening, "backend_class", lambda name: Scheme())
-    with pytest.raises(BackendError, match="#headers"):
+    with pytest.raises(ConfigError, match="backend="):
         await open_store("picky:", LAYOUT)
     assert backend.closed_times == 1
 

@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 from asynccache.errors import Unavailable
-from asynccache.settle import Workers
+from asynccache.settle import ThreadPool
 from asynccache.storage import settled
 
 
@@ -22,7 +22,7 @@ def names() -> list[str]:
 
 @pytest.mark.asyncio
 async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
-    workers = Workers(3, "test-workers")
+    workers = ThreadPool(3, "test-workers")
 
     def divide(a: int, *, by: int) -> float:
         return a / by
@@ -40,7 +40,7 @@ async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
 
 @pytest.mark.asyncio
 async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
-    workers, barrier = Workers(3, "test-workers"), threading.Barrier(3)
+    workers, barrier = ThreadPool(3, "test-workers"), threading.Barrier(3)
     futures = [workers.call(barrier.wait, timeout=30) for _ in range(3)]
     await settled(futures)
     assert sorted(future.result() for future in futures) == [0, 1, 2]
@@ -50,7 +50,7 @@ async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
 
 @pytest.mark.asyncio
 async def test_run_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
-    workers = Workers(1, "test-workers")
+    workers = ThreadPool(1, "test-workers")
     assert await workers.run(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await workers.run(divmod, 7, 0)
@@ -59,7 +59,7 @@ async def test_run_returns_what_the_function_returns_and_raises_what_it_raises()
 
 @pytest.mark.asyncio
 async def test_a_cancelled_run_ends_only_after_its_function() -> None:
-    workers, begun, leave = Workers(1, "test-workers"), threading.Event(), threading.Event()
+    workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
     ended: list[bool] = []
 
     def work() -> None:
@@ -81,7 +81,7 @@ async def test_a_cancelled_run_ends_only_after_its_function() -> None:
 
 @pytest.mark.asyncio
 async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
-    workers = Workers(2, "test-workers")
+    workers = ThreadPool(2, "test-workers")
     assert names() == []
     await workers.call(int)
     assert names() == ["test-workers-0", "test-workers-1"]
@@ -94,7 +94,7 @@ async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
 
 @pytest.mark.asyncio
 async def test_what_was_handed_in_is_done_before_close_returns() -> None:
-    workers = Workers(1, "test-workers")
+    workers = ThreadPool(1, "test-workers")
     done: list[int] = []
     for i in range(50):
         workers.call(done.append, i)
@@ -104,7 +104,7 @@ async def test_what_was_handed_in_is_done_before_close_returns() -> None:
 
 @pytest.mark.asyncio
 async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
-    workers, gate = Workers(1, "test-workers"), threading.Event()
+    workers, gate = ThreadPool(1, "test-workers"), threading.Event()
     first, second = workers.call(gate.wait, 30), workers.call(int, "7")
     first.cancel()
     gate.set()
@@ -118,7 +118,7 @@ class Buffer:
 
 @pytest.mark.asyncio
 async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
-    workers, buffer = Workers(1, "test-workers"), Buffer()
+    workers, buffer = ThreadPool(1, "test-workers"), Buffer()
     seen = weakref.ref(buffer)
     await workers.call(id, buffer)
     del buffer
@@ -130,8 +130,8 @@ async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
 
 def test_who_forgets_to_close_can_still_end() -> None:
     code = (
-        "import asyncio\nfrom asynccache.settle import Workers\n"
-        "async def main():\n    workers = Workers(2, 'x')\n    print(await workers.call(int, '5'))\n"
+        "import asyncio\nfrom asynccache.settle import ThreadPool\n"
+        "async def main():\n    workers = ThreadPool(2, 'x')\n    print(await workers.call(int, '5'))\n"
         "asyncio.run(main())\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

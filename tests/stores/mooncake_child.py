@@ -134,9 +134,8 @@ class Worker:
             return figures
         self.backend = backend
         size = LAYOUT.page_bytes["full"]
-        slab, headers = aligned(PAGES * size), aligned(PAGES * HEADER_BYTES)
+        slab, headers = aligned(PAGES * size), memoryview(bytearray(PAGES * HEADER_BYTES))
         self.backend.register("full", slab)
-        self.backend.register("#headers", headers)
         self.records = [
             Record(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], slab[i * size : (i + 1) * size])
             for i in range(PAGES)

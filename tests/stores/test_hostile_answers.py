@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from asynccache_backends.mooncake import master
-from asynccache_backends.options import HostPort
 from asynccache_backends.redis import RedisBackend, resp
 from asynccache_backends.redis.resp import MOST_DEPTH, ProtocolError, Reader
 
 from asynccache.errors import BackendError, Timeout, Unavailable
-from asynccache.storage import Result, parse_url
+from asynccache.storage import HostPort, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, page_key
 from tests.stores.server import HOST
 from tests.stores.test_redis_connection import peer

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from asynccache_backends.mooncake.client import ENVIRONMENT, ClientState, MooncakeClient, library, prepare
 from asynccache_backends.mooncake.settings import ClientOptions
-from asynccache_backends.options import HostPort
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.storage import HostPort
 
 OPTIONS = ClientOptions(HostPort("10.0.0.1", 50051), "P2PHANDSHAKE", "", 0, 1 << 20, "tcp", "")
 

@@ -6,10 +6,9 @@ import re
 
 import pytest
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.options import HostPort
 
 from asynccache.errors import ConfigError
-from asynccache.storage import parse_url
+from asynccache.storage import HostPort, parse_url
 
 KEY = bytes(range(32))
 

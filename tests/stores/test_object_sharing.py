@@ -209,6 +209,31 @@ async def test_pages_whose_writer_has_its_clock_ahead_outlive_collections(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("ahead", [3600.0, 48 * 3600.0, 2**48 / 1000])
+async def test_pages_whose_writer_has_its_clock_ahead_can_be_deleted_and_stored_again(
+    tmp_path: Path, ahead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every process, by whose clock they are not born yet."""
+    url, keys, others = folder_url(tmp_path), some_keys("ahead", 3), some_keys("now", 2)
+    async with opened(url) as store:
+        clock = bare(store)._catalog.clock
+        with monkeypatch.context() as patch:
+            patch.setattr(clock, "name", lambda: name_at(min(int((time.time() + ahead) * 1000), LAST_STAMP)))
+            await fill(store, keys)
+        await fill(store, others)
+    async with opened(url) as store:
+        assert await store.delete(keys + others) == [HIT] * 5
+        assert await get(store, keys + others) == [MISS] * 5
+    async with opened(url) as store:
+        assert await get(store, keys + others) == [MISS] * 5
+        await bare(store).collect(None)
+        await fill(store, keys + others)
+        assert await get(store, keys + others) == [HIT] * 5
+    async with opened(url) as store:
+        assert await get(store, keys + others) == [HIT] * 5
+
+
+@pytest.mark.asyncio
 async def test_a_deleted_page_stays_deleted_if_there_was_a_copy_that_was_not_read(tmp_path: Path) -> None:
     url = folder_url(tmp_path)
     keys = some_keys("0", 4)

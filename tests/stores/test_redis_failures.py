@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from asynccache_backends.pause import FIRST, LAST
 from asynccache_backends.redis import RedisBackend
 
 from asynccache.errors import Unavailable
@@ -138,12 +137,12 @@ async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_roo
             before = _sets(server)
             assert set(await put_big(backend, 8, 200)) == {FAILED}
             assert _sets(server) == before
-            now = FIRST
+            now = 0.1
             assert set(await put_big(backend, 8, 250)) == {FAILED}
             assert _sets(server) != before
             await backend.clear()
             assert set(await put_big(backend, 4, 300)) == {FAILED}
-            now += LAST
+            now += 1.0
             assert await put_big(backend, 4, 300) == [HIT] * 4
             assert await put_big(backend, 4, 400) == [HIT] * 4
 

@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from asynccache_backends.pause import FIRST, LAST, Health, Pause
 from asynccache_backends.redis.connection import CommandBatch
 from asynccache_backends.redis.resp import Names, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.routing import slot_of
@@ -244,32 +243,3 @@ def test_slots_are_those_of_the_specification() -> None:
     assert slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
     assert slot_of(b"foo{}{bar}") != slot_of(b"bar")
     assert slot_of(b"foo{{bar}}zap") == slot_of(b"{bar")
-
-
-def test_a_pause_doubles_and_lets_one_try() -> None:
-    pause = Pause()
-    assert pause.allows(0.0)
-    pause.failed(0.0)
-    assert not pause.allows(FIRST - 0.01)
-    assert pause.allows(FIRST)
-    assert not pause.allows(FIRST)
-    pause.failed(1.0)
-    assert not pause.allows(1.0 + FIRST)
-    assert pause.allows(1.0 + 2 * FIRST)
-    pause.given_up()
-    assert pause.allows(1.0 + 2 * FIRST)
-    pause.ended()
-    assert pause.health is Health.WELL
-    assert pause.allows(1.2)
-
-
-def test_a_pause_has_a_limit_and_old_news_do_not_count() -> None:
-    pause = Pause()
-    pause.failed(0.0)
-    pause.failed(0.05)
-    assert pause.allows(FIRST)
-    now = FIRST
-    for _ in range(10):
-        pause.failed(now)
-        now += LAST
-        assert pause.allows(now)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asynccache_backends.options import HostPort
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Refusal, command
@@ -18,7 +17,7 @@ from asynccache_backends.redis.routing import LOST, Lane, Router, slot_of
 from asynccache_backends.redis.settings import RedisSettings
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import Result, parse_url
+from asynccache.storage import HostPort, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, page_key, record_of
 from tests.stores.conftest import served
 from tests.stores.redis_kit import opened
@@ -214,13 +213,13 @@ async def test_a_router_that_is_closed_reads_no_map() -> None:
 
 
 @pytest.mark.asyncio
-async def test_pages_of_which_nothing_is_known_are_not_collected(server: RedisServer) -> None:
+async def test_pages_of_which_nothing_is_known_are_not_listed(server: RedisServer) -> None:
     keys = [page_key(str(i)) for i in range(3)]
     async with opened(server.url) as backend:
         await backend.put(keys, [record_of(key) for key in keys])
         server.say("ACL", "SETUSER", "default", "-strlen")
         with pytest.raises(Unavailable, match="NOPERM"):
-            await backend.collect(None)
+            await anext(backend.listing())
         assert await backend.exists(keys) == [Result.HIT] * 3
 
 

@@ -6,11 +6,10 @@ import ssl
 from pathlib import Path
 
 import pytest
-from asynccache_backends.options import HostPort
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 from asynccache.errors import ConfigError
-from asynccache.storage import parse_url
+from asynccache.storage import HostPort, parse_url
 from tests.stores.redis_server import Certificate
 
 

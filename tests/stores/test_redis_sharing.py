@@ -1,4 +1,4 @@
-"""Several stores on one server: clients, processes and prefixes; what is listed, collected and forgotten by itself."""
+"""Several stores on one server: clients, processes and prefixes; what is listed and forgotten by itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.raw import raw
 
-from asynccache.errors import BackendError, ConfigError
-from asynccache.storage import Collectable, Collected, Listable, PageKey, Result, Stored, open_store, parse_url
+from asynccache.errors import BackendError
+from asynccache.storage import Listable, PageKey, Result, Stored, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, get_all, keys_of, page_key, put_all, record_of, same
 from tests.storage.page_kit import get, put
 from tests.stores.redis_kit import checked, opened
@@ -149,7 +149,7 @@ async def test_what_left_while_it_was_looked_at_is_not_listed(redis_server: Redi
     async with opened(redis_server.url) as backend:
         await put_all(backend, [key])
         names = [b"asynccache:" + key.key, b"asynccache:" + bytes(32)]
-        assert [stored.key for _, stored in await backend._catalog.entries(names)] == [key.key]
+        assert [stored.key for stored in await backend._entries(names)] == [key.key]
 
 
 @pytest.mark.asyncio
@@ -178,44 +178,6 @@ async def test_pages_leave_after_their_ttl(redis_server: RedisServer) -> None:
         await until(gone, seconds=5)
         assert await backend.exists([page_key("stays")]) == [HIT]
 
-
-@pytest.mark.asyncio
-async def test_waste_is_collected(redis_server: RedisServer) -> None:
-    """What is too short for a page, and what is no string. Pages stay."""
-    async with opened(redis_server.url) as backend:
-        assert isinstance(backend, Collectable)
-        await put_all(backend, keys_of(4))
-        redis_server.say("SET", "asynccache:" + "s" * 32, "x" * 64)
-        redis_server.say("LPUSH", "asynccache:" + "l" * 32, "x")
-        redis_server.say("SET", "asynccache:" + "n" * 31, "of another length")
-        assert await backend.collect(None) == Collected(pages=0, waste=2, size=64)
-        assert await backend.collect(None) == Collected()
-        assert await backend.exists(keys_of(4)) == [HIT] * 4
-        assert redis_server.say("DBSIZE") == ":5\r\n"
-
-
-@pytest.mark.asyncio
-async def test_old_pages_are_collected_where_their_age_is_known(redis_server: RedisServer) -> None:
-    async with opened(redis_server.url) as timeless, opened(f"{redis_server.url}?ttl=1h") as backend:
-        with pytest.raises(ConfigError, match="ttl"):
-            await timeless.collect(10.0)
-        await put_all(timeless, [page_key("timeless")])
-        await put_all(backend, keys_of(6))
-        for key in keys_of(6)[:2]:
-            await _age(redis_server, b"asynccache:" + key.key, 600)
-        assert await backend.collect(300.0) == Collected(pages=2, size=2 * (64 + 16384))
-        assert await backend.exists(keys_of(6)) == [MISS] * 2 + [HIT] * 4
-        assert await backend.exists([page_key("timeless")]) == [HIT]
-
-
-async def _age(server: RedisServer, name: bytes, seconds: int) -> None:
-    """As if it had been written so long ago, with an hour to live."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    left = b"%d" % (3600 - seconds)
-    writer.write(b"*3\r\n$6\r\nEXPIRE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(name), name, len(left), left))
-    assert await reader.readline() == b":1\r\n"
-    writer.close()
-    await writer.wait_closed()
 
 
 @pytest.mark.asyncio

@@ -114,7 +114,7 @@ def test_a_store_is_looked_at_verified_and_cleared(commands: Commands) -> None:
 
 
 @pytest.mark.parametrize(
-    "store", ["file", "redis_server?ttl=2h", "redis_cluster?ttl=2h", "s3_server"], indirect=True
+    "store", ["file", "s3_server"], indirect=True
 )
 def test_old_pages_are_collected(commands: Commands) -> None:
     _, young, dry, gc, empty = commands(
@@ -129,18 +129,13 @@ def test_old_pages_are_collected(commands: Commands) -> None:
     assert empty.out == "0 pages, 0 B\n"
 
 
-@pytest.mark.parametrize(
-    ("store", "waste", "sentence"),
-    [("redis_server", 0, "does not keep when a page was written"),
-     ("mooncake_master", 2, "nothing that gc could remove")],
-    indirect=["store"],
-)
-def test_a_store_that_does_not_know_how_old_pages_are_says_so(commands: Commands, waste: int, sentence: str) -> None:
+@pytest.mark.parametrize("store", ["redis_server", "mooncake_master"], indirect=True)
+def test_a_store_that_has_no_waste_says_so(commands: Commands) -> None:
     _, gc, old, ls = commands(
         f"fill {GOOD} 0", "store gc URL", "store gc URL --older-than 0s", "store ls URL --json -"
     )
-    assert (gc.status, old.status) == (waste, 2)
-    assert sentence in old.err
+    assert (gc.status, old.status) == (2, 2)
+    assert "nothing that gc could remove" in old.err
     assert ls.lines[-1]["total"]["pages"] == 2 * GOOD
 
 

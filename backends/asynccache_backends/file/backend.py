@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
@@ -26,6 +25,7 @@ from asynccache.storage import (
     REFUSED,
     Breaker,
     Collected,
+    OpenCalls,
     PageKey,
     ParsedUrl,
     Part,
@@ -48,7 +48,6 @@ from asynccache_backends.file.scrub import is_gone, is_intact, read_group, store
 from asynccache_backends.file.segments import PageGroup, Segment, segment_name, supports_direct
 from asynccache_backends.file.settings import settings_of
 from asynccache_backends.file.state import FileIndex, GroupWrite, StoreState
-from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
@@ -140,34 +139,6 @@ class _Put(NamedTuple):
     writings: list[tuple[GroupWrite, list[int]]]
 
 
-class OpenCalls:
-    """Every call runs in ``with operations:``, which raises Unavailable once the store is closed. ``name`` is what
-    errors call the store."""
-
-    def __init__(self, name: str) -> None:
-        self.closed = False
-        self._name = name
-        self._running = 0
-        self._drained: asyncio.Future[None] | None = None
-
-    def __enter__(self) -> None:
-        if self.closed:
-            raise Unavailable(f"{self._name} is closed")
-        self._running += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._running -= 1
-        if self._drained is not None and not self._running:
-            self._drained.set_result(None)
-
-    async def close(self) -> None:
-        """Refuse new calls, and wait until none is under way. Cancelling it does not shorten the waiting."""
-        self.closed = True
-        if self._running:
-            self._drained = asyncio.get_running_loop().create_future()
-            await settled([self._drained])
-
-
 class FileBackend:
     """An open file store. ``open`` makes it."""
 
@@ -177,7 +148,6 @@ class FileBackend:
         self._page_bytes = page_bytes
         self._janitor = Janitor(state)
         self._breaker = Breaker(threshold=1)
-        self._puts = OncePerKey()
         self._operations = OpenCalls(f"store folder {str(state.folder.path)!r}")
 
     @classmethod
@@ -204,15 +174,15 @@ class FileBackend:
         store: Self | None = None
         try:
             folder = lock.folder
-            manifest = await completed(load_manifest(folder, layout.schema))
-            noted = await completed(noted_capacity(folder))
+            manifest = await io.run(load_manifest, folder, layout.schema)
+            noted = await io.run(noted_capacity, folder)
             capacity = settings.capacity if settings.used or noted is None else noted
             direct = _use_direct(folder, settings.direct)
             state = StoreState(folder, manifest.seed, io, capacity, settings.segment, direct)
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
             if capacity != noted and settings.used:
-                await completed(note_capacity(folder, capacity))
+                await io.run(note_capacity, folder, capacity)
         except BaseException as error:
             _release(store._state if store else None, io, lock)
             if isinstance(error, OSError):
@@ -249,17 +219,16 @@ class FileBackend:
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Append new pages, in groups. Pages that are stored already are left alone.
+        """Append new pages, in groups. Pages that are stored already are left alone. A page that two calls put at the
+        same time is written twice, and the copy that is written last is the one that is read.
 
         Cancelling it returns when all writes that had begun have ended; their pages are stored.
         """
         with self._operations:
-            results = [FAILED] * len(keys)
-
-            async def write(fresh: list[int]) -> None:
-                await self._write(_Put(keys, records, results, self._by_length(fresh, keys, records), []))
-
-            await self._puts.put(keys, results, self._state.index.has, write)
+            index = self._state.index
+            results = [HIT if key.key in index else FAILED for key in keys]
+            if fresh := self._by_length(keys, records, results):
+                await self._write(_Put(keys, records, results, fresh, []))
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -290,7 +259,9 @@ class FileBackend:
         with self._operations:
             group: PageGroup = part.place
             try:
-                data = await completed(read_group(self._state.folder, segment_name(group.segment), group))
+                # not in the threads of gets and puts, so that a scrub does not slow those down
+                reading = asyncio.to_thread(read_group, self._state.folder, segment_name(group.segment), group)
+                data = await completed(reading)
             except OSError as error:
                 self._state.counts["errors"] += not is_gone(error)
                 return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))
@@ -421,13 +392,14 @@ class FileBackend:
         self._state.counts["get_bytes"] += total
 
     def _by_length(
-        self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record]
+        self, keys: Sequence[PageKey], records: Sequence[Record], results: Sequence[Result]
     ) -> dict[int, list[int]]:
-        """Group the pages at the positions ``fresh`` by the length of their payloads, without those whose length is not
-        that of their pool."""
+        """Return the positions of the pages that are not stored, by the length of their payloads, without those whose
+        length is not that of their pool."""
         found: dict[int, list[int]] = {}
-        for i in fresh:
-            if (size := records[i].payload.nbytes) == self._page_bytes.get(keys[i].pool):
+        for i, result in enumerate(results):
+            size = records[i].payload.nbytes
+            if result is FAILED and size == self._page_bytes.get(keys[i].pool):
                 found.setdefault(size, []).append(i)
         return found
 

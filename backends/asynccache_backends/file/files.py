@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from asynccache.storage import Workers
+from asynccache.storage import ThreadPool, settled
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -254,25 +254,35 @@ class ThreadIO:
     and buffers until the future of their call is done. These futures never raise: an error is part of their value."""
 
     def __init__(self, threads: int = 4) -> None:
-        self._workers = Workers(threads, "asynccache-file")
+        self._threads = ThreadPool(threads, "asynccache-file")
 
     def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
         """Write one run, by one pwritev or as many as it takes. If not all of it was written, the outcome has an
         error."""
-        return self._workers.call(write_run, files, run)
+        return self._threads.call(write_run, files, run)
 
     def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
         """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
         bytes, which is no error."""
-        return self._workers.call(read_runs, files, runs)
+        return self._threads.call(read_runs, files, runs)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
         """Call a function that blocks, and return what it returns; an ``OSError`` is returned, not raised."""
-        return self._workers.call(lambda: _caught(function, *args, **kwargs))
+        return self._threads.call(lambda: _caught(function, *args, **kwargs))
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that blocks, and return what it returns or raise its ``OSError``. Cancelling it waits until
+        the function has ended."""
+        future = self.call(function, *args, **kwargs)
+        await settled([future])
+        result = future.result()
+        if isinstance(result, OSError):
+            raise result
+        return result
 
     def close(self) -> None:
         """End the threads. No call may be in flight."""
-        self._workers.close()
+        self._threads.close()
 
 
 def write_run(files: FileHandles, run: FileRun) -> RunsMoved:

@@ -2,7 +2,7 @@
 
 The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
 in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this
-backend, which know no other lock. The functions without ``async`` block.
+backend, which know no other lock. All functions block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import aiofiles
-import aiofiles.os
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
@@ -143,17 +141,15 @@ def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
     return folder
 
 
-async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
-    """Return the folder's manifest. In a new folder it is written first. It must not be cancelled: see
-    ``replace_file``.
-
+def load_manifest(folder: Folder, schema: bytes) -> Manifest:
+    """Return the folder's manifest. In a new folder it is written first.
     Raises:
         Unavailable: it is damaged, or has another format or schema; then nothing was changed.
         OSError: it cannot be read, or is no plain file.
     """
     if not folder.has(MANIFEST):
-        return await _new_manifest(folder, schema)
-    manifest = _parse(folder, await aiofiles.os.wrap(folder.read)(MANIFEST, MOST_MANIFEST))
+        return _new_manifest(folder, schema)
+    manifest = _parse(folder, folder.read(MANIFEST, MOST_MANIFEST))
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise Unavailable(
             f"store folder {str(folder.path)!r} was written by {manifest.format!r} version {manifest.version}, "
@@ -167,58 +163,53 @@ async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
     return manifest
 
 
-async def noted_capacity(folder: Folder) -> int | None:
-    """Return the capacity in bytes that ``note_capacity`` wrote last; None if there is no readable note. It must not be
-    cancelled: see ``replace_file``.
+def noted_capacity(folder: Folder) -> int | None:
+    """Return the capacity in bytes that ``note_capacity`` wrote last; None if there is no readable note.
 
     Raises:
         OSError: the disk refuses, or something that is no plain file has the note's name.
     """
     if not folder.has(CAPACITY):
         return None
-    text = await aiofiles.os.wrap(folder.read)(CAPACITY, MOST_MANIFEST)
+    text = folder.read(CAPACITY, MOST_MANIFEST)
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
-async def note_capacity(folder: Folder, capacity: int) -> None:
+def note_capacity(folder: Folder, capacity: int) -> None:
     """Note in the folder how many bytes the store may take, for those who only look at it. A disk that is full or
-    broken takes no note, and the store is as usable without. It must not be cancelled: see ``replace_file``.
+    broken takes no note, and the store is as usable without.
 
     Raises:
         NotPlain: something that is no plain file has the note's name.
     """
     try:
-        await replace_file(folder, CAPACITY, [str(capacity).encode()])
+        replace_file(folder, CAPACITY, [str(capacity).encode()])
     except NotPlain:
         raise
     except OSError:
         pass
 
 
-async def replace_file(folder: Folder, name: str, parts: list[bytes]) -> None:
-    """Write a file in such a way that after a crash either the old file or the whole new one is there.
-
-    It must not be cancelled, since a cancelled call of ``aiofiles`` leaves its file open: callers wrap it in
-    ``completed``. Raises OSError if the disk refuses.
-    """
+def replace_file(folder: Folder, name: str, parts: list[bytes]) -> None:
+    """Write a file in such a way that after a crash either the old file or the whole new one is there. Raises OSError
+    if the disk refuses."""
     new = f"{name}.new"
-    async with aiofiles.open(new, "wb", opener=lambda path, _: folder.renew(path)) as file:
-        for part in parts:
-            await file.write(part)
-        await file.flush()
-        await aiofiles.os.wrap(os.fdatasync)(file.fileno())
-    await aiofiles.os.wrap(folder.replace)(new, name)
-    await aiofiles.os.wrap(folder.sync)()
+    with os.fdopen(folder.renew(new), "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fdatasync(file.fileno())
+    folder.replace(new, name)
+    folder.sync()
 
 
-async def _new_manifest(folder: Folder, schema: bytes) -> Manifest:
+def _new_manifest(folder: Folder, schema: bytes) -> Manifest:
     if list_segments(folder.fd):
         raise Unavailable(
             f"store folder {str(folder.path)!r} has segments but no manifest; remove the folder to start anew"
         )
     manifest = Manifest(FORMAT, VERSION, schema.hex(), secrets.randbits(64))
     content = {"manifest": asdict(manifest), "xxh3": _digest(manifest)}
-    await replace_file(folder, MANIFEST, [json.dumps(content).encode()])
+    replace_file(folder, MANIFEST, [json.dumps(content).encode()])
     return manifest
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from asynccache.errors import Unavailable
-from asynccache.storage import completed, settled
+from asynccache.storage import settled
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.files import FileRun
 from asynccache_backends.file.folder import replace_file
@@ -110,7 +110,7 @@ class Janitor:
             scan_from = {segment.number: segment.written_to for segment in state.log.segments.values()}
             await self.sync()
             parts = await self._call(snapshot.pack, scan_from, groups, state.seed)
-            await self._replace(snapshot.NAME, parts)
+            await self._call(replace_file, state.folder, snapshot.NAME, parts)
             state.unsaved_bytes -= covered
             state.counts["snapshots"] += 1
         await self._compact_deletions()
@@ -240,9 +240,7 @@ class Janitor:
         dead = sum(group.count - len(group.live()) for group in groups)
         needed = self._live_bytes(segment)
         if needed and state.log.active is None:
-            made = await self._done(create_segment, state.folder, state.log.next_number, needed, state.direct)
-            self._raise(made)
-            assert isinstance(made, Segment)
+            made = await self._call(create_segment, state.folder, state.log.next_number, needed, state.direct)
             state.log.add(made)
             state.log.active = made
             await self._rescue(segment, _live_pages(groups), needed)
@@ -337,13 +335,8 @@ class Janitor:
         state = self._state
         async with self._deleting:
             deaths = [(group, group.dead) for group in state.index.groups() if group.dead]
-            await self._replace(deletions.NAME, [deletions.pack(deaths, state.seed)])
-
-    async def _replace(self, name: str, parts: list[bytes]) -> None:
-        try:
-            await completed(replace_file(self._state.folder, name, parts))
-        except OSError as error:
-            self._raise(error)
+            log = [deletions.pack(deaths, state.seed)]
+            await self._call(replace_file, state.folder, deletions.NAME, log)
 
     async def _await_writes(self, segments: Sequence[Segment]) -> None:
         await settled([future for segment in segments for future in segment.writing.values()])
@@ -351,21 +344,19 @@ class Janitor:
     async def _done(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | OSError:
         """Call a function that blocks in a thread. Returns what it returns, or the OSError that it raises. Cancelling
         it waits until the function has ended."""
-        future = self._state.io.call(function, *args, **kwargs)
-        await settled([future])
-        return future.result()
+        try:
+            return await self._state.io.run(function, *args, **kwargs)
+        except OSError as error:
+            return error
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do the same as ``_done``, but raise Unavailable where that returns an OSError."""
-        result = await self._done(function, *args, **kwargs)
-        self._raise(result)
-        assert not isinstance(result, OSError)
-        return result
-
-    def _raise(self, result: object) -> None:
-        if isinstance(result, OSError):
+        try:
+            return await self._state.io.run(function, *args, **kwargs)
+        except OSError as error:
             self._state.counts["errors"] += 1
-            raise Unavailable(f"store folder {str(self._state.folder.path)!r}: {result}") from result
+            raise Unavailable(f"store folder {str(self._state.folder.path)!r}: {error}") from error
+
 
 
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:

@@ -1,6 +1,4 @@
-"""Reading a whole group back from its file, for a scrub. It uses ``aiofiles`` and not the threads of gets and puts, so
-that a scrub does not slow those down.
-"""
+"""Reading a whole group back from its file, for a scrub."""
 
 from __future__ import annotations
 
@@ -8,22 +6,19 @@ import errno
 import mmap
 import os
 
-import aiofiles
-
 from asynccache.storage import KEY_BYTES, PageKey, Record
 from asynccache_backends.file.files import Folder
 from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, group_bytes, parse_block
 
 
-async def read_group(folder: Folder, name: str, group: PageGroup) -> memoryview:
-    """Return the group's bytes, fewer if the file ends earlier. It must not be cancelled: callers wrap it in
-    ``completed``. Raises OSError."""
+def read_group(folder: Folder, name: str, group: PageGroup) -> memoryview:
+    """Return the group's bytes, fewer if the file ends earlier. It blocks. Raises OSError."""
     got = 0
-    async with aiofiles.open(name, "rb", buffering=0, opener=lambda path, _: folder.open(path)) as file:
+    with os.fdopen(folder.open(name), "rb", buffering=0) as file:
         there = max(1, os.fstat(file.fileno()).st_size - group.offset)
         data = memoryview(mmap.mmap(-1, min(there, group_bytes(group.length, group.count))))
-        await file.seek(group.offset)
-        while got < data.nbytes and (count := await file.readinto(data[got:])):
+        file.seek(group.offset)
+        while got < data.nbytes and (count := file.readinto(data[got:])):
             got += count
     return data[:got]
 

@@ -18,32 +18,28 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from asynccache.storage import KEY_BYTES, PageKey, Tell
 from asynccache_backends.file.files import FileHandles, FileRun, Folder, RunsMoved, ThreadIO
 from asynccache_backends.file.segments import BLOCK_BYTES, MAX_PAGES, PageGroup, Segment, SegmentLog, pack_block
 
-_PAGE_BITS = 6
-_PAGE_MASK = (1 << _PAGE_BITS) - 1
-assert MAX_PAGES <= _PAGE_MASK  # so that consecutive slots are always pages of the same group
+H = TypeVar("H")
 
 
-class FileIndex:
-    """The index. ``pages`` and ``bytes`` count the pages that are stored and the bytes of their payloads. ``tell``
-    hears of keys that are added and removed. ``has(key)`` is a faster ``key in index``."""
+class SlotIndex(Generic[H]):
+    """Where each key's page lies: in which *holder* (a group, a pack), and at which position there. ``holders`` has
+    them by number. ``bytes`` is the size of all pages that are stored. ``tell`` hears of keys that are added and
+    removed."""
+
+    position_bits: int
 
     def __init__(self) -> None:
         self.bytes = 0
         self.tell: Tell | None = None
+        self.holders: dict[int, H] = {}
         self._slots: dict[bytes, int] = {}
-        self._groups: dict[int, PageGroup] = {}
-        self._segments: dict[int, list[int]] = {}
         self._next = 0
-        self.has = self._slots.__contains__
-
-    def __repr__(self) -> str:
-        return f"FileIndex(pages={self.pages}, groups={len(self._groups)}, segments={len(self._segments)})"
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
@@ -53,30 +49,56 @@ class FileIndex:
         """How many pages are stored."""
         return len(self._slots)
 
-    def groups(self) -> list[PageGroup]:
-        """Return all groups, segment by segment."""
-        return [self._groups[n] for numbers in self._segments.values() for n in numbers]
-
-    def groups_of(self, segment: int) -> list[PageGroup]:
-        """Return the groups of one segment, in the order in which they were added."""
-        return [self._groups[n] for n in self._segments.get(segment, ())]
+    def keys(self) -> list[bytes]:
+        """Return all stored keys."""
+        return list(self._slots)
 
     def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
         """Return, for each key that is stored, its slot and its position in ``keys``. Pages that lie next to each other
-        in the file have consecutive slots."""
+        in a holder have consecutive slots."""
         slots = self._slots
         return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
 
-    def at(self, slot: int) -> tuple[PageGroup, int]:
-        """Return the group of a slot, and the index of the page in that group."""
-        return self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK
+    def at(self, slot: int) -> tuple[H, int]:
+        """Return the holder of a slot, and the position of the page in it."""
+        return self.holders[slot >> self.position_bits], slot & ((1 << self.position_bits) - 1)
+
+    def _hold(self, holder: H) -> int:
+        """Add a holder and return its number, which no other ever gets."""
+        number, self._next = self._next, self._next + 1
+        self.holders[number] = holder
+        return number
+
+    def _changed(self, there: bool, keys: Sequence[bytes]) -> None:
+        if self.tell is not None and keys:
+            self.tell(there, keys)
+
+
+class FileIndex(SlotIndex[PageGroup]):
+    """The index of a file store: its holders are groups. ``bytes`` counts payloads."""
+
+    position_bits = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments: dict[int, list[int]] = {}
+
+    def __repr__(self) -> str:
+        return f"FileIndex(pages={self.pages}, groups={len(self.holders)}, segments={len(self._segments)})"
+
+    def groups(self) -> list[PageGroup]:
+        """Return all groups, segment by segment."""
+        return [self.holders[n] for numbers in self._segments.values() for n in numbers]
+
+    def groups_of(self, segment: int) -> list[PageGroup]:
+        """Return the groups of one segment, in the order in which they were added."""
+        return [self.holders[n] for n in self._segments.get(segment, ())]
 
     def add(self, group: PageGroup) -> None:
         """Add the pages of a group that were not deleted. A key that has a place already gets the new one."""
-        base = self._next << _PAGE_BITS
-        self._groups[self._next] = group
-        self._segments.setdefault(group.segment, []).append(self._next)
-        self._next += 1
+        number = self._hold(group)
+        base = number << self.position_bits
+        self._segments.setdefault(group.segment, []).append(number)
         fresh, slots, dead = [], self._slots, group.dead
         for page, key in enumerate(group.keys()):
             if not dead >> page & 1:
@@ -86,19 +108,14 @@ class FileIndex:
                     self._drop(key)
                 slots[key] = base + page
         self.bytes += group.length * (group.count - dead.bit_count())
-        if self.tell is not None:
-            self.tell(True, fresh)
-
-    def keys(self) -> list[bytes]:
-        """Return all stored keys."""
-        return list(self._slots)
+        self._changed(True, fresh)
 
     def forget(self, key: bytes) -> tuple[PageGroup, int] | None:
         """Remove a key, and mark its page as dead. Returns the page's group and index, or None if the key is not
         stored."""
         place = self._drop(key)
-        if place is not None and self.tell is not None:
-            self.tell(False, (key,))
+        if place is not None:
+            self._changed(False, (key,))
         return place
 
     def _drop(self, key: bytes) -> tuple[PageGroup, int] | None:
@@ -122,21 +139,20 @@ class FileIndex:
         its groups."""
         left = []
         for number in self._segments.pop(segment, ()):
-            group = self._groups.pop(number)
+            group = self.holders.pop(number)
             for page, key in enumerate(group.keys()):
                 if not group.dead >> page & 1:
                     del self._slots[key]
                     left.append(key)
                     self.bytes -= group.length
             group.dead = (1 << group.count) - 1
-        if self.tell is not None:
-            self.tell(False, left)
+        self._changed(False, left)
 
     def apply_deletions(self, deaths: Iterable[tuple[int, int, int]]) -> int:
         """Remove the pages that the log of deletions names, as (segment, offset, bit set of dead pages). For recovery.
         Returns how many entries name a group that does not exist any more."""
         stale = 0
-        places = {(group.segment, group.offset): group for group in self._groups.values()}
+        places = {(group.segment, group.offset): group for group in self.holders.values()}
         for segment, offset, mask in deaths:
             group = places.get((segment, offset))
             if group is None:
@@ -146,6 +162,9 @@ class FileIndex:
                 if mask >> page & 1 and not group.dead >> page & 1:
                     self.forget(key)
         return stale
+
+
+assert 1 << FileIndex.position_bits > MAX_PAGES  # so that consecutive slots are always pages of the same group
 
 
 class GroupWrite(NamedTuple):

@@ -22,17 +22,17 @@ from typing import Self, TypeVar
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import (
     HEADER_BYTES,
+    OpenCalls,
     PageKey,
     ParsedUrl,
     Record,
     Result,
     Stored,
     StoreLayout,
-    Workers,
+    ThreadPool,
     completed,
     settled,
 )
-from asynccache_backends.file.backend import OpenCalls
 from asynccache_backends.mooncake import codes as meaning
 from asynccache_backends.mooncake.client import MooncakeClient, acquire, library
 from asynccache_backends.mooncake.master import greet, object_names
@@ -61,8 +61,8 @@ class MooncakeBackend:
         self._settings = settings
         self._client = client
         self._transfers = ClientCalls(client, settings.replicas)
-        self._reading = Workers(settings.threads, "asynccache-mooncake-read")
-        self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
+        self._reading = ThreadPool(settings.threads, "asynccache-mooncake-read")
+        self._writing = ThreadPool(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
         self._operations = OpenCalls("the Mooncake store")
         self._counts: Counter[str] = Counter()
 
@@ -222,12 +222,12 @@ class MooncakeBackend:
     def _names(self, keys: Sequence[PageKey]) -> list[str]:
         return [self._settings.name(key) for _, key in keys]
 
-    async def _ask(self, workers: Workers, call: Callable[[CallAttempt, slice], list[int]], count: int) -> list[int]:
+    async def _ask(self, threads: ThreadPool, call: Callable[[CallAttempt, slice], list[int]], count: int) -> list[int]:
         """Make ``call`` in threads, for parts of ``count`` names. Returns a code for each name."""
         await self._greet()
         attempt = CallAttempt()
         parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
-        answers = await _answers([workers.call(call, attempt, part) for part in parts], attempt)
+        answers = await _answers([threads.call(call, attempt, part) for part in parts], attempt)
         codes = [code for answer in answers for code in answer]
         if len(codes) != count:
             raise BackendError(f"mooncake: the client answered {len(codes)} codes for {count} pages")

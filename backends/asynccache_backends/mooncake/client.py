@@ -14,6 +14,7 @@ replaced. Mutable state: ``_current``, which ``_lock`` guards.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import Any
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
-from asynccache.storage import Workers, settled
+from asynccache.storage import settled
 from asynccache_backends.mooncake.master import greet
 from asynccache_backends.mooncake.regions import Regions
 from asynccache_backends.mooncake.settings import ClientOptions
@@ -117,17 +118,14 @@ async def acquire(options: ClientOptions) -> MooncakeClient:
         Unavailable: the master cannot be reached, or refuses. ``Timeout``: it does not answer.
     """
     host = await greet(options.master)
-    worker = Workers(1, "asynccache-mooncake-setup")
-    future = worker.call(_acquire, options, options.host or host)
+    setup = asyncio.ensure_future(asyncio.to_thread(_acquire, options, options.host or host))
     try:
-        await settled([future])
+        await settled([setup])
     except BaseException:
-        if future.exception() is None:
-            future.result().release()
+        if setup.exception() is None:
+            setup.result().release()
         raise
-    finally:
-        worker.close()
-    return future.result()
+    return setup.result()
 
 
 def _acquire(options: ClientOptions, host: str) -> MooncakeClient:

@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from time import monotonic
 
 from asynccache.errors import Timeout, Unavailable
-from asynccache_backends.options import HostPort
+from asynccache.storage import HostPort
 
 GREET_WITHIN = 1.0
 

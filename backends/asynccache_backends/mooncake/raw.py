@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asynccache.errors import BackendError
-from asynccache.storage import ParsedUrl, Workers
+from asynccache.storage import ParsedUrl, ThreadPool
 from asynccache_backends.mooncake.client import MooncakeClient, acquire
 from asynccache_backends.mooncake.regions import Region, address_of, region_of
 from asynccache_backends.mooncake.settings import settings_of
@@ -21,7 +21,7 @@ class MooncakeRawClient:
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
-        self._worker = Workers(1, "asynccache-mooncake-raw")
+        self._worker = ThreadPool(1, "asynccache-mooncake-raw")
         self._regions: dict[Region, memoryview] = {}
         self._stored: set[str] = set()
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
-from asynccache.storage import KEY_BYTES, ParsedUrl, parse_place
-from asynccache_backends.options import HostPort, whole_number
+from asynccache.storage import KEY_BYTES, HostPort, ParsedUrl, parse_host_port
 
 OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
@@ -89,8 +88,8 @@ def settings_of(url: ParsedUrl) -> MooncakeSettings:
             options.get("device", ""),
         ),
         _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
-        whole_number("replicas", options.get("replicas", "1"), 1, 16),
-        whole_number("threads", options.get("threads", "1"), 1, 16),
+        url.whole_number("replicas", 1, 1, 16),
+        url.whole_number("threads", 1, 1, 16),
         place("admin", options["admin"]) if "admin" in options else None,
     )
 
@@ -101,12 +100,11 @@ def place(what: str, text: str, default: int | None = None) -> HostPort:
     Raises:
         ConfigError: it is none of them.
     """
-    found = parse_place(text)
-    port = default if found is None or found.port is None else found.port
-    if found is None or port is None:
+    found = parse_host_port(text, default)
+    if found is None:
         shown = redacted(f"mooncake://{text}").removeprefix("mooncake://")
         raise ConfigError(f"mooncake: {what} is named {shown!r}; expected host:port, as in mooncake://10.0.0.1:50051")
-    return HostPort(found.host, port)
+    return found
 
 
 def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:

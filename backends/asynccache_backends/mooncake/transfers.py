@@ -1,10 +1,10 @@
 """Makes the client's blocking calls, each for a batch of pages. The methods are called in threads.
 
-An object is a page's header followed by its payload. The client moves it directly from or into the two buffers, if
-these are in registered memory. Some pages are copied through a *stage* instead, registered memory where header and
-payload lie side by side: pages whose buffers are not registered (of tools, of tests, of a pool that the client has
-refused), and over TCP short pages, for which a second transfer takes longer than the copy. The methods return the
-client's codes, one for each page.
+An object is a page's header followed by its payload. The client moves a payload directly from or into its buffer, if
+that is in registered memory. Headers are copied through a *stage*, registered memory of this module. Some pages are
+copied through the stage as a whole, where header and payload lie side by side: pages whose buffers are not registered
+(of tools, of tests, of promotions, of a pool that the client has refused), and over TCP short pages, for which a second
+transfer takes longer than the copy. The methods return the client's codes, one for each page.
 """
 
 from __future__ import annotations
@@ -134,26 +134,38 @@ class ClientCalls:
                     self.refused += 1
 
     def _moved(self, names: Names, records: Sequence[Record], move: Move, *, into: bool) -> list[int]:
-        """Move pages, in one call those that go directly, and in others those that go through the stage."""
-        buffers = [(address_of(header), address_of(payload)) for header, payload in records]
+        """Move pages, in one call those whose payloads go directly, and in others those that go through the stage."""
+        payloads = [address_of(record.payload) for record in records]
         direct: list[int] = []
         staged: list[int] = []
-        for i, (places, record) in enumerate(zip(buffers, records, strict=True)):
-            (direct if self._goes_directly(places, record.payload.nbytes) else staged).append(i)
+        for i, (place, record) in enumerate(zip(payloads, records, strict=True)):
+            (direct if self._goes_directly(place, record.payload.nbytes) else staged).append(i)
         codes = [NOT_TRIED] * len(names)
         if direct:
-            sizes = [(HEADER_BYTES, records[i].payload.nbytes) for i in direct]
-            with self._client as store:
-                answer = move(store, [names[i] for i in direct], [buffers[i] for i in direct], sizes)
+            answer = self._directly([names[i] for i in direct], [records[i] for i in direct], move, into)
             _fill(codes, direct, answer)
         if staged:
             answer = self._staged([names[i] for i in staged], [records[i] for i in staged], move, into)
             _fill(codes, staged, answer)
         return codes
 
-    def _goes_directly(self, places: tuple[int, int], size: int) -> bool:
-        covers = self._client.regions.covers
-        return size >= self._short and covers(places[1], size) and covers(places[0], HEADER_BYTES)
+    def _goes_directly(self, place: int, size: int) -> bool:
+        return size >= self._short and self._client.regions.covers(place, size)
+
+    def _directly(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
+        """Move the payloads from or into where they lie, and the headers through the stage."""
+        stage = self._stage_of(HEADER_BYTES * len(records))
+        headers = [stage[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(len(records))]
+        if not into:
+            for header, record in zip(headers, records, strict=True):
+                header[:] = record.header
+        buffers = [(address_of(header), address_of(r.payload)) for header, r in zip(headers, records, strict=True)]
+        with self._client as store:
+            codes = move(store, names, buffers, [(HEADER_BYTES, record.payload.nbytes) for record in records])
+        if into:
+            for header, record in zip(headers, records, strict=True):
+                record.header[:] = header
+        return codes
 
     def _staged(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
         codes: list[int] = []

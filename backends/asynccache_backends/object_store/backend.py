@@ -6,7 +6,8 @@ Laws:
 * After a HIT from a put the pack is stored, so there is nothing to flush.
 * The index is this process's view of the store. It may have packs that another process has removed: reading one is a
   MISS, and removes it from the index. What another process has stored is found some seconds later.
-* If two processes store the same page there are two copies, and the later one is read.
+* If two puts, in whatever process, store the same page at the same time there are two copies. One of them is read,
+  everywhere the same, and a collection removes the other.
 * When the store is full, puts are FAILED for a moment without a request, and reads go on.
 * Payloads are not verified here; ``CheckedStore`` does that.
 """
@@ -24,6 +25,7 @@ from asynccache.storage import (
     REFUSED,
     Breaker,
     Collected,
+    OpenCalls,
     PageKey,
     ParsedUrl,
     Record,
@@ -31,18 +33,16 @@ from asynccache.storage import (
     Stored,
     StoreLayout,
     Tell,
-    Workers,
+    ThreadPool,
 )
-from asynccache_backends.file.backend import OpenCalls
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import NoRoom, ObjectClient
 from asynccache_backends.object_store.collect import Collector
 from asynccache_backends.object_store.connect import ObjectSettings, check, connect, settings_of
-from asynccache_backends.object_store.formats import INDEX, PACKS, NameClock, Pack
+from asynccache_backends.object_store.formats import INDEX, LAST_STAMP, PACKS, NameClock, Pack, name_at, stamp_of
 from asynccache_backends.object_store.keeper import CatalogKeeper
 from asynccache_backends.object_store.reads import Fetches, plan_reads
 from asynccache_backends.object_store.uploads import Uploads
-from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
@@ -50,8 +50,6 @@ COUNTERS = (
     "errors", "refused_pages", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
     "vanished_packs", "evicted_packs", "snapshots", "bad_snapshots", "bad_tombstones",
 )
-FULL_BACKOFF, FULL_MOST = 0.1, 1.0
-"""Seconds for which a full store is not asked to store pages: at first, and at most."""
 _CLOSING = 5.0
 
 
@@ -62,20 +60,19 @@ class ObjectBackend:
     shared = True
 
     def __init__(
-        self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes, *, lends: bool
+        self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes
     ) -> None:
         self._client = client
         self._settings = settings
-        self._workers = Workers(2, "asynccache-object")
-        self._catalog = PackCatalog(client, clock, self._workers, schema, settings.parallel)
+        self._threads = ThreadPool(2, "asynccache-object")
+        self._catalog = PackCatalog(client, clock, self._threads, schema, settings.parallel)
         self._keeper = CatalogKeeper(self._catalog, settings.refresh, settings.capacity)
         self._uploads = Uploads(
-            client, clock, self._workers, schema, pack=settings.pack, parallel=settings.parallel,
-            stored=self._stored, lends=lends,
+            client, clock, self._threads, schema, pack=settings.pack, parallel=settings.parallel,
+            stored=self._stored, birth=self._catalog.index.birth,
         )
-        self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
-        self._puts = OncePerKey()
-        self._room = Breaker(threshold=1, backoff=FULL_BACKOFF, max_backoff=FULL_MOST)  # open while the store is full
+        self._fetches = Fetches(client, self._catalog, self._threads, settings.parallel)
+        self._room = Breaker.brief()  # open while the store is full
         self._operations = OpenCalls(f"object store {client.shown!r}")
 
     @classmethod
@@ -100,13 +97,12 @@ class ObjectBackend:
             settings = settings._replace(capacity=None, mode=settings.mode if "mode" in url.options else None)
         client = connect(url, settings)
         await client.prepare()
-        here = url.scheme == "object-memory"
-        store = cls(client, NameClock(), settings, layout.schema, lends=not here)
-        store.shared = not here
+        store = cls(client, NameClock(), settings, layout.schema)
+        store.shared = url.scheme != "object-memory"
         try:
             saved = await store._catalog.load()
         except BaseException:
-            store._workers.close()
+            store._threads.close()
             raise
         store._keeper.start(full=saved)
         return store
@@ -161,12 +157,11 @@ class ObjectBackend:
             Unavailable: nothing could be stored, for another reason than a lack of room.
         """
         with self._operations:
-            results = [FAILED] * len(keys)
-
-            async def write(fresh: list[int]) -> None:
+            index = self._catalog.index
+            results = [HIT if key.key in index else FAILED for key in keys]
+            fresh = [i for i, result in enumerate(results) if result is FAILED]
+            if fresh:
                 await self._store(fresh, keys, records, results)
-
-            await self._puts.put(keys, results, self._catalog.index.__contains__, write)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -262,7 +257,7 @@ class ObjectBackend:
         except (Unavailable, TimeoutError):
             self._catalog.counts["errors"] += 1
         finally:
-            self._workers.close()
+            self._threads.close()
 
     async def _fetch(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
         stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
@@ -323,9 +318,14 @@ class ObjectBackend:
 
     async def _store_tombstone(self, keys: Sequence[bytes]) -> bool:
         """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns False if the store refuses
-        that."""
+        that. Pages of a writer whose clock is ahead of this one get a second tombstone, with the time of the latest of
+        them, since the first one would be earlier than they are."""
+        index, name = self._catalog.index, self._catalog.clock.name()
+        ahead = {key: born for key in keys if (born := index.born(key)) > stamp_of(name)}
         try:
-            await self._catalog.bury(self._catalog.clock.name(), keys)
+            await self._catalog.bury(name, [key for key in keys if key not in ahead])
+            if ahead:
+                await self._catalog.bury(name_at(min(max(ahead.values()), LAST_STAMP)), list(ahead))
         except Unavailable:
             self._catalog.counts["errors"] += 1
             return False

@@ -20,7 +20,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from asynccache.storage import Workers, settled
+from asynccache.storage import ThreadPool, settled
 from asynccache_backends.object_store.client import ListedObject, ObjectClient
 from asynccache_backends.object_store.formats import (
     DEAD,
@@ -66,14 +66,16 @@ class PackCatalog:
     are of no use, by name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot,
     clears or collects; puts, gets and deletions do not need it."""
 
-    def __init__(self, client: ObjectClient, clock: NameClock, workers: Workers, schema: bytes, parallel: int) -> None:
+    def __init__(
+        self, client: ObjectClient, clock: NameClock, threads: ThreadPool, schema: bytes, parallel: int
+    ) -> None:
         self.index = PackIndex()
         self.counts: Counter[str] = Counter()
         self.unread: dict[str, tuple[FooterCheck, ListedObject]] = {}
         self.lock = asyncio.Lock()
         self.client = client
         self.clock = clock
-        self._workers = workers
+        self._threads = threads
         self.schema = schema
         self._parallel = parallel
         self._cursor = 0.0
@@ -166,7 +168,7 @@ class PackCatalog:
         index, name, unsaved = self.index, self.clock.name(), self._unsaved
         packs = [(pack.name, pack.size, pack.entries) for pack in index.packs()]
         snapshot = PackIndexSnapshot(self._cursor, packs, dict(index.tombs))
-        packed = await self._workers.run(pack_snapshot, snapshot, self.schema)
+        packed = await self._threads.run(pack_snapshot, snapshot, self.schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
         await self.client.create(f"{INDEX}/{name}", packed)
         await self.client.delete([f"{INDEX}/{other}" for other in older])
@@ -187,7 +189,7 @@ class PackCatalog:
                 data = await self.client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
                 continue
-            found = await self._workers.run(parse_snapshot, memoryview(data), self.schema)
+            found = await self._threads.run(parse_snapshot, memoryview(data), self.schema)
             if found is not None:
                 return found
             self.counts["bad_snapshots"] += 1

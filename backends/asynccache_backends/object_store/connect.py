@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.redaction import is_secret
 from asynccache.redaction import redacted as redacted_url
-from asynccache.storage import ParsedUrl, parse_place
+from asynccache.storage import ParsedUrl, parse_host_port
 from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.object_store.client import ObjectClient, redacted, require_obstore
 from asynccache_backends.object_store.local import LocalFolder
-from asynccache_backends.options import whole_number
 
 OPTIONS = ("pack", "capacity", "refresh", "parallel", "request_timeout")
 PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -42,6 +41,7 @@ LOCAL = ("object-file", "object-memory")
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
 MOST_PACK = 256 << 20
+MOST_REQUESTS = 999_999
 
 _REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]{0,254}")
@@ -91,10 +91,10 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     capacity = url.size("capacity", 0) if "capacity" in url.options else None
     if capacity is not None and capacity < 2 * pack:
         raise ConfigError(f"storage option capacity={capacity} is less than two packs of {pack} bytes")
-    parallel = whole_number("parallel", url.options.get("parallel", "16"), 1)
-    timeout = _number(url, "request_timeout", 30, least=0.1)
+    parallel = url.whole_number("parallel", 16, 1, MOST_REQUESTS)
+    timeout = url.number("request_timeout", 30, 0.1)
     mode = url.permissions("mode", PRIVATE)
-    return ObjectSettings(pack, capacity, _number(url, "refresh", 5), parallel, timeout, mode)
+    return ObjectSettings(pack, capacity, url.number("refresh", 5), parallel, timeout, mode)
 
 
 def check(url: ParsedUrl) -> None:
@@ -151,7 +151,8 @@ def _folder(place: str, settings: ObjectSettings) -> LocalFolder:
 def _is_endpoint(text: str) -> bool:
     scheme, _, rest = text.partition("://")
     host, _, path = rest.partition("/")
-    return scheme in ("http", "https") and parse_place(host) is not None and path.isprintable() and " " not in path
+    known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
+    return known and path.isprintable() and " " not in path
 
 
 def refuse_secrets(url: ParsedUrl) -> None:
@@ -178,17 +179,6 @@ def _store(url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
         return make(place, client_options=client, retry_config={**_RETRY, "retry_timeout": timeout}, **chosen)
     except Exception as error:
         raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
-
-
-def _number(url: ParsedUrl, name: str, default: float, least: float = 0.0) -> float:
-    text = url.options.get(name)
-    try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value < 1e6:
-        raise ConfigError(f"storage option {name}={text!r}: a number, at least {least:g}")
-    return value
 
 
 @cache

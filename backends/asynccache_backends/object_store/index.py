@@ -14,87 +14,68 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from asynccache.storage import HEADER_BYTES, PageKey, Tell
+from asynccache.storage import HEADER_BYTES
+from asynccache_backends.file.state import SlotIndex
 from asynccache_backends.object_store.formats import MAX_RECORDS, Pack, stamp_of
 
-_BITS = 16
-_MASK = (1 << _BITS) - 1
-assert MAX_RECORDS <= _MASK  # so that consecutive slots are always records of the same pack
 
+class PackIndex(SlotIndex[Pack]):
+    """The index of an object store: its holders are packs. ``bytes`` counts the headers and payloads that can be read;
+    ``stored`` is the size of all packs. ``tombs`` has the keys of each tombstone by its name."""
 
-class PackIndex:
-    """The index. ``bytes`` is the size of the headers and payloads that can be read; ``stored`` is the size of all
-    packs. ``tell`` hears of keys that are added and removed. ``tombs`` has the keys of each tombstone by its name."""
+    position_bits = 16
 
     def __init__(self) -> None:
-        self.bytes = 0
+        super().__init__()
         self.stored = 0
-        self.tell: Tell | None = None
         self.tombs: dict[str, tuple[bytes, ...]] = {}
         self._died: dict[bytes, int] = {}
-        self._slots: dict[bytes, int] = {}
-        self._packs: dict[int, Pack] = {}
         self._numbers: dict[str, int] = {}
-        self._next = 0
 
     def __repr__(self) -> str:
         return f"PackIndex(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._slots
-
-    @property
-    def pages(self) -> int:
-        """The number of keys that can be read."""
-        return len(self._slots)
-
-    def keys(self) -> list[bytes]:
-        """Return all keys that can be read."""
-        return list(self._slots)
-
     @property
     def pack_count(self) -> int:
         """The number of packs."""
-        return len(self._packs)
+        return len(self.holders)
 
     def packs(self) -> list[Pack]:
         """Return all packs, the earliest first. It sorts them, so it is not for the hot path."""
-        return sorted(self._packs.values(), key=lambda pack: pack.name)
+        return sorted(self.holders.values(), key=lambda pack: pack.name)
 
     def has(self, name: str) -> bool:
         """Return True if there is a pack of this name."""
         return name in self._numbers
 
-    def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
-        """Return, for each key that can be read, its slot and its position in ``keys``. Records that lie next to each
-        other in a pack have consecutive slots."""
-        slots = self._slots
-        return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
-
-    def at(self, slot: int) -> tuple[Pack, int]:
-        """Return the pack of a slot, and the position of the record in that pack."""
-        return self._packs[slot >> _BITS], slot & _MASK
-
     def live(self, pack: Pack) -> list[int]:
         """Return the positions of the live records of ``pack``, those that are read; none if the pack has vanished."""
-        base = self._numbers.get(pack.name, -1) << _BITS
+        base = self._numbers.get(pack.name, -1) << self.position_bits
         return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
 
     def buried(self, key: bytes, born: int) -> bool:
         """Return True if a tombstone has deleted the record of ``key`` that was born at this time."""
         return self._died.get(key, -1) >= born
 
+    def born(self, key: bytes) -> int:
+        """Return when the record of ``key`` that is read was born, in milliseconds since 1970; -1 if there is none."""
+        slot = self._slots.get(key)
+        return -1 if slot is None else self._rank(slot)[0]
+
+    def birth(self, key: bytes, stamp: int) -> int:
+        """Return when a record of ``key`` that is stored at the time ``stamp`` counts as born: then, or right after the
+        latest tombstone of the key, so that no tombstone of before deletes it."""
+        return max(stamp, self._died.get(key, -1) + 1)
+
     def add(self, pack: Pack) -> None:
         """Add a pack, unless it was added before."""
         if pack.name in self._numbers:
             return
-        number = self._next
-        self._next += 1
+        number = self._hold(pack)
         self._numbers[pack.name] = number
-        self._packs[number] = pack
         self.stored += pack.size
         slots, fresh = self._slots, []
-        for slot, (key, length, born) in enumerate(pack.births(), number << _BITS):
+        for slot, (key, length, born) in enumerate(pack.births(), number << self.position_bits):
             if self._died and self.buried(key, born):
                 continue
             if key not in slots:
@@ -114,9 +95,10 @@ class PackIndex:
         number = self._numbers.pop(name, None)
         if number is None:
             return
-        pack = self._packs[number]
-        self._remove([key for slot, key in enumerate(pack.keys(), number << _BITS) if self._slots.get(key) == slot])
-        del self._packs[number]
+        pack = self.holders[number]
+        base = number << self.position_bits
+        self._remove([key for slot, key in enumerate(pack.keys(), base) if self._slots.get(key) == slot])
+        del self.holders[number]
         self.stored -= pack.size
 
     def bury(self, name: str, keys: Iterable[bytes]) -> None:
@@ -140,7 +122,7 @@ class PackIndex:
     def clear(self) -> None:
         """Remove everything."""
         gone = list(self._slots)
-        for table in (self._slots, self._packs, self._numbers, self._died, self.tombs):
+        for table in (self._slots, self.holders, self._numbers, self._died, self.tombs):
             table.clear()
         self.bytes = self.stored = 0
         self._changed(False, gone)
@@ -162,6 +144,5 @@ class PackIndex:
         pack.live_bytes += size
         self.bytes += size
 
-    def _changed(self, there: bool, keys: Sequence[bytes]) -> None:
-        if self.tell is not None and keys:
-            self.tell(there, keys)
+
+assert 1 << PackIndex.position_bits > MAX_RECORDS  # so that consecutive slots are always records of the same pack

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asynccache.errors import Unavailable
-from asynccache.storage import PageKey, Record, Result, Workers, settled
+from asynccache.storage import PageKey, Record, Result, ThreadPool
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import ObjectClient
 from asynccache_backends.object_store.formats import PACKS, Pack
 from asynccache_backends.object_store.index import PackIndex
 
 GAP = 512 << 10  # so many bytes between two wanted pages are read with them, since another request would cost more
-INLINE_BYTES = 128 << 10
 
 
 class WantedRecord(NamedTuple):
@@ -77,10 +76,10 @@ def plan_reads(
 class Fetches:
     """The reads of a store: ``parallel`` of them at a time, at most."""
 
-    def __init__(self, client: ObjectClient, catalog: PackCatalog, workers: Workers, parallel: int) -> None:
+    def __init__(self, client: ObjectClient, catalog: PackCatalog, threads: ThreadPool, parallel: int) -> None:
         self._client = client
         self._catalog = catalog
-        self._workers = workers
+        self._threads = threads
         self._limit = asyncio.Semaphore(parallel)
 
     async def fetch(self, stretches: Sequence[PackStretch], records: Sequence[Record], results: list[Result]) -> None:
@@ -91,7 +90,9 @@ class Fetches:
             Unavailable: all reads failed.
         """
         reads = [self._read(stretch, records, results) for stretch in stretches]
-        errors = [await reads[0]] if len(reads) == 1 else await _together([asyncio.ensure_future(r) for r in reads])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(read) for read in reads]
+        errors = [task.result() for task in tasks]
         if errors and errors[0] is not None and None not in errors:
             raise errors[0]
 
@@ -122,20 +123,7 @@ class Fetches:
     async def _hand_out(self, stretch: PackStretch, data: Any, records: Sequence[Record]) -> None:
         self._catalog.counts["range_reads"] += 1
         self._catalog.counts["get_bytes"] += stretch.size
-        if stretch.size <= INLINE_BYTES:
-            _copy_out(stretch, data, records)
-        else:
-            await self._workers.run(_copy_out, stretch, data, records)
-
-
-async def _together(tasks: Sequence[asyncio.Task[Unavailable | None]]) -> list[Unavailable | None]:
-    """Wait for all tasks and return their results. Cancelling it cancels the tasks and waits until they have ended."""
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await settled(tasks)
+        await self._threads.run_for(stretch.size, _copy_out, stretch, data, records)
 
 
 def _copy_out(stretch: PackStretch, data: Any, records: Sequence[Record]) -> None:

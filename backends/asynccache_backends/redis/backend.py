@@ -1,9 +1,12 @@
-"""The Redis backend: each page one string value under ``<prefix><32 bytes>``, on one server or a cluster.
+"""The Redis backend, for one server or a cluster. Each page is one string value under ``<prefix><32 bytes>``.
 
-The laws. A value that exists stays as it is (SET NX). Nothing but keys of this prefix and of a page key's length is
-ever listed, cleared or collected. A server that will not serve at all is ``Unavailable``; one that refuses some keys
-fails those. One that is full refuses writes for a moment without being asked, and reads go on. What Redis promises of
-durability is what its own configuration says; nothing is promised here.
+Laws:
+* A value that exists stays as it is (SET NX).
+* Only keys that begin with this prefix and have the length of a page's name are listed or cleared.
+* A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
+  FAILED.
+* When a server is full, puts are FAILED for a moment without a request, and reads go on.
+* What survives a power loss is up to the server's configuration.
 
 ``redis://user:password@host:6379/0?prefix=asynccache:&ttl=7d``; see ``settings`` for all options.
 """
@@ -16,12 +19,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from time import time
 from typing import Any, Self
 
-from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import HEADER_BYTES, Collected, PageKey, ParsedUrl, Record, Result, Stored, StoreLayout
-from asynccache_backends.pause import Pause
-from asynccache_backends.redis.catalog import Catalog
+from asynccache.errors import BackendError, Unavailable
+from asynccache.storage import (
+    HEADER_BYTES,
+    REFUSED,
+    Breaker,
+    PageKey,
+    ParsedUrl,
+    Record,
+    Result,
+    Stored,
+    StoreLayout,
+)
 from asynccache_backends.redis.connection import CommandBatch, plain
-from asynccache_backends.redis.resp import Names, Refusal
+from asynccache_backends.redis.resp import Names, Refusal, command
 from asynccache_backends.redis.routing import LOST, Lane, Router
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
@@ -29,6 +40,7 @@ MISS, HIT, CORRUPT, FAILED = Result
 
 GET_AHEAD_BYTES = 2 << 20
 NO_ROOM = ("OOM", "MISCONF")
+GONE = -2  # what PTTL says of a name that does not exist
 UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
 """Refusals that say nothing about the key: of a request that meets only those, nothing could be done."""
 COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects")
@@ -44,8 +56,7 @@ class RedisBackend:
         self._router = router
         self._counts = counts
         self._names = Names(settings.prefix, round(settings.ttl * 1000))
-        self._catalog = Catalog(router, self._names, settings.ttl)
-        self._room = Pause()
+        self._room = Breaker.brief()  # open while the server is full
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -68,13 +79,17 @@ class RedisBackend:
         return cls(settings, router, counts)
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key. Cancelling it changes nothing."""
+        """Return for each key whether it is stored: HIT or MISS. Cancelling it changes nothing.
+
+        A server that is silent for ``stall`` seconds is given up. One that says a byte now and then is never silent, so
+        the deadline of the call alone ends that: this is true of every call here, and ``CheckedStore`` sets it.
+        """
         return [_counted(reply) for reply in await self._said(b"EXISTS", keys)]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Receive pages straight into their buffers.
+        """Receive pages directly into the buffers of their records.
 
-        Cancelling it returns at once: the connection is closed, and with it all that could still write to them.
+        Cancelling it returns at once. The connection is closed, so nothing can write to the records any more.
         """
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
@@ -85,9 +100,10 @@ class RedisBackend:
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Send pages straight from their buffers, those that are not there yet.
+        """Ask which pages are stored, and send the others directly from the buffers of their records.
 
-        Cancelling it returns at once: the connection is closed, and the server drops what it has only half of.
+        Cancelling it returns at once. The connection is closed, and the server drops a command that it has received
+        only in part.
         """
         results = await self.exists(keys)
         fresh = [i for i, result in enumerate(results) if result is MISS]
@@ -98,46 +114,27 @@ class RedisBackend:
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key. Cancelling it may leave any of them deleted."""
+        """Delete the page of each key: HIT if there was one, else MISS. Cancelling it may leave any of them deleted."""
         return [_counted(reply) for reply in await self._said(b"UNLINK", keys)]
 
     async def clear(self) -> None:
-        """Forget all pages under this prefix; nothing else is touched. Cancelling it leaves some of them.
+        """Delete all pages under this prefix; nothing else is touched. Cancelling it may leave some of them.
 
         Raises:
             BackendError: a server cannot be asked.
         """
-        async for names in self._catalog.names():
-            await self._catalog.unlink(names)
+        async for names in self._page_names():
+            await self._told(b"UNLINK", names)
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """Yield all pages under this prefix. When they were written is known only where they have this store's ``ttl``.
+        """Yield all pages under this prefix, in batches. The time at which a page was written is known only if this
+        store has a ``ttl`` and the page was written with it.
 
         Raises:
             BackendError: a server cannot be asked. Cancelling it changes nothing.
         """
-        async for names in self._catalog.names():
-            yield [stored for _, stored in await self._catalog.entries(names)]
-
-    async def collect(self, older_than: float | None) -> Collected:
-        """Remove values that are no pages: too short for a payload, or of another type.
-
-        Raises:
-            ConfigError: ``older_than`` is given and the store has no ``ttl``: nobody knows when a page was written.
-            BackendError: a server cannot be asked. Cancelling it leaves the rest.
-        """
-        if older_than is not None and not self._settings.ttl:
-            raise ConfigError("Redis does not keep when a page was written; with ?ttl=7d the server forgets by itself")
-        done, until = Collected(), time() - (older_than or 0.0)
-        async for names in self._catalog.names():
-            entries = await self._catalog.entries(names)
-            waste = [entry for entry in entries if entry[1].size <= HEADER_BYTES]
-            kept = [entry for entry in entries if entry[1].size > HEADER_BYTES]
-            old = [entry for entry in kept if older_than is not None and 0 < entry[1].written < until]
-            await self._catalog.unlink([name for name, _ in waste + old])
-            size = done.size + sum(it.size for _, it in waste + old)
-            done = Collected(done.pages + len(old), done.waste + len(waste), size)
-        return done
+        async for names in self._page_names():
+            yield await self._entries(names)
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: any memory will do."""
@@ -145,7 +142,7 @@ class RedisBackend:
     def stats(self) -> Mapping[str, int | float]:
         """The counters of this instance: ``pages`` and ``bytes`` that it stored, others may have stored more;
         ``refused_pages``: the server had no room for them; ``connects``: connections made since it was opened."""
-        nodes = self._router.nodes.values()
+        nodes = self._router.nodes
         connections = sum(not connection.closed for node in nodes for connection in node.made)
         now = {"nodes": len(nodes), "connections": connections}
         return {**{name: self._counts[name] for name in COUNTERS}, **now}
@@ -160,11 +157,14 @@ class RedisBackend:
     # one request
 
     async def _said(self, verb: bytes, keys: Sequence[PageKey]) -> list[Any]:
-        names = self._names.of(keys)
+        return await self._about(verb, self._names.of(keys))
+
+    async def _about(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
         return await self._asked(Lane.WORDS, names, plain(self._names.commands(verb, names)))
 
     async def _asked(self, lane: Lane, names: Sequence[bytes], batch: CommandBatch) -> list[Any]:
-        """Replies; refusals are counted.
+        """Return the reply to each command of ``batch``, which is about one of ``names``. Refusals are among the
+        replies, and are counted.
 
         Raises:
             Unavailable: no server was willing to do anything.
@@ -184,9 +184,54 @@ class RedisBackend:
             raise Unavailable(f"{self._settings}: {refusals[0].text}")
         return replies
 
+    async def _page_names(self) -> AsyncIterator[list[bytes]]:
+        """Yield the names of all pages, in batches and each name once. All keys of every server are gone through, so it
+        is for people and not for requests. Raises BackendError if a server cannot be asked."""
+        await self._router.refresh()
+        seen: set[bytes] = set()  # SCAN may say a key twice, and so may two servers between which it moves
+        for node in list(self._router.nodes):
+            cursor = b""
+            while cursor != b"0":
+                scan = command(b"SCAN", cursor or b"0", b"MATCH", self._names.pattern(), b"COUNT", b"1000")
+                (reply,) = await node.ask(Lane.WORDS, plain([scan]))
+                match reply:
+                    case [bytes() as cursor, list() as found] if all(isinstance(name, bytes) for name in found):
+                        fresh = [name for name in dict.fromkeys(self._names.ours(found)) if name not in seen]
+                        seen.update(fresh)
+                        yield fresh
+                    case _:
+                        raise Unavailable(f"{node.address}: no answer to SCAN: {str(reply)[:200]}")
+
+    async def _told(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
+        """Return the replies to ``verb name`` for each name. Raises Unavailable if one of them is a refusal for another
+        reason than that something else than a page has the name."""
+        replies = await self._about(verb, names)
+        for reply in replies:
+            if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
+                raise Unavailable(f"{self._settings}: {reply.text}")
+        return replies
+
+    async def _entries(self, names: Sequence[bytes]) -> list[Stored]:
+        """Return the pages under these names that are still there; the size is 0 where there is no string."""
+        sizes, left = await self._told(b"STRLEN", names), await self._told(b"PTTL", names)
+        return [
+            Stored(self._names.key(name), size if isinstance(size, int) else 0, self._written(ms))
+            for name, size, ms in zip(names, sizes, left, strict=True)
+            if ms != GONE
+        ]
+
+    def _written(self, left_ms: Any) -> float:
+        """Return the unix time at which a page was written that has ``left_ms`` milliseconds to live, if a store with
+        this ``ttl`` wrote it; 0.0 if pages live for ever."""
+        ttl, now = self._settings.ttl, time()
+        known = ttl and isinstance(left_ms, int) and left_ms >= 0
+        return min(now, now + left_ms / 1000 - ttl) if known else 0.0
+
     async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Store what is not there. A server that had no room is not asked for a moment."""
-        if not self._room.allows(_now()):
+        """Send SET NX for each page and return the results. After a call in which no page found room, no page is sent
+        for a moment."""
+        permit = self._room.allow(_now())
+        if permit == REFUSED:
             self._counts["refused_pages"] += len(keys)
             return [FAILED] * len(keys)
         names = self._names.of(keys)
@@ -194,14 +239,14 @@ class RedisBackend:
         try:
             replies = await self._asked(Lane.PAGES, names, plain(commands))
         except BaseException:
-            self._room.given_up()
+            self._room.abandon(permit)
             raise
         refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
         self._counts["refused_pages"] += refused
         if refused == len(replies):
-            self._room.failed(_now())
+            self._room.failure(permit, _now())
         else:
-            self._room.ended()
+            self._room.success(permit)
         sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
         self._counts["pages"] += len(sizes)
         self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
@@ -209,12 +254,12 @@ class RedisBackend:
 
 
 def _counted(reply: Any) -> Result:
-    """The result of EXISTS or UNLINK, which say how many keys there were."""
+    """Return the result for one key from the reply to EXISTS or UNLINK, which is the number of keys found."""
     return FAILED if not isinstance(reply, int) else HIT if reply else MISS
 
 
 def _fetched(reply: Any) -> Result:
-    """The result of GET. Something else than a string under a page's key is no page of the right length."""
+    """Return the result for one key from the reply to GET. A value of another type than string is CORRUPT."""
     if isinstance(reply, Result):
         return reply
     return CORRUPT if isinstance(reply, Refusal) and reply.code == "WRONGTYPE" else FAILED

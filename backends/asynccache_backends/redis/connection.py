@@ -1,11 +1,12 @@
-"""One connection to one server: the only place where bytes move. One request at a time, of any number of commands.
+"""One connection to one server. It serves one request at a time, which has any number of commands.
 
-The law: when ``ask`` has returned or raised, nothing touches its buffers. A request that does not end well, by
-cancellation, loss or silence, ends the connection with it, at once and without a word to the server: so no reply can
-ever be taken for another one's, and no half-sent page completed with other bytes (the server drops what is not whole).
+Law: when ``ask`` has returned or raised, nothing touches its buffers any more. If a request does not end well, because
+it was cancelled or the connection was lost or silent, the connection is closed at once, without a word to the server.
+So no reply is taken for that of another request, and no page that was sent in part is completed with other bytes: the
+server drops a command that it has received only in part.
 
-Names, TCP and TLS are the event loop's. Its transport receives straight into a page, one buffer at a time, and uvloop's
-sends from where a page lies.
+The event loop looks up names and does TCP and TLS. Its transport receives directly into a page, one buffer at a time,
+and uvloop's transport sends a page from where it lies.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from typing import Any, NamedTuple, Self, cast
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.settle import settled
-from asynccache.storage import Record
-from asynccache_backends.options import HostPort
+from asynccache.storage import HostPort, Record
 from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, Refusal, command, joined
 from asynccache_backends.redis.settings import ENVIRONMENT, RedisSettings
 
 LOOKS = 8
-"""How often, in ``stall`` seconds, it is looked for what has been sent."""
+"""The number of times in ``stall`` seconds that a connection looks whether more has been sent."""
 
 ASKING = command(b"ASKING")
 
@@ -33,10 +33,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # Linu
 
 
 class CommandBatch(NamedTuple):
-    """Commands, and for each the record that its reply is a page for, if it is.
+    """The commands of a request. ``sinks`` has for each the record that its reply is read into, or None if the reply is
+    no page.
 
-    ``ahead``: how many commands are sent before the first of them is answered. A server that prepares all of a long
-    answer at once falls out of its caches, and holds it in memory."""
+    ``ahead``: how many commands are sent before the first of them is answered. A server that is sent all of a long
+    request prepares all replies at once, which takes memory and falls out of its processor's caches."""
 
     commands: Sequence[Command]
     sinks: Sequence[Record | None]
@@ -47,13 +48,13 @@ class CommandBatch(NamedTuple):
         return CommandBatch([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead)
 
     def asking(self) -> CommandBatch:
-        """Return the same commands, each after the word that a server wants which has a slot only by half."""
+        """Return the same commands, each preceded by ASKING, for a server that is just taking over their slots."""
         commands = [each for command in self.commands for each in (ASKING, command)]
         return CommandBatch(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
 
 
 def plain(commands: Sequence[Command]) -> CommandBatch:
-    """Commands whose replies are no pages."""
+    """Return a batch of commands whose replies are no pages."""
     return CommandBatch(commands, [None] * len(commands), len(commands))
 
 
@@ -82,7 +83,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent = 0
 
     async def open(self) -> Self:
-        """Connect, and sign in. The connection, ready for commands, is returned.
+        """Connect and sign in. Returns this connection, ready for commands.
 
         Raises:
             Unavailable: nobody listens, or TLS or the server refuses us. Timeout: it takes longer than ``stall``, or
@@ -108,7 +109,7 @@ class Connection(asyncio.BufferedProtocol):
             self._attempt = None  # it has the task, which has the caller's pages
 
     async def ask(self, batch: CommandBatch) -> list[Any]:
-        """The reply to each command.
+        """Send a request and return the reply to each command.
 
         Raises:
             Unavailable: the connection is lost. Timeout: no byte came or went for ``stall`` seconds.
@@ -138,7 +139,7 @@ class Connection(asyncio.BufferedProtocol):
             self._out.clear()
 
     def close(self, why: BackendError | None = None) -> None:
-        """End it now; a request that is under way fails by ``why``. Twice is fine."""
+        """Close the connection at once; a request under way fails with ``why``. Calling it twice is fine."""
         if not self.closed:
             self.closed = True
             self._abort()
@@ -223,7 +224,8 @@ class Connection(asyncio.BufferedProtocol):
             self._watching = self.loop.call_at(now + self._stall / LOOKS, self._look)
 
     async def _introduce(self) -> None:
-        """Tell the server who we are, and which database. Its answer to a password is not repeated: it may quote it."""
+        """Sign in, and select the database. Errors do not show the server's answer to a password, since it may quote
+        the password."""
         settings, sock = self._settings, self.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name in _KEEPALIVE.keys() & vars(socket).keys():

@@ -1,9 +1,10 @@
-"""The least that a client can do, to hold ours against: for ``asynccache bench store``, never for a cache.
+"""A minimal client of Redis, with which ``asynccache bench store`` compares the backend. No cache uses it.
 
-One asyncio protocol that knows two commands, sends values by ``writelines`` and receives them straight into their
-buffers. Of a cluster each server is sent its part of a batch; slots must stay where they are. It knows no header, no
-error but a broken assumption, no deadline. A connection per call in flight, as ours has. Ours makes its connections and
-knows where keys are; no code that a page passes through is shared, so that neither can hide the other's cost.
+An asyncio protocol that knows two commands. It sends values by ``writelines`` and receives them directly into their
+buffers. In a cluster each server is sent its part of a batch, and slots must stay where they are. There are no headers
+and no deadlines, and any reply but the expected one is an error. Each call in flight has a connection, as in the
+backend. The backend's code makes the connections and finds the server of a key. The two share no code that a page
+passes through, so that neither can hide the cost of the other.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from asynccache.errors import BackendError, Unavailable
-from asynccache.storage import ParsedUrl
-from asynccache_backends.options import HostPort
+from asynccache.storage import HostPort, ParsedUrl
 from asynccache_backends.redis.connection import Connection, plain
 from asynccache_backends.redis.resp import Buffer, command
 from asynccache_backends.redis.routing import Lane, RedisNode, Router
@@ -134,12 +134,8 @@ class _Protocol(asyncio.BufferedProtocol):
     def _end(self, error: Exception | None) -> None:
         if error is not None:
             self.transport.abort()
-        if self._done is None or self._done.done():
-            return
-        if error is None:
-            self._done.set_result(None)
-        else:
-            self._done.set_exception(error)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None) if error is None else self._done.set_exception(error)
 
 
 def _values(into: Sequence[memoryview]) -> list[Buffer]:

@@ -1,7 +1,8 @@
-"""The protocol (RESP2), without I/O: requests as buffers to send, and a reader that says where bytes are to land.
+"""The protocol RESP2, without I/O: requests as buffers to send, and a reader that says where received bytes belong.
 
-The law: bytes of replies land in buffers of this request's own pages and in the reader's own, and nowhere else; a HIT
-has all of its own and none of another's. Everything is framed by lengths: no byte of a key or a page is ever looked at.
+Law: the bytes of a reply land only in the buffers of this request's pages and in the reader's own memory. The buffers
+of a HIT have all bytes of that page and none of another. Values are framed by their lengths, so their bytes are never
+searched.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ class ProtocolError(Unavailable):
 
 
 def command(*words: bytes) -> bytes:
-    """One request."""
+    """Return the bytes of one request with these words."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 Command = bytes | tuple[Buffer, ...]
-"""A request; in pieces where there is a page in it, which is sent from where it lies."""
+"""A request. One with a page in it is a tuple of pieces, since the page is sent from where it lies."""
 
 
 def joined(commands: Iterable[Command]) -> Iterator[Buffer]:
-    """The fewest buffers to send, none of them large: each payload in pieces, and all that is between two as one."""
+    """Yield the buffers to send for these commands: each payload in pieces of ``PIECE_BYTES`` at most, and all bytes
+    between two payloads joined."""
     parts = chain.from_iterable((command,) if isinstance(command, bytes) else command for command in commands)
     for text, group in groupby(parts, lambda part: isinstance(part, bytes)):
         buffers = list(group)
@@ -59,8 +61,9 @@ _SPECIAL = b"*?[]\\^-"  # in the patterns of SCAN
 
 
 class Names:
-    """Names of pages, and commands about them. All names of a store are of one length and begin alike: no store's are
-    another's, whatever the prefixes. ``ttl_ms``: how long a page lives, 0 for ever."""
+    """The names of pages on the server, and commands about them. A name is the store's prefix and the page's 32 bytes.
+    So all names of a store have one length, and no name belongs to two stores, whatever their prefixes are.
+    ``ttl_ms``: milliseconds that a page lives; 0: for ever."""
 
     def __init__(self, prefix: bytes, ttl_ms: int = 0) -> None:
         self._prefix = prefix
@@ -69,12 +72,12 @@ class Names:
         self._words, self._options = 6 if ttl_ms else 4, b"\r\n$2\r\nNX\r\n" + expiry
 
     def of(self, keys: Sequence[PageKey]) -> list[bytes]:
-        """The names of pages."""
+        """Return the names of the pages with these keys."""
         prefix = self._prefix
         return [prefix + key.key for key in keys]
 
     def key(self, name: bytes) -> bytes:
-        """The 32 bytes in a name."""
+        """Return the 32 bytes of the page with this name."""
         return name[len(self._prefix) :]
 
     def ours(self, names: Iterable[bytes]) -> list[bytes]:
@@ -82,16 +85,16 @@ class Names:
         return [name for name in names if len(name) == self._length and name.startswith(self._prefix)]
 
     def commands(self, verb: bytes, names: Sequence[bytes]) -> list[bytes]:
-        """``verb name`` for each."""
+        """Return the command ``verb name`` for each name."""
         head = b"*2\r\n$%d\r\n%b\r\n$%d\r\n" % (len(verb), verb, self._length)
         return [b"%b%b\r\n" % (head, name) for name in names]
 
     def pattern(self) -> bytes:
-        """The pattern for SCAN, which may find more, never less."""
+        """Return the pattern for SCAN. It matches all names of this store, and maybe others."""
         return b"".join(b"\\%c" % byte if byte in _SPECIAL else b"%c" % byte for byte in self._prefix) + b"*"
 
     def storing(self, name: bytes, record: Record) -> Command:
-        """``SET name record NX [PX ttl]``."""
+        """Return the command ``SET name record NX [PX ttl]``."""
         header, payload = record
         length = HEADER_BYTES + len(payload)
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (self._words, len(name), name, length, bytes(header))
@@ -102,7 +105,7 @@ USUAL: dict[bytes, Any] = {b"+OK": b"OK", b":1": 1, b":0": 0, b"$-1": None}
 
 T = TypeVar("T")
 Receiving = Generator[memoryview, int, T]
-"""Yields where the next bytes belong, and is told how many came."""
+"""A generator that yields the buffer for the next bytes, and is sent how many bytes came."""
 
 
 class Reader:
@@ -137,7 +140,7 @@ class Reader:
         self.buffer = self._steps.send(count)
 
     def forget(self) -> None:
-        """Keep no buffer of anybody's."""
+        """Drop all references to the buffers of the request's pages."""
         self._steps.close()
         self._sinks, self.buffer = (), self._spare
 
@@ -153,7 +156,7 @@ class Reader:
         raise ProtocolError("a reply that nobody asked for")
 
     def _usual(self) -> None:
-        """Take what pages are mostly answered by, many at once: it is a tenth of the work."""
+        """Parse a run of the most frequent replies at once. This takes a tenth of the time of parsing each."""
         first = self._raw.find(b"\r\n", self._at, self._end)
         if first < 0 or bytes(self._spare[self._at : first]) not in USUAL:
             return
@@ -165,7 +168,7 @@ class Reader:
             self._at += len(line) + 2
 
     def _reply(self, record: Record | None, depth: int = 0) -> Receiving[Any]:
-        """One value; ``depth``: in how many lists."""
+        """Parse one reply and return its value. ``depth`` is the number of lists around it."""
         line = yield from self._line(record)
         kind, rest = line[:1], line[1:]
         if depth:

@@ -1,13 +1,14 @@
-"""The server of each key, one for all or a cluster's map of hash slots; and the connections to each server.
+"""Finds the server of each key: the only server, or the one that a cluster's map of hash slots names. Keeps the
+connections to each server.
 
-To each there are a few connections for pages and one for small questions, which so never wait behind pages. A
-connection serves one request at a time; more requests wait in line. Where none can be made, a new one is lost or one
-falls silent, the server is left alone for a moment: a dead one costs an attempt now and then, and not one for every
-request in line.
+Each server has a few connections for pages, and one for small questions, so that these never wait behind pages. A
+connection serves one request at a time, and further requests wait in line. If a connection cannot be made, is lost
+while it is new, or falls silent, the server is left alone for a moment. So a dead server costs an attempt now and then,
+and not an attempt for every request in line.
 
-A cluster's map is as good as the last answer. A server that no longer has a slot says who has it (MOVED: from now on;
-ASK: this once), and the request goes there. After a MOVED, or when a server could not be reached, the next request has
-the map read anew, at most once a second. It does not wait for that, since the server that is asked may hang.
+A cluster's map may be out of date. A server that no longer has a slot answers who has it (MOVED: from now on; ASK: this
+once), and the request goes there. After a MOVED, or when a server could not be reached, the next request begins to read
+the map anew, at most once a second. The request does not wait for that, since the server that is asked may hang.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from typing import Any
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.settle import settled
-from asynccache_backends.options import HostPort
-from asynccache_backends.pause import Health, Pause
+from asynccache.storage import REFUSED, Breaker, BreakerState, HostPort, Permit
 from asynccache_backends.redis.connection import CommandBatch, Connection, plain
 from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.settings import RedisSettings
@@ -44,78 +44,79 @@ _SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
 
 
 def slot_of(key: bytes) -> int:
-    """The hash slot of a key: of what is between the first brace and the next closing one, if any, or of all."""
+    """Return the hash slot of a key. If the key has braces, it is that of the bytes between the first pair of them."""
     tag = _TAG.match(key)
     return crc_hqx(tag[1] if tag else key, 0) % SLOTS
 
 
 Lane = IntEnum("Lane", ["PAGES", "WORDS"])
-"""Which connections a request uses."""
+"""The connections that a request uses: those for pages, or the one for small questions."""
 
 
 class RedisNode:
-    """One server. ``pause``: whether it is left alone; ``asked``: requests that have chosen it and have not ended;
-    ``made``: its connections, and some that are being made or closed."""
+    """One server. ``breaker``: open while the server is left alone. ``made``: its connections, and some that are being
+    made or closed."""
 
     def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
         self._settings = settings
         self._counts = counts
         self._loop = asyncio.get_running_loop()
-        self.pause = Pause()
+        self.breaker = Breaker.brief()
         self._last = ""                                # the error's words
         self._closed = False
-        self.asked = 0
         self.made: set[Connection] = set()
         self._lines = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
         self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
 
     async def ask(self, lane: Lane, batch: CommandBatch) -> list[Any]:
-        """The reply to each command.
+        """Send a request and return the reply to each command.
 
         Raises:
             BackendError: ``Unavailable`` if the server cannot be reached or is left alone, ``Timeout`` if it hangs.
 
         Cancelling it returns at once, and closes the connection if the request was under way.
         """
-        self.asked += 1
-        try:
-            async with self._lines[lane]:              # first come, first served
-                if self._closed:
-                    raise Unavailable(f"{self.address}: the store is closed")
-                if not self.pause.allows(self._loop.time()):
-                    raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
-                idle = self._idle[lane]
-                connection, replies = await self._tried(idle.pop() if idle else None, batch)
-                idle.append(connection)
-        finally:
-            self.asked -= 1
+        async with self._lines[lane]:                  # first come, first served
+            if self._closed:
+                raise Unavailable(f"{self.address}: the store is closed")
+            permit = self.breaker.allow(self._loop.time())
+            if permit == REFUSED:
+                raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
+            idle = self._idle[lane]
+            connection, replies = await self._tried(permit, idle.pop() if idle else None, batch)
+            idle.append(connection)
         return replies
 
-    def failed(self, error: BackendError) -> None:
-        """Leave it alone for a moment, because of ``error``."""
+    def failed(self, error: BackendError, permit: Permit | None = None) -> None:
+        """Leave it alone for a moment, because of ``error``. ``permit``: that of the request which failed, if it has
+        one still."""
+        now = self._loop.time()
         self._last = str(error)                        # its traceback would hold the pages
-        self.pause.failed(self._loop.time())
+        self.breaker.failure(self.breaker.allow(now) if permit is None else permit, now)
 
     def close(self, *, idle: bool = False) -> None:
-        """End all connections, and requests under way fail; or those that are not in use, and new ones are made."""
+        """End all connections, so that requests under way fail, and make no new ones. With ``idle`` end only those that
+        are not in use; new ones are made when they are needed."""
         self._closed = self._closed or not idle
         for connection in chain(*self._idle.values()) if idle else self.made:
             connection.close()
 
-    async def _tried(self, connection: Connection | None, batch: CommandBatch) -> tuple[Connection, list[Any]]:
-        """The replies, and the connection that they came by: the one given, or a new one if that is none any more."""
+    async def _tried(
+        self, permit: Permit, connection: Connection | None, batch: CommandBatch
+    ) -> tuple[Connection, list[Any]]:
+        """Return the replies, and the connection by which they came: the given one, or a new one if it is closed."""
         fresh = connection is None or connection.closed
         try:
             connection = await self._connect() if connection is None or connection.closed else connection
             replies = await connection.ask(batch)
         except BaseException as error:
             if isinstance(error, Timeout) or (fresh and isinstance(error, BackendError)):
-                self.failed(error)
+                self.failed(error, permit)
             else:                                      # cancelled; or an old one is lost: does a new one work?
-                self.pause.given_up()
+                self.breaker.abandon(permit)
             raise
-        self.pause.ended()
+        self.breaker.success(permit)
         return connection, replies
 
     async def _connect(self) -> Connection:
@@ -127,21 +128,20 @@ class RedisNode:
 
 
 Groups = dict[tuple[RedisNode | None, bool], list[int]]
-"""Which commands of a request are for which node, or for nobody; True: it has their slot only by half, and must be told
-so."""
+"""The positions of a request's commands, by the node that they are for (None: no node has their slot). The second part
+is True if that node is just taking over the slot, so that each command must be preceded by ASKING."""
 
 
 class Router:
-    """Sends each command where its key is. All that changes about routing is in here.
-
-    ``nodes``: those that have keys.
-    """
+    """Sends each command where its key is. All that changes about routing is in here. ``nodes``: the servers that have
+    slots. Those that had some, or were only asked for the map, are known, too, and are without connections."""
 
     def __init__(self, settings: RedisSettings, counts: Counter[str]) -> None:
         self.clustered = False
         self._settings = settings
         self._counts = counts
-        self.nodes: dict[HostPort, RedisNode] = {}
+        self.nodes: set[RedisNode] = set()
+        self._known: dict[HostPort, RedisNode] = {}
         self._owners: list[RedisNode | None] = []
         self._stale = False
         self._refreshed = float("-inf")
@@ -149,11 +149,11 @@ class Router:
         self._closed = False
 
     def owner(self, key: bytes) -> RedisNode | None:
-        """The node that has ``key``; None if nobody does."""
+        """Return the node that has ``key``; None if no node has its slot."""
         return self._owners[slot_of(key) if self.clustered else 0]
 
     async def open(self) -> None:
-        """Find out whether it is a cluster, and its map.
+        """Ask one of the servers whether it is part of a cluster, and for the map if it is.
 
         Raises:
             Unavailable: no server can be reached, or it refuses us, or answers nonsense. Timeout: it does not answer.
@@ -167,16 +167,16 @@ class Router:
             raise
 
     async def ask(self, lane: Lane, keys: Sequence[bytes], batch: CommandBatch) -> list[Any]:
-        """The reply to each command, from who has its key, one of ``keys`` for each; a ``Refusal`` where that one could
-        not be reached.
+        """Send each command to the node that has its key, and return the replies. ``keys`` has the key of each command.
+        Where a node of a cluster could not be reached, the reply is a ``Refusal``.
 
         Raises:
-            BackendError: the only one cannot be reached, or hangs.
+            BackendError: it is no cluster, and the server cannot be reached or hangs.
 
         Cancelling it returns at once; connections that were in use are closed.
         """
         if not self.clustered:
-            (node,) = self.nodes.values()
+            (node,) = self.nodes
             return await node.ask(lane, batch)
         self._refresh_if_stale()
         replies: list[Any] = [None] * len(keys)
@@ -184,18 +184,11 @@ class Router:
         for i, key in enumerate(keys):
             groups.setdefault((self.owner(key), False), []).append(i)
         for _ in range(REDIRECTIONS):
-            chosen = [node for node, _ in groups if node is not None]
-            try:
-                for node in chosen:
-                    node.asked += 1                    # before the tasks begin, so that a new map does not close it
-                async with asyncio.TaskGroup() as tasks:
-                    asked = [
-                        (which, tasks.create_task(self._answers(lane, batch.part(which), node, asking)))
-                        for (node, asking), which in groups.items()
-                    ]
-            finally:
-                for node in chosen:
-                    node.asked -= 1
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    (which, tasks.create_task(self._answers(lane, batch.part(which), node, asking)))
+                    for (node, asking), which in groups.items()
+                ]
             for which, task in asked:
                 for i, reply in zip(which, task.result(), strict=True):
                     replies[i] = reply
@@ -208,7 +201,7 @@ class Router:
             return
         self._refreshed = asyncio.get_running_loop().time()
         with suppress(BackendError):
-            known = sorted(self.nodes.values(), key=lambda node: node.pause.health is not Health.WELL)
+            known = sorted(self.nodes, key=lambda node: node.breaker.state is not BreakerState.CLOSED)
             address, reply = await self._of_any([*(node.address for node in known), *self._settings.seeds], _SLOTS)
             if isinstance(reply, list):
                 self._learn(address, reply)
@@ -221,12 +214,12 @@ class Router:
             self._refreshing = asyncio.create_task(self.refresh())
 
     def close(self, *, idle: bool = False) -> None:
-        """End all connections, and requests under way fail; or those that are not in use, because a server has changed
-        sides: a cluster's map is old then, too."""
+        """End all connections, so that requests under way fail. With ``idle`` end only those that are not in use,
+        because a server has become a replica; the map of a cluster is out of date then, too."""
         self._closed, self._stale = self._closed or not idle, True
         if self._closed and self._refreshing is not None:
             self._refreshing.cancel()
-        for node in self.nodes.values():
+        for node in self._known.values():
             node.close(idle=idle)
 
     async def aclose(self) -> None:
@@ -243,6 +236,7 @@ class Router:
             self._learn(address, reply)
             return
         self._owners = [self._node(address)]
+        self.nodes = {self._node(address)}
         if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # those are no cluster, or do not say
             raise Unavailable(f"{self._settings}: {reply.text}")
         if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
@@ -254,22 +248,21 @@ class Router:
         for first, last, address in ranges:
             owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
-        known = set(owners)
-        for address, node in list(self.nodes.items()):
-            if node not in known and not node.asked:  # it has no slots any more, and no request
-                node.close()
-                del self.nodes[address]
+        self.nodes = {node for node in owners if node is not None}
+        for node in set(self._known.values()) - self.nodes:
+            node.close(idle=True)
 
     def _node(self, address: HostPort) -> RedisNode:
-        if address not in self.nodes:
-            self.nodes[address] = RedisNode(address, self._settings, self._counts)
+        if address not in self._known:
+            self._known[address] = RedisNode(address, self._settings, self._counts)
             if self._closed:
-                self.nodes[address].close()
-        return self.nodes[address]
+                self._known[address].close()
+        return self._known[address]
 
     async def _of_any(self, addresses: Sequence[HostPort], batch: CommandBatch) -> tuple[HostPort, Any]:
-        """The first who answers, and the answer. Each has twice ``stall``: once to connect, and once to answer. One
-        that says a byte now and then is never silent, and would be waited for without end."""
+        """Ask one server after another. Returns the address of the first that answers, and its answer. Each has twice
+        ``stall`` seconds: to connect, and to answer. Without that limit a server that says a byte now and then, and so
+        is never silent, would be waited for without end. Raises the last server's ``BackendError`` if none answers."""
         failure: BackendError = Unavailable("no server is named")
         within = 2 * self._settings.stall
         for address in dict.fromkeys(addresses):
@@ -299,8 +292,9 @@ class Router:
         return [refusal] * len(part.sinks)
 
     def _redirected(self, groups: Groups, replies: Sequence[Any]) -> Groups:
-        """The nodes to ask again, and for what. A redirection that names no slot and no port is none. The host may be
-        an IPv6 address without brackets, or missing: that is the server's that was asked, which does not know its own.
+        """Return which commands are to be sent again, and where, as the replies say. A redirection without a slot or a
+        port is ignored. The host may be an IPv6 address without brackets. It is missing if the server that was asked
+        does not know its own address, and means that server.
         """
         again: Groups = {}
         for asked, i in ((node, i) for (node, _), which in groups.items() for i in which):
@@ -315,12 +309,14 @@ class Router:
                 node = self._node(HostPort(host, int(match[3])))
                 if code == "MOVED":
                     self._owners[int(match[1])] = node
+                    self.nodes.add(node)
                 again.setdefault((node, code == "ASK"), []).append(i)
         return again
 
 
 def _range_of(entry: Any, asked: HostPort) -> tuple[int, int, HostPort]:
-    """First and last slot and the server that has them, of what ``asked`` said to CLUSTER SLOTS.
+    """Return the first and the last slot of one entry of ``asked``'s answer to CLUSTER SLOTS, and the address of the
+    server that has these slots.
 
     Raises:
         ProtocolError: it said something else.

@@ -10,15 +10,16 @@ import os
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
 from asynccache.errors import ConfigError
-from asynccache.storage import ParsedUrl, parse_place
-from asynccache_backends.options import HostPort, whole_number
+from asynccache.storage import HostPort, ParsedUrl, parse_host_port
 
 ENVIRONMENT = "ASYNCCACHE_REDIS_"
 OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
+
+MOST_NUMBER = 999_999
 
 _PREFIX = re.compile(r"[!-z|~]{1,128}")
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
@@ -65,7 +66,7 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
         raise ConfigError("storage option cluster='off': several hosts are those of a cluster")
     return RedisSettings(
         seeds=seeds,
-        database=whole_number("database", database or "0", 0),
+        database=replace(url, options={"database": database or "0"}).whole_number("database", 0, 0, MOST_NUMBER),
         username=unquote(username) if at else environment.get(f"{ENVIRONMENT}USERNAME", ""),
         password=unquote(password) or environment.get(f"{ENVIRONMENT}PASSWORD", ""),
         tls=_tls(url, environment) if url.scheme == "rediss" else None,
@@ -73,16 +74,16 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
         prefix=prefix.encode(),
         ttl=0.0 if ttl == "0" else _span("ttl", ttl),
         cluster=url.choice("cluster", ("auto", "on", "off")),
-        connections=whole_number("connections", url.options.get("connections", "4"), 1),
+        connections=url.whole_number("connections", 4, 1, MOST_NUMBER),
         stall=_span("stall", url.options.get("stall", "5")),
     )
 
 
 def _address(text: str) -> HostPort:
-    place = parse_place(text)
-    if place is None:
+    address = parse_host_port(text, 6379)
+    if address is None:
         raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return HostPort(place.host, place.port or 6379)
+    return address
 
 
 def _span(name: str, text: str) -> float:
