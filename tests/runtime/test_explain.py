@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -10,7 +11,9 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache
 from asynccache.runtime import explaining
 from asynccache.runtime.explaining import Where
+from asynccache.runtime.tokens import HASH_BYTES
 from asynccache.storage import Result
+from asynccache.worker.contract import StoreQuestion
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, settled, text
 
 
@@ -50,11 +53,15 @@ async def test_a_long_prompt_is_asked_about_in_parts(monkeypatch: pytest.MonkeyP
     async with opened(settings(device=12, host=12), storage=backend) as cache:
         whole = await cache.explain(text(11))
         assert whole.storage == 10 * PAGE
-        asked = list[int]()
-        ask = parts(cache).worker.ask
+        worker, asked = parts(cache).worker, list[int]()
+        plain = worker.ask
+
+        async def ask(questions: Sequence[StoreQuestion]) -> list[bytes]:
+            asked.append(len(questions[0].hashes) // HASH_BYTES)
+            return await plain(questions)
+
         monkeypatch.setattr(explaining, "ASKED", 3)
-        worker = parts(cache).worker
-        monkeypatch.setattr(worker, "ask", lambda some: asked.append(len(some[0].hashes) // 32) or ask(some))
+        monkeypatch.setattr(worker, "ask", ask)
         assert await cache.explain(text(11)) == whole
         assert asked == [3, 3, 3, 2]
     await backend.aclose()
