@@ -5,6 +5,7 @@
 #   JOBS      how many processes the tests run in; 0: in one, as pytest does. One more than there are cores, unless you say
 #             otherwise: a tenth of the time goes by in waiting for servers that hang on purpose
 #   SECONDS   how long each program of `make soak` runs
+#   DEMO      more options of the command that `make demo` runs, as in DEMO="--requests 40"
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 #   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
 #   CUDA      the major version that test-gpu installs cupy for, 12 or 13: torch's own, unless you say which
@@ -13,6 +14,7 @@ PYTHON   ?= python3
 PIP_ARGS ?=
 JOBS     ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 SECONDS  ?= 600
+DEMO     ?=
 S3       ?= moto
 CUDA     ?=
 VLLM     ?= 0.32.0
@@ -62,7 +64,7 @@ help:
 
 demo: $(VENV)/.installed-cli
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
-	    $(BIN)/asynccache stress --storage "file:$$folder/store"
+	    $(BIN)/asynccache stress --storage "file:$$folder/store" $(DEMO)
 
 # The source, with extension modules beside it that are made from it: hatch_build.py builds only what has changed.
 compiled: $(VENV)/.installed-dev
@@ -156,9 +158,9 @@ types: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-cli
 	@mkdir -p $(BENCH)
-	$(BIN)/asynccache bench tree --json $(BENCH)/tree.json
+	$(BIN)/python -m benchmarks.tree --json $(BENCH)/tree.json
 	$(BIN)/asynccache bench store --json $(BENCH)/store.json
-	$(BIN)/asynccache bench runtime --json $(BENCH)/runtime.json
+	$(BIN)/python -m benchmarks.runtime --json $(BENCH)/runtime.json
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.capacity import policy_hits
-from asynccache.cli.curve import PagePath, blocks
+from asynccache.cli.curve import BlockPath
 from asynccache.cli.optimum import next_uses, optimum
 from asynccache.cli.parsing import integer, listed
+from asynccache.cli.policy import policy_hits
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.trace import arrivals, read_trace
+from asynccache.cli.trace import arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import Outcome, Plan, Status, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
@@ -40,9 +40,9 @@ SPACE = bytes(HASH_BYTES)
 
 
 class Workload(NamedTuple):
-    """``times``: the seconds at which the requests come."""
+    """``paths``: the blocks of each request. ``times``: the seconds at which the requests come."""
 
-    requests: list[PagePath]
+    paths: list[BlockPath]
     times: list[float]
 
 
@@ -66,23 +66,23 @@ class Row(NamedTuple):
 def workloads(trace: Workload, size: int) -> Iterator[tuple[str, Workload]]:
     """Yield the workloads for a cache of ``size`` blocks, by name. Of two in a row the first is the trace's first
     ``HALF`` requests."""
-    requests, times = trace
-    fresh = count(1 + max(max(path.keys, default=0) for path in requests))
+    paths, times = trace
+    fresh = count(1 + max(max(path, default=0) for path in paths))
     yield "trace", trace
     for name, some in (("first hundred", EARLY), ("first thousand", 10 * EARLY)):
-        yield name, Workload(requests[:some], times[:some])
-    yield "no reuse", Workload([PagePath([next(fresh) for _ in path.keys], path.looked_up) for path in requests], times)
-    half, until = requests[:HALF], times[:HALF]
+        yield name, Workload(paths[:some], times[:some])
+    yield "no reuse", Workload([[next(fresh) for _ in path] for path in paths], times)
+    half, until = paths[:HALF], times[:HALF]
     anew: dict[int, int] = {}
-    others = [PagePath([anew.setdefault(key, next(fresh)) for key in path.keys], path.looked_up) for path in half]
+    others: list[BlockPath] = [[anew.setdefault(key, next(fresh)) for key in path] for path in half]
     random.Random(1).shuffle(others)
     yield "trace, then others in any order", _then(half, until, others)
     texts = [[next(fresh) for _ in range(LOOP_BLOCKS)] for _ in range(max(1, size * 9 // 10 // LOOP_BLOCKS))]
-    looped = [PagePath(texts[number % len(texts)], LOOP_BLOCKS) for number in range(len(half))]
+    looped: list[BlockPath] = [texts[number % len(texts)] for number in range(len(half))]
     yield "trace, then a loop that fits", _then(half, until, looped)
 
 
-def _then(first: list[PagePath], times: list[float], second: list[PagePath]) -> Workload:
+def _then(first: list[BlockPath], times: list[float], second: list[BlockPath]) -> Workload:
     """One after the other; the requests of ``second`` come as fast as those of ``first``."""
     return Workload(first + second, times + [times[-1] + 1 + at - times[0] for at in times])
 
@@ -90,23 +90,23 @@ def _then(first: list[PagePath], times: list[float], second: list[PagePath]) -> 
 def hits(workload: Workload, size: int, host: bool, eviction: str) -> int:
     """Return how many blocks are found. ``host``: half of the ``size`` is on a host."""
     if not host:
-        return policy_hits(workload.requests, size, eviction, workload.times)
+        return policy_hits(workload.paths, size, eviction, workload.times)
     device = size // 2
     core = CacheCore(CoreConfig(
         page_size=BLOCK_TOKENS, components=(ComponentSlots(ComponentKind.FULL, device, size - device),),
         eviction=eviction, storage=False,
     ))  # fmt: skip
     found = 0
-    for path, at in zip(workload.requests, workload.times, strict=True):
-        if len(path.keys) <= device:
+    for path, at in zip(workload.paths, workload.times, strict=True):
+        if len(path) <= device:
             core.at(at)
             found += _serve(core, path)
     return found
 
 
-def _serve(core: CacheCore, path: PagePath) -> int:
-    """Serve one request, with copies that end as soon as they begin; return how many blocks it found."""
-    keys = np.asarray(path.keys, dtype=np.int32)
+def _serve(core: CacheCore, path: BlockPath) -> int:
+    """Serve the request with this path, with copies that end as soon as they begin; return how many blocks it found."""
+    keys = np.asarray(path, dtype=np.int32)
     key, length = np.repeat(keys, BLOCK_TOKENS).tobytes(), len(keys) * BLOCK_TOKENS
     while not isinstance(answer := core.lease(LeaseRequest(SPACE, key, length, length, length)), Grant):
         _perform(core, answer.plan)
@@ -132,9 +132,9 @@ def rows(trace: Workload, sizes: Sequence[int]) -> Iterator[Row]:
     """Play every pair."""
     for size in sizes:
         for name, workload in workloads(trace, size):
-            uses = next_uses(workload.requests)
-            looked_up = sum(path.looked_up for path in workload.requests)
-            most = optimum(workload.requests, uses, size)
+            uses = next_uses(workload.paths)
+            looked_up = sum(len(path) for path in workload.paths)
+            most = optimum(workload.paths, uses, size)
             for host in (False, True):
                 lru, p2c = (hits(workload, size, host, eviction) for eviction in ("lru", "p2c"))
                 way = round(100 * (p2c - lru) / (most - lru), 1) if most > lru else None
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     args = parser.parse_args(arguments)
     requests = asyncio.run(read_trace(args.trace, args.limit))
-    trace = Workload(list(blocks(requests)), arrivals(requests, 1.0))
+    trace = Workload(list(paths_of(requests)), arrivals(requests, 1.0))
     if not args.json:
         sys.stdout.write(f"{'workload':32}{'blocks':>8}{'host':>6}{'lru':>9}{'p2c':>9}{'points':>9}{'way':>7}\n")
     broken = 0

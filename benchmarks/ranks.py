@@ -78,8 +78,7 @@ def charts(figures: Figures) -> Iterator[Chart]:
     rows = [Row(f"{count} workers, {name}", [*(one[key] for key in ("p50_us", "p99_us", "echo_p50_us", "ratio"))],
                 missed=one["ratio"] > GOAL_RATIO)
             for count, found in figures["workers"].items() for name in ("one", "plan") for one in [found[name]]]
-    yield Chart("ranks", "Operations on their way to workers and back: µs",
-                (("p50", "l1"), ("p99", "l2"), ("echo p50", "limit"), ("ratio", "")), rows, "µs", [
+    yield Chart("Operations on their way to workers and back: µs", ("p50", "p99", "echo p50", "ratio"), rows, [
         f"{count} workers: the head's CPU an operation and worker: {found['cpu_us']:.1f} µs"
         for count, found in figures["workers"].items()
     ])  # fmt: skip

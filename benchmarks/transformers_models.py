@@ -28,7 +28,6 @@ from asynccache_hf import ContinuousBatching, PagedModel, PrefixCache, describe
 from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
-from asynccache.cli.bench_together import continued
 
 REQUESTS, PROMPT, NEW, PAGE = 8, 128, 24, 16
 SHARED = PROMPT * 7 // 8
@@ -81,6 +80,23 @@ def on_pages(batching: ContinuousBatching, texts: Tokens) -> Tokens:
     return [request.result() for request in batching.generate_batch(texts, max_new_tokens=NEW)]
 
 
+def continued(manager: Any, texts: Tokens) -> Tokens:
+    """The tokens that transformers' own ``manager`` generates after each prompt.
+
+    Raises:
+        RuntimeError: the manager has ended before that.
+    """
+    ids = manager.add_requests(inputs=texts, max_new_tokens=NEW)
+    found: dict[str, list[int]] = {}
+    while len(found) < len(texts):
+        told = manager.get_result(timeout=1)
+        if told is not None and told.is_finished():
+            found[told.request_id] = told.generated_tokens
+        elif told is None and not manager.is_running():
+            raise RuntimeError("transformers' continuous batching has ended")
+    return [found[each] for each in ids]
+
+
 async def scheduled(scheduler: Scheduler, texts: Tokens) -> Tokens:
     asked = [scheduler.submit(Request(text, Limits(NEW))) for text in texts]
     return list(await asyncio.gather(*(request.done() for request in asked)))
@@ -110,7 +126,7 @@ async def measure(rounds: int) -> dict[str, float]:
                     known = batched(model.generate, again)
                     made = {
                         "generate, one by one": lambda texts=texts: one_by_one(model.generate, texts),
-                        "continuous batching": lambda texts=texts: continued(manager, texts, NEW),
+                        "continuous batching": lambda texts=texts: continued(manager, texts),
                         "ContinuousBatching, cold": lambda texts=texts: on_pages(batching, texts),
                         "PrefixCache, batch of 8, cold": lambda texts=texts: batched(prefix.generate, texts),
                     }
@@ -123,7 +139,7 @@ async def measure(rounds: int) -> dict[str, float]:
                     assert await scheduled(ours, again) == known
                     timed.seconds.setdefault("scheduler, 88 % cached", []).append(time.process_time() - start)
                     made = {
-                        "continuous batching, 88 % cached": lambda again=again: continued(manager, again, NEW),
+                        "continuous batching, 88 % cached": lambda again=again: continued(manager, again),
                         "ContinuousBatching, 88 % cached": lambda again=again: on_pages(batching, again),
                         "PrefixCache, batch of 8, 88 % cached": lambda again=again: batched(prefix.generate, again),
                     }

@@ -1,9 +1,9 @@
-"""The core in trees of every size, and beside itself: ``python -m benchmarks.tree WHAT``.
+"""The core by itself, and in trees of every size: ``python -m benchmarks.tree [WHAT]``.
 
-``growth``: the calls of the core in trees of different sizes, and the slowest single calls. ``ghosts``: the memory of a
-node that left the tree and that the eviction policy remembers. ``metrics``: how much counting for metrics adds.
-``cores``: ``asynccache bench tree`` with the pure core and with the compiled one, side by side. The workloads, and how
-calls are timed, are those of ``asynccache bench tree``.
+``calls``: what each call of the core costs, and the memory of a node. ``growth``: the calls of the core in trees of
+different sizes, and the slowest single calls. ``ghosts``: the memory of a node that left the tree and that the eviction
+policy remembers. ``metrics``: how much counting for metrics adds. ``cores``: ``calls`` with the pure core and with the
+compiled one, side by side. ``tree_calls`` has the workloads, and how calls are timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from functools import partial
 from random import Random
 from statistics import median_high
 
-from asynccache.cli.bench_tree import (
+from asynccache.cli.charts import Chart, Row
+from asynccache.cli.main import bench
+from asynccache.cli.output import Tell
+from asynccache.cli.parsing import choice, integer, listed
+from asynccache.config import EVICTION_POLICIES
+from asynccache.core.cache import Grant, LeaseRequest
+from asynccache.core.plan import More, Wait
+from asynccache.core.settings import SLICE_STEPS
+from benchmarks.tree_calls import (
     CONTINUATION,
     EVICTED,
     GROWTH_PAGE,
@@ -34,19 +42,13 @@ from asynccache.cli.bench_tree import (
     Bed,
     Figures,
     Timer,
+    charts_of_calls,
+    measure_calls,
     microseconds,
     shared,
     time_hits,
     timer,
 )  # fmt: skip
-from asynccache.cli.charts import Chart, Row
-from asynccache.cli.main import bench
-from asynccache.cli.output import Tell
-from asynccache.cli.parsing import choice, integer, listed
-from asynccache.config import EVICTION_POLICIES
-from asynccache.core.cache import Grant, LeaseRequest
-from asynccache.core.plan import More, Wait
-from asynccache.core.settings import SLICE_STEPS
 
 REMEMBERED = 16_384             # how many evicted nodes the core remembers, as in a running cache
 FANOUT, SAMPLE = 16, 4000
@@ -55,18 +57,22 @@ FANOUT, SAMPLE = 16, 4000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
     numbers = [str(i) for i in range(len(SHAPES))]
-    parser.add_argument("what", choices=("growth", "ghosts", "metrics", "cores"), help="what is measured")
+    parser.add_argument("what", choices=("calls", "growth", "ghosts", "metrics", "cores"), nargs="?", default="calls",
+                        help="what is measured (default: %(default)s)")
     parser.add_argument("--nodes", type=listed(integer(1)), default="1000,10000,100000,1000000", metavar="N,N",
                         help="growth: numbers of nodes of the trees that are measured (default: %(default)s)")
     parser.add_argument("--shapes", type=listed(choice(*numbers)), default=",".join(numbers), metavar="I,I",
-                        help="cores: shapes to measure, as for asynccache bench tree (default: all)")
+                        help="calls, cores: shapes to measure (default: all): "
+                             + "; ".join(map("{}: {}".format, numbers, SHAPES)))
     parser.add_argument("--rounds", type=integer(1), default=2, metavar="N", help="metrics: rounds (default: 2)")
     parser.add_argument("--eviction", default="lru", choices=EVICTION_POLICIES,
-                        help="the eviction policy (default: %(default)s)")
+                        help="the eviction policy (default: %(default)s, for which the goals were set)")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure, and return the figures under the name of what is measured."""
+    if args.what == "calls":
+        return {"bench": "tree", **measure_calls(args.shapes, args.eviction, tell)}
     if args.what == "growth":
         found: Figures = {kind: measure_growth(kind, args.nodes, args.eviction, tell) for kind in ("full", "all")}
     elif args.what == "ghosts":
@@ -79,26 +85,27 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
 
 
 def charts(figures: Figures) -> Iterator[Chart]:
-    """Yield a chart of what was measured: how the mean grows with the tree, or the p50 of both cores."""
-    kinds = {"match": "l1", "pin": "l3", "insert": "l2", "evict": "plain"}
+    """Yield a chart of what was measured: each call, how the mean grows with the tree, or the p50 of both cores."""
+    if "shapes" in figures:
+        yield from charts_of_calls(figures)
+    kinds = ("match", "pin", "insert", "evict")
     for kind, sizes in figures.get("growth", {}).items():
-        yield Chart(f"growth-{kind}", f"How the cost grows with the tree, {kind}: mean CPU µs", list(kinds.items()), [
+        yield Chart(f"How the cost grows with the tree, {kind}: mean CPU µs", kinds, [
             Row(f"{row['nodes']:,} nodes", [row[name]["cpu"]["mean"] for name in kinds]) for row in sizes
-        ], "CPU time, µs")  # fmt: skip
+        ])
     cores = figures.get("cores", {})
-    for i, (name, rows) in enumerate(cores.get("compiled", {}).items()):
-        yield Chart(f"cores-{i}", f"What a call of either core costs, {name}: p50 of CPU µs",
-                    (("compiled", "l1"), ("pure", "l2")),
+    for name, rows in cores.get("compiled", {}).items():
+        yield Chart(f"What a call of either core costs, {name}: p50 of CPU µs", ("compiled", "pure"),
                     [Row(row["what"], [row["cpu"]["p50"], cores["pure"][name][operation]["cpu"]["p50"]])
-                     for operation, row in rows.items()], "CPU time, µs")  # fmt: skip
+                     for operation, row in rows.items()])
 
 
 def measured_core(core: str, args: argparse.Namespace) -> Figures:
-    """Return the figures of ``asynccache bench tree`` by shape, with this core, in a process of its own."""
+    """Return the figures of ``calls`` by shape, with this core, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "tree.json")
-        command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--shapes", ",".join(args.shapes),
-                   "--eviction", args.eviction, "--quiet", "--json", path]  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.tree", "--shapes", ",".join(args.shapes), "--eviction",
+                   args.eviction, "--quiet", "--json", path]  # fmt: skip
         subprocess.run(command, env={**os.environ, "ASYNCCACHE_PURE": "1" if core == "pure" else ""}, check=True)
         with open(path) as file:
             figures: Figures = json.load(file)

@@ -1,8 +1,7 @@
-"""``asynccache bench cuda``: the figures of the CUDA device, each with its goal, in one run.
+"""``asynccache bench cuda``: how fast a GPU copies pages, how soon a coroutine goes on, and how well loads hide.
 
-Copies as a share of one large pinned copy of the same run, by either path; how soon a coroutine goes on; and how well a
-load hides behind computing, as an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so
-without one.
+Copies are measured by either path, beside one large pinned copy. How well a load hides behind computing is measured as
+an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so without one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,16 +19,16 @@ from asynccache.cli import cuda_copies
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.meter import spread
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import POSITIVE, gpu, integer
+from asynccache.cli.parsing import gpu
 from asynccache.cli.text import first_line
+from asynccache.cli.text import size as spelled
 from asynccache.errors import ConfigError
 
 Figures = dict[str, Any]
 
-SHARE = {4 << 10: 0.6, 16 << 10: 0.85, 64 << 10: 0.95, 256 << 10: 0.95, 2 << 20: 0.95}
-"""The share of the rate of one large copy that copies in pieces must reach, by the width of a piece in bytes."""
-WAKE_P50_US, WAKE_P99_US = 80.0, 300.0
-LAYER_WISE = 1.1
+BUFFER = 1 << 30
+"""Bytes that are copied at a time, and of the pools on either side."""
+ROUNDS, SAMPLES = 5, 1000
 LAYERS, SIDE = 32, 2048
 PAGES, PAGE_TOKENS, PAGE_BYTES = 512, 16, 2 << 20
 
@@ -38,12 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
                         help="which GPU, and with which settings (default: %(default)s)")
-    parser.add_argument("--buffer", type=POSITIVE, default=1.0, metavar="GIB",
-                        help="what is copied at a time, and the pools on either side (default: %(default)s)")
-    parser.add_argument("--rounds", type=integer(1), default=5, metavar="N",
-                        help="of which the best counts (default: %(default)s)")
-    parser.add_argument("--samples", type=integer(1), default=1000, metavar="N",
-                        help="of wake-ups (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:
@@ -61,31 +54,28 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
         raise ConfigError(f"bench cuda: there is no GPU to measure: {missing}")
     device = open_device(args.device)
     try:
-        return asyncio.run(measure(device, args, tell))
+        return asyncio.run(measure(device, tell))
     except (DriverError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise ConfigError(f"bench cuda: the GPU could not be measured: {first_line(error)}") from error
 
 
-async def measure(device: Any, args: argparse.Namespace, tell: Tell) -> Figures:
+async def measure(device: Any, tell: Tell) -> Figures:
     """Return the figures of ``device``, which is closed at the end. Cancelling closes it as well."""
     from asynccache.memory.cuda.cupy_driver import find
 
-    index, size = int(device.name.partition(":")[2]), int(args.buffer * (1 << 30))
     software = {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "cupy": find().cupy}
     found: Figures = {"bench": "cuda", "device": device.driver.identity()._asdict(), "software": software}
     try:
         async with cuda_copies.by_path(device) as ways:
             tell("copies")
-            found["copies"] = cuda_copies.measure(device, ways, size, args.rounds)
+            found["copies"] = cuda_copies.measure(device, ways, BUFFER, ROUNDS)
         tell("wake-ups")
-        found["wake_up"] = await cuda_copies.wake_up(device, args.samples)
+        found["wake_up"] = await cuda_copies.wake_up(device, SAMPLES)
         tell("loads beside computing")
-        found["leases"] = await layer_wise(device, index, args.rounds)
+        found["leases"] = await layer_wise(device)
     finally:
         await device.aclose()
-    reached = list(goals(found))
-    return found | {"goals": [goal.report() for goal in reached], "met": sum(goal.met for goal in reached),
-                    "missed": sum(not goal.met for goal in reached)}  # fmt: skip
+    return found
 
 
 class Products:
@@ -113,13 +103,13 @@ class Products:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-async def layer_wise(device: Any, index: int, rounds: int) -> Figures:
+async def layer_wise(device: Any) -> Figures:
     """Measure a load of all layers, a computation that takes as long, and both together, where the computation of each
     layer waits for the layer's load. Two prompts take turns on a device that holds one of them, so each lease finds all
     of its prompt on the host. The time begins before the lease and ends with the last layer's computation. Returns the
     figures, in seconds unless a name says otherwise. Cancelling it closes the cache; what is in flight ends by
     itself."""
-    products = Products(index, SIDE)
+    products = Products(int(device.name.partition(":")[2]), SIDE)
     full = Full(bytes_per_token=PAGE_BYTES // PAGE_TOKENS, layers=LAYERS, device_tokens=(PAGES + 8) * PAGE_TOKENS,
                 host_tokens=(2 * PAGES + 8) * PAGE_TOKENS)  # fmt: skip
     config = CacheConfig(model="bench", components=(full,), page_size=PAGE_TOKENS, device=device.name)
@@ -127,12 +117,12 @@ async def layer_wise(device: Any, index: int, rounds: int) -> Figures:
         prompts = _TwoPrompts(cache, device, products)
         for _ in range(4):  # both are computed, backed up and pushed out, then loaded: all is warm
             await prompts.serve(0)
-        load = min([await prompts.serve(0) for _ in range(rounds)])
-        one = min(products.seconds(64) for _ in range(rounds)) / 64
+        load = min([await prompts.serve(0) for _ in range(ROUNDS)])
+        one = min(products.seconds(64) for _ in range(ROUNDS)) / 64
         each = max(1, round(load / LAYERS / one))
-        compute = min(products.seconds(each * LAYERS) for _ in range(rounds))
+        compute = min(products.seconds(each * LAYERS) for _ in range(ROUNDS))
         prompts.waits.clear()
-        together = min([await prompts.serve(each) for _ in range(rounds)])
+        together = min([await prompts.serve(each) for _ in range(ROUNDS)])
     waits = spread(prompts.waits, 1e6)
     return {"layers": LAYERS, "load_s": round(load, 6), "compute_s": round(compute, 6),
             "together_s": round(together, 6), "ratio": round(together / max(load, compute), 3),
@@ -170,43 +160,18 @@ class _TwoPrompts:
         return taken
 
 
-class Goal(NamedTuple):
-    """A figure beside its goal. ``least``: the limit is the least that the value may be, and not the most."""
-
-    figure: str
-    value: float
-    limit: float
-    least: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.limit if self.least else self.value <= self.limit
-
-    def report(self) -> dict[str, Any]:
-        goal = f"at {'least' if self.least else 'most'} {self.limit:g}"
-        return {"figure": self.figure, "value": self.value, "goal": goal, "met": self.met}
-
-
-def goals(figures: Figures) -> Iterator[Goal]:
-    """Yield every goal, in the order in which the table has them."""
-    wake, leases = figures["wake_up"], figures["leases"]
-    for row in figures["copies"]["pieces"]:
-        name = f"{row['direction']}, {row['width'] >> 10} KiB pieces: of one copy"
-        yield Goal(name, row["share"], SHARE.get(row["width"], 0.0), least=True)
-    yield Goal("call to coroutine, p50: µs", wake["p50_us"], WAKE_P50_US)
-    yield Goal("call to coroutine, p99: µs", wake["p99_us"], WAKE_P99_US)
-    name = f"load of {leases['layers']} layers beside computing: of the longer"
-    yield Goal(name, leases["ratio"], LAYER_WISE)
-
-
 def charts(figures: Figures) -> Iterator[Chart]:
-    """Yield every figure beside its goal."""
-    rows = [Row(goal.figure, [goal.value, goal.limit if goal.least else None, None if goal.least else goal.limit],
-                missed=not goal.met) for goal in goals(figures)]
-    columns = (("value", "l1"), ("at least", "limit"), ("at most", "limit"))
-    yield Chart("goals", figures["device"]["name"], columns, rows, "value, in its unit", [
-        *cuda_copies.told(figures["copies"]),
-        "wait_layer in the caller's thread, µs: p50 {wait_layer_p50_us}, max {wait_layer_max_us}".format(
-            **figures["leases"]),
-        f"{figures['met']} goals met, {figures['missed']} missed",
+    """Yield the rates of copies, with the other figures below them."""
+    copies, wake, leases = figures["copies"], figures["wake_up"], figures["leases"]
+    rows = [Row(f"{row['direction']}, pieces of {spelled(row['width'])}", [row["dma_gb_s"], row["kernel_gb_s"]])
+            for row in copies["pieces"]]
+    whole = [Row(f"{direction}, one large copy", [rate, None]) for direction, rate in copies["large_gb_s"].items()]
+    yield Chart(f"How fast pages are copied: GB/s, {figures['device']['name']}", ("copy engines", "kernel"),
+                [*whole, *rows], [
+        cuda_copies.threshold(copies),
+        f"from the call to the coroutine, µs: p50 {wake['p50_us']}, p99 {wake['p99_us']}",
+        f"a load of {leases['layers']} layers takes {leases['load_s'] * 1e3:.2f} ms, computing "
+        f"{leases['compute_s'] * 1e3:.2f} ms, both together {leases['together_s'] * 1e3:.2f} ms: {leases['ratio']} of "
+        "the longer",
+        f"wait_layer in the caller's thread, µs: p50 {leases['wait_layer_p50_us']}, max {leases['wait_layer_max_us']}",
     ])  # fmt: skip

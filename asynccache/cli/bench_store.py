@@ -408,10 +408,9 @@ def charts(figures: Figures) -> Iterator[Chart]:
     """Yield a chart for each page size and mode. Rows are of the raw client, and of the store with checksums off and
     on. ``of raw``: the rate divided by the raw client's; ``CPU`` and ``own``: µs a page; p50 to p99.9: ms a call."""
     settings = figures["settings"]
-    columns = (("GB/s", "l1"), ("of raw", ""), ("pages/s", ""), ("CPU", ""), ("own", ""), ("p50", ""), ("p99", ""),
-               ("p99.9", ""))
+    columns = ("GB/s", "of raw", "pages/s", "CPU", "own", "p50", "p99", "p99.9")
     keys = ("pages_per_s", "cpu_us_per_page", "own_us_per_page", "p50_ms", "p99_ms", "p999_ms")
-    for i, found in enumerate(figures["sizes"]):
+    for found in figures["sizes"]:
         for mode, one in found.items():
             if mode not in ("store", "buffered", "direct"):
                 continue
@@ -425,6 +424,6 @@ def charts(figures: Figures) -> Iterator[Chart]:
                      f"{found['raw']['memcpy']['gb_per_s']:.2f} GB/s"]
             notes += [f"no raw client: {one['without_raw']}"] if one["without_raw"] else []
             notes += [f"NOT OK: {one['mismatches']} pages came back wrong"] if one["mismatches"] else []
-            yield Chart(f"store-{i}-{mode}", f"How fast the store is with pages of {shown(found['page_bytes'])}"
+            yield Chart(f"How fast the store is with pages of {shown(found['page_bytes'])}"
                         f"{'' if mode == 'store' else f', {mode}'}: {found['pages']}, {found['pages_per_call']} a call",
-                        columns, rows, "GB/s", notes)
+                        columns, rows, notes)

@@ -6,9 +6,6 @@ round measures every way once, so that other work of the machine slows all alike
 store that another cache has filled. It is checked that the whole prefix was a hit in the tier that is measured. "No
 cache" is transformers alone, which computes in chunks of the same size. Every thread that computes has computed
 something before it is timed.
-
-A second table has many requests at once, by transformers' continuous batching alone and on the cache's pages:
-``bench_together``.
 """
 
 from __future__ import annotations
@@ -43,9 +40,6 @@ try:
     import transformers
     from asynccache_hf import Layout, PagedModel, describe
     from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
-
-    from asynccache.cli import bench_together
-    from asynccache.cli.bench_together import RequestLoad
 except ImportError as error:
     raise ConfigError(f"bench ttft runs a model of transformers: {INSTALL} ({error})") from error
 
@@ -63,12 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"tokens of the shared prefix, a multiple of {PAGE} (default: %(default)s)")
     parser.add_argument("--own", type=integer(1), default=32, metavar="N",
                         help="tokens of its own at the end of each prompt (default: %(default)s)")
-    parser.add_argument("--requests", type=integer(1), default=8, metavar="N",
-                        help="requests at once in the second table (default: %(default)s)")
-    parser.add_argument("--prompt", type=integer(2 * PAGE), default=128, metavar="N",
-                        help="tokens of a prompt in the second table (default: %(default)s)")
-    parser.add_argument("--new", type=integer(1), default=24, metavar="N",
-                        help="new tokens of a request in the second table (default: %(default)s)")
     parser.add_argument("--repeats", type=integer(1), default=5, metavar="N", help="rounds (default: %(default)s)")
     parser.add_argument("--layers", type=integer(1), default=8, metavar="N",
                         help="layers of the model (default: %(default)s)")
@@ -87,31 +75,16 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
     for name, unit in (("prefix", PAGE), ("width", 64)):
         if getattr(args, name) % unit:
             raise ConfigError(f"--{name}={getattr(args, name)} must be a multiple of {unit}")
-    load = RequestLoad(args.requests, args.prompt, args.new)
     numbers = count(1)
 
     def took(way: str, seconds: float) -> None:
-        tell(f"[{next(numbers):>2}/{args.repeats * (len(WAYS) + 4)}] {way:<32} {seconds * 1e3:8.1f} ms")
+        tell(f"[{next(numbers):>2}/{args.repeats * len(WAYS)}] {way:<32} {seconds * 1e3:8.1f} ms")
 
     tell("filling the store")
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         bench = Bench(args, args.storage or f"file:{folder}/store?capacity={_store_bytes(args)}")
         times = uvloop.run(bench.measure(took))
-    together = bench_together.measure(bench.model, load, args.repeats, took)
-    return {**bench.figures(times), "together": _together(load, together)}
-
-
-def _together(load: RequestLoad, times: bench_together.Times) -> Figures:
-    """The figures of the second table as plain values; the medians are shown."""
-    milliseconds = {way: [round(s * 1e3, 1) for s in seconds] for way, seconds in times.first.items()}
-    speeds = {way: [round(speed, 1) for speed in each] for way, each in times.speed.items()}
-    return {
-        "requests": load.requests, "prompt_tokens": load.prompt, "cached_tokens": load.cached, "new_tokens": load.new,
-        "step_tokens": bench_together.STEP,
-        "first_tokens_ms": {way: round(median(each), 1) for way, each in milliseconds.items()},
-        "tokens_per_cpu_second": {way: round(median(each), 1) for way, each in speeds.items()},
-        "all_first_tokens_ms": milliseconds, "all_tokens_per_cpu_second": speeds,
-    }  # fmt: skip
+    return bench.figures(times)
 
 
 def make_model(layers: int, width: int, context: int) -> Any:
@@ -149,15 +122,11 @@ class Bench:
         self._args = args
         self._storage = storage
         self._length = args.prefix + args.own
-        self._model = make_model(args.layers, args.width, max(self._length, args.prompt + args.new) + PAGE)
+        self._model = make_model(args.layers, args.width, self._length + PAGE)
         self._layout: Layout = describe(self._model, PAGE)
         self._random = random.Random(0)
         self._prefix = self._tokens(args.prefix)
         self._thread = ThreadPoolExecutor(1)
-
-    @property
-    def model(self) -> Any:
-        return self._model
 
     async def _alone(self, work: Callable[[], float]) -> float:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -242,7 +211,7 @@ class Bench:
         return time.perf_counter() - start
 
     def figures(self, times: dict[str, list[float]]) -> Figures:
-        """The figures of the first table as plain values; the medians are shown."""
+        """The figures as plain values; the medians are shown."""
         return {
             "bench": "ttft",
             "parameters": sum(p.numel() for p in self._model.parameters()),
@@ -257,22 +226,13 @@ class Bench:
 
 
 def charts(figures: Figures) -> Iterator[Chart]:
-    """Yield both tables."""
-    medians, together, every = figures["ttft_ms"], figures["together"], figures["all_ms"]
-    yield Chart("ttft", "Time to first token by the tier that has the prefix: ms",
-                (("median", "l1"), ("best", "l3"), ("worst", "l2"), ("times as fast", "")), [
+    """Yield the times of each way."""
+    medians, every = figures["ttft_ms"], figures["all_ms"]
+    yield Chart("Time to first token by the tier that has the prefix: ms",
+                ("median", "best", "worst", "times as fast"), [
         Row(way, [median, min(every[way]), max(every[way]), round(medians["no cache"] / median, 1)])
         for way, median in medians.items()
-    ], "time to first token, ms", [
+    ], [
         f"{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, "
         f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['torch_threads']} threads",
-    ])  # fmt: skip
-    first, speed = together["first_tokens_ms"], together["tokens_per_cpu_second"]
-    base = next(iter(speed.values()))
-    yield Chart("together", "Many requests at once, continuous batching",
-                (("first tokens, ms", ""), ("tokens a CPU second", "l1"), ("ratio", "")),
-                [Row(way, [value, speed[way], round(speed[way] / base, 2)]) for way, value in first.items()],
-                "new tokens per CPU second", [
-        f"{together['requests']} requests of {together['prompt_tokens']} tokens and {together['new_tokens']} new ones: "
-        "until all have a token, and new tokens per second of CPU time",
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The figures of a benchmark for people: charts, which ``main`` prints as tables and ``reports`` draws."""
+"""The figures of a benchmark for people: charts, which ``main`` prints as tables."""
 
 from __future__ import annotations
 
@@ -20,19 +20,12 @@ class Row(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A table of figures. ``columns``: for each its name and the style sheet's class of its dots in the plot, "" for
-    one that is not drawn. ``unit``: that of the drawn values. ``notes``: sentences that go below."""
+    """A table of figures with a title above it. ``columns``: their names. ``notes``: sentences that go below."""
 
-    name: str
     title: str
-    columns: Sequence[tuple[str, str]]
+    columns: Sequence[str]
     rows: Sequence[Row]
-    unit: str
     notes: Sequence[str] = ()
-
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as texts."""
-        return [(row.name, *map(cell, row.values)) for row in self.rows]
 
 
 def cell(value: float | None) -> str:
@@ -42,8 +35,7 @@ def cell(value: float | None) -> str:
 
 def text(chart: Chart) -> str:
     """The chart as a table of at most 80 columns, and its notes."""
-    head = ("", *(name for name, _ in chart.columns))
-    cells = [head, *chart.cells()]
+    cells = [("", *chart.columns), *((row.name, *map(cell, row.values)) for row in chart.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     marked = len(MISSED) * any(row.missed for row in chart.rows)
     widths[0] = max(1, min(widths[0], WIDTH - marked - sum(width + 2 for width in widths[1:])))

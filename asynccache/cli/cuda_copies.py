@@ -1,8 +1,7 @@
 """Measurements of a CUDA device, for ``bench cuda`` and ``doctor``: the speed of copies, and of waking a coroutine.
 
-Copies are measured for every width of pieces, both ways, by each path, as a share of one large pinned copy. Laws:
+Copies are measured for every width of pieces, both ways, by each path, beside one large pinned copy. Laws:
 
-* The large copy is measured in the same run, before and after the others.
 * A figure is the best of some rounds, since a disturbance can only make a copy slower.
 * Pages are scattered, so nothing is merged that a real cache could not merge.
 * The time begins with the call and ends when a thread knows of the last byte: planning, submission and wake-up are in
@@ -24,8 +23,6 @@ from asynccache.cli.text import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.events import CudaEvent
-from asynccache.memory.cuda.streams import CudaStream
 from asynccache.memory.device import CopyDirection, PageCopy
 from asynccache.memory.pools import DevicePool, HostPool
 
@@ -34,6 +31,7 @@ LAYERS = 4
 PATHS = {"dma": 0, "kernel": 1 << 62}
 """For each path the ``kernel_below``, in bytes, that forces it."""
 NAMES = {"dma": "the copy engines", "kernel": "the kernel"}
+DIRECTIONS = (CopyDirection.OUT, CopyDirection.IN)
 MARGIN = 0.9
 """The kernel is used where the copy engines reach less than this share of its rate: it has to be that much faster,
 since it takes multiprocessors from whoever computes."""
@@ -58,94 +56,60 @@ async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
 
 
 class CopyPools:
-    """A pool on device and host, of ``size`` bytes on each. Its pages have ``width`` bytes in each layer."""
+    """A pool on device and host, of ``size`` bytes on each. Its pages have ``width`` bytes in each layer. With
+    ``scattered`` a copy has the pages of either side in random order."""
 
-    def __init__(self, device: CudaDevice, size: int, width: int, layers: int = LAYERS) -> None:
+    def __init__(
+        self, device: CudaDevice, size: int, width: int, layers: int = LAYERS, *, scattered: bool = True
+    ) -> None:
         count = max(1, size // (width * layers))
         self.spec = PoolSpec(name="bench", component=ComponentKind.FULL, bytes_per_page=width * layers, layers=layers,
                              device_pages=count, host_pages=count, hit_policy=HitPolicy.ALL_PAGES)  # fmt: skip
         self.device, self.host = DevicePool.allocate(self.spec, device), HostPool.allocate(self.spec, device)
-        self._random = np.random.default_rng(1)
+        ids = np.arange(count, dtype=np.int32)
+        random = np.random.default_rng(1)
+        source, target = (random.permutation(ids) if scattered else ids.copy() for _ in range(2))
+        source.flags.writeable = target.flags.writeable = False  # as those of a plan's moves, which need no copy
+        self._copies = [PageCopy(self.device, self.host, source, target)]
 
-    def scattered(self) -> list[PageCopy]:
-        """Return a copy of all pages, in random order on either side."""
-        drawn = (self._random.permutation(self.spec.device_pages).astype(np.int32) for _ in range(2))
-        return [PageCopy(self.device, self.host, *map(_kept, drawn))]
+    def rate(self, device: CudaDevice, towards: CopyDirection, rounds: int) -> float:
+        """Return the rate at which all pages are copied, in GB/s: that of the best of ``rounds`` rounds, after one that
+        warms up. Blocking.
 
-    def neighbours(self) -> list[PageCopy]:
-        """Return a copy of all pages, in their order on either side."""
-        ids = _kept(np.arange(self.spec.device_pages, dtype=np.int32))
-        return [PageCopy(self.device, self.host, ids, ids)]
-
-    def submit(
-        self, device: CudaDevice, stream: CudaStream, towards: CopyDirection, copies: Sequence[PageCopy]
-    ) -> CudaEvent:
-        """Begin to copy, and return an event that fires when all is there."""
-        if towards is CopyDirection.OUT:
-            device.copy(stream, CopyDirection.OUT, copies)
-        else:
-            device.load(stream, copies, self.spec.layers)
-        return stream.record()
-
-
-def _kept(ids: Any) -> Any:
-    """Make ``ids`` read-only, as the ids of a plan's moves are, so that the device need not copy them."""
-    ids.flags.writeable = False
-    return ids
-
-
-def ended(event: CudaEvent) -> None:
-    """Block until ``event`` has fired.
-
-    Raises:
-        Exception: the copy that the event stands for failed.
-    """
-    event.block()
-    if event.failure is not None:
-        raise event.failure
-
-
-def rate(
-    device: CudaDevice, pages: CopyPools, towards: CopyDirection, copies: Sequence[PageCopy], rounds: int
-) -> float:
-    """Return bytes per second: of the best of ``rounds`` rounds, after one that warms up."""
-    stream, taken = device.stream("rate"), list[float]()
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        ended(pages.submit(device, stream, towards, copies))
-        taken.append(time.perf_counter() - began)
-    device.release(stream)
-    return len(copies[0].src) * pages.spec.bytes_per_page / min(taken[1:])
-
-
-def large(device: CudaDevice, size: int, rounds: int) -> dict[CopyDirection, float]:
-    """Return bytes per second of one copy of ``size`` bytes, each way by itself."""
-    pages = CopyPools(device, size, 1 << 20, layers=1)
-    return {way: rate(device, pages, way, pages.neighbours(), rounds) for way in (CopyDirection.OUT, CopyDirection.IN)}
+        Raises:
+            Exception: a copy failed.
+        """
+        stream, taken = device.stream("rate"), list[float]()
+        for _ in range(rounds + 1):
+            began = time.perf_counter()
+            if towards is CopyDirection.OUT:
+                device.copy(stream, CopyDirection.OUT, self._copies)
+            else:
+                device.load(stream, self._copies, self.spec.layers)
+            event = stream.record()
+            event.block()
+            if event.failure is not None:
+                raise event.failure
+            taken.append(time.perf_counter() - began)
+        device.release(stream)
+        return round(self.spec.device_pages * self.spec.bytes_per_page / min(taken[1:]) / 1e9, 2)
 
 
 def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
-    """Measure each way by itself, with pools of ``size`` bytes, and return the figures. Rates are in GB/s, ``share`` is
-    of the large copy's rate."""
-    before = large(device, size, rounds)
-    rows = list(table(device, ways, size, rounds))
-    after = large(device, size, rounds)
-    best = {way: max(before[way], after[way]) for way in before}
-    for row in rows:
-        row["share"] = round(row[f"{row['path']}_gb_s"] * 1e9 / best[CopyDirection(row["direction"])], 3)
-    return {"large_gb_s": {way.value: _gb(one) for way, one in best.items()}, "bytes": size, "pieces": rows,
-            "kernel_below": {"set": device.settings.kernel_below, "measured": crossover(rows)}}  # fmt: skip
-
-
-def table(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Iterator[Figures]:
-    """Yield a row for each width and direction: each path's rate in GB/s, and the path that the settings choose."""
+    """Measure one large copy and copies of pieces, each direction by itself, with pools of ``size`` bytes. Returns
+    rates in GB/s: ``large_gb_s`` by direction, and in ``pieces`` a row for each width and direction, with the path that
+    the settings choose."""
+    whole = CopyPools(device, size, 1 << 20, layers=1, scattered=False)
+    large = {towards.value: whole.rate(device, towards, rounds) for towards in DIRECTIONS}
+    rows = []
     for width in WIDTHS:
         pages = CopyPools(device, size, width)
-        for towards in (CopyDirection.OUT, CopyDirection.IN):
-            copies = pages.scattered()
-            rates = {f"{path}_gb_s": _gb(rate(way, pages, towards, copies, rounds)) for path, way in ways.items()}
+        for towards in DIRECTIONS:
+            rates = {f"{path}_gb_s": pages.rate(way, towards, rounds) for path, way in ways.items()}
             path = "kernel" if width < device.settings.kernel_below else "dma"
-            yield {"direction": towards.value, "width": width, "path": path, **rates}
+            rows.append({"direction": towards.value, "width": width, "path": path, **rates})
+    return {"large_gb_s": large, "bytes": size, "pieces": rows,
+            "kernel_below": {"set": device.settings.kernel_below, "measured": crossover(rows)}}  # fmt: skip
 
 
 def crossover(rows: Sequence[Figures]) -> int:
@@ -175,10 +139,11 @@ def told(copies: Figures) -> Iterator[str]:
     for row in copies["pieces"]:
         yield (f"{row['direction']}, pieces of {spelled(row['width'])}: {row['dma_gb_s']} GB/s by the copy engines, "
                f"{row['kernel_gb_s']} by the kernel; {NAMES[row['path']]} will be used")  # fmt: skip
-    yield "kernel_below is {set}: shorter pieces go by the kernel; these figures speak for {measured}.".format(
-        **copies["kernel_below"])  # fmt: skip
+    yield threshold(copies)
     yield "The kernel has to win by a tenth, since it takes multiprocessors from whoever computes."
 
 
-def _gb(rate: float) -> float:
-    return round(rate / 1e9, 2)
+def threshold(copies: Figures) -> str:
+    """Return the sentence about the width of pieces from which on the copy engines are used."""
+    return "kernel_below is {set}: shorter pieces go by the kernel; these figures speak for {measured}.".format(
+        **copies["kernel_below"])  # fmt: skip

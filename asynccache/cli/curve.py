@@ -1,13 +1,13 @@
 """The hit ratio of an LRU cache of every size, from one pass over the requests.
 
 Mattson et al., "Evaluation techniques for storage hierarchies" (IBM Systems Journal 9/2, 1970): LRU is a stack
-algorithm, so a cache of C pages holds the C pages that were touched last. Order the pages by their last touch. A page
-is a hit in every cache that has at least as many pages as its place in that order; its place is 1 plus the number of
-pages that were touched after it.
+algorithm, so a cache of C blocks holds the C blocks that were touched last. Order the blocks by their last touch. A
+block is a hit in every cache that has at least as many blocks as its place in that order; its place is 1 plus the
+number of blocks that were touched after it.
 
-A request looks up its whole path first and then touches it, leaf first, as the radix tree does. So no page stays longer
-than the page before it, and what is found is always a prefix. The result is exact for LRU over whole pages when
-requests are served one at a time.
+A request looks up its whole path first and then touches it, leaf first, as the radix tree does. So no block stays
+longer than the block before it, and what is found is always a prefix. The result is exact for LRU over whole blocks
+when requests are served one at a time.
 """
 
 from __future__ import annotations
@@ -19,36 +19,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.cli.trace import TraceRequest, paths_of
+BlockPath = Sequence[int]
+"""The blocks of one request. There is a key for each block, root first; it stands for the block and all blocks before
+it."""
 
 _CHUNK = 4096
 
 
 class HitCurve(NamedTuple):
-    """``hits[c]``: how many lookups a cache of c pages answers; the last entry holds for every larger cache as well.
-    ``lookups``: how many there are in all. ``pages``: how many different pages the requests have."""
+    """``hits[c]``: how many lookups a cache of c blocks answers; the last entry holds for every larger cache as well.
+    ``lookups``: how many there are in all. ``blocks``: how many different blocks the requests have."""
 
     hits: npt.NDArray[np.int64]
     lookups: int
-    pages: int
+    blocks: int
 
     def found(self, capacity: float) -> int:
-        """The number of lookups that a cache of ``capacity`` pages answers."""
+        """The number of lookups that a cache of ``capacity`` blocks answers."""
         return int(self.hits[min(len(self.hits) - 1, max(0, int(capacity)))])
 
 
-class PagePath(NamedTuple):
-    """The pages of one request. ``keys``: one for each page, root first; a key stands for the page and all pages before
-    it. The first ``looked_up`` pages are looked up, and all pages are touched."""
-
-    keys: Sequence[int]
-    looked_up: int
-
-
 class Stack:
-    """The pages in the order of their last touch: each page is a mark at the moment when it was touched.
+    """The blocks in the order of their last touch: each block is a mark at the moment when it was touched.
 
-    The place of a page is the number of marks from its own to the latest: those of its own chunk are counted one by
+    The place of a block is the number of marks from its own to the latest: those of its own chunk are counted one by
     one, and those of the chunks after it are added up from the chunks' sums.
     """
 
@@ -61,8 +55,8 @@ class Stack:
     def __len__(self) -> int:
         return len(self._last)
 
-    def places(self, path: Sequence[int]) -> Iterator[int]:
-        """The place of each page of ``path`` that was touched before, in the path's order; 1 is the latest."""
+    def places(self, path: BlockPath) -> Iterator[int]:
+        """The place of each block of ``path`` that was touched before, in the path's order; 1 is the latest."""
         before, place = -1, 0
         for key in path:
             time = self._last.get(key, -1)
@@ -72,8 +66,8 @@ class Stack:
             before = time
             yield place
 
-    def touch(self, path: Sequence[int]) -> None:
-        """Touch the pages of ``path``, the leaf first, so that the root is the latest."""
+    def touch(self, path: BlockPath) -> None:
+        """Touch the blocks of ``path``, the leaf first, so that the root is the latest."""
         self._grow(self._now + len(path))
         old = np.array([self._last[key] for key in path if key in self._last], dtype=np.int64)
         new = np.arange(self._now, self._now + len(path))
@@ -98,23 +92,11 @@ class Stack:
             self._sums = np.concatenate([self._sums, np.zeros(more // _CHUNK, dtype=np.int64)])
 
 
-def curve(requests: Iterable[PagePath]) -> HitCurve:
-    """The curve of ``requests``, from one pass over them."""
+def curve(paths: Iterable[BlockPath]) -> HitCurve:
+    """The curve of requests with these paths, from one pass over them."""
     stack, places, lookups = Stack(), array("q"), 0
-    for path, looked_up in requests:
-        places.extend(stack.places(path[:looked_up]))
+    for path in paths:
+        places.extend(stack.places(path))
         stack.touch(path)
-        lookups += looked_up
+        lookups += len(path)
     return HitCurve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(stack))
-
-
-def blocks(trace: Sequence[TraceRequest]) -> Iterator[PagePath]:
-    """The full blocks of each prompt of a trace, all of them looked up."""
-    return (PagePath(path, len(path)) for path in paths_of(trace))
-
-
-def points(found: HitCurve, count: int = 60) -> list[int]:
-    """At most ``count`` capacities at which to show a curve: evenly spaced on a logarithmic scale, up to the smallest
-    that answers as many lookups as any larger one."""
-    last = max(1, len(found.hits) - 1)
-    return sorted({round(last ** (i / (count - 1))) for i in range(count)})

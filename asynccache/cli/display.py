@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
-from asynccache.cli.capacity import storage_bytes
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
 from asynccache.cli.runner import RequestRunner
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 _PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
 _TOLD = ("requests", "", "hits", "verified", "lag")
-"""The rows that a line of text has as well."""
+"""The rows of a screen that a line of text shows as well."""
 
 
 class Screen(NamedTuple):
@@ -80,8 +79,8 @@ class Watch:
         statistics = self._cache.statistics()
         rooms = [(name, shelf.capacity - shelf.free, shelf.capacity) for name, shelf in
                  (("L1", statistics.device["full"]), ("L2", statistics.host["full"]))]  # fmt: skip
-        rooms.append(("L3", int(statistics.storage.get("bytes", 0)),
-                      int(storage_bytes(self._settings.storage, statistics.storage))))  # fmt: skip
+        stored = statistics.storage
+        rooms.append(("L3", int(stored.get("bytes", 0)), int(stored.get("capacity_bytes", 0))))
         return ((name, f"{bar(used / room, 10):<10} {100 * used / room:3.0f} %") for name, used, room in rooms if room)
 
     def _rates(self) -> Iterator[tuple[str, str]]:

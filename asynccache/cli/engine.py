@@ -48,8 +48,8 @@ class Gate(Event, Protocol):
     def open(self) -> None: ...
 
 
-class Piece(NamedTuple):
-    """Pages of one component of one sequence.
+class PageRun(NamedTuple):
+    """Pages of one component that follow each other in one sequence.
 
     ids: the page's slot on the device; -1: the lease has no page there.
     values: what defines the bytes of each page, see ``pattern``.
@@ -89,7 +89,7 @@ class Engine(Protocol):
     @property
     def slowdown(self) -> float: ...
 
-    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> EngineJob:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> EngineJob:
         """Begin to compare these pages with what they must hold or, if ``verifies`` is False, to fill them."""
         ...
 
@@ -106,7 +106,7 @@ class EngineStream:
         self._engine = engine
         self.work: Any = None
 
-    def begin(self, pieces: Sequence[Piece], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
         """Begin to fill these pages, or to verify them; returns the job's ``verdict``. If filling fails and nobody
         asks for the verdict, the pages hold wrong bytes."""
         if not any(len(piece.ids) for piece in pieces):
@@ -115,12 +115,12 @@ class EngineStream:
         self.work = job.work
         return job.verdict
 
-    async def write(self, pieces: Sequence[Piece]) -> None:
+    async def write(self, pieces: Sequence[PageRun]) -> None:
         """Fill these pages and return when they are filled. Cancelling leaves the job running; ``work`` ends with
         it."""
         await self.begin(pieces)()
 
-    async def verify(self, pieces: Sequence[Piece]) -> Verdict:
+    async def verify(self, pieces: Sequence[PageRun]) -> Verdict:
         """Compare these pages with what they must hold. Cancelling is as for ``write``."""
         return await self.begin(pieces, verifies=True)()
 
@@ -162,7 +162,7 @@ class StandInEngine:
         """See ``Engine``."""
         self._thread.shutdown()
 
-    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> EngineJob:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> EngineJob:
         """See ``Engine``."""
         future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
         return EngineJob(event, lambda: _result(future))
@@ -183,20 +183,20 @@ class StandInEngine:
             self._cpu += time.thread_time() - cpu
             self._queued += run_delay() - queued
 
-    def perform(self, pieces: Sequence[Piece], *, verifies: bool) -> Verdict:
+    def perform(self, pieces: Sequence[PageRun], *, verifies: bool) -> Verdict:
         """Verify or fill these pages. Blocking."""
         if verifies:
             return self.verify(pieces)
         self.write(pieces)
         return NOTHING
 
-    def write(self, pieces: Sequence[Piece]) -> None:
+    def write(self, pieces: Sequence[PageRun]) -> None:
         """Fill the pages of ``pieces`` in every pool of their components. Blocking."""
         for piece in pieces:
             for pool in self._pools[piece.component]:
                 pool.write(piece)
 
-    def verify(self, pieces: Sequence[Piece]) -> Verdict:
+    def verify(self, pieces: Sequence[PageRun]) -> Verdict:
         """Compare the pages of ``pieces`` with what they must hold, in every pool of their components. Blocking."""
         pages, wrong, what = 0, 0, []
         for piece in pieces:
@@ -232,7 +232,7 @@ class _Pool:
         self._slice = max(1, CALL_BYTES // size)
         self.is_cuda = self._layers[0].is_cuda
 
-    def write(self, piece: Piece) -> None:
+    def write(self, piece: PageRun) -> None:
         for ids, values, _ in self._slices(piece):
             for layer, pattern in zip(self._layers, self._patterns, strict=True):
                 pattern.write(layer, ids, values)
@@ -241,19 +241,19 @@ class _Pool:
 
             torch.cuda.current_stream(self._layers[0].device).synchronize()
 
-    def verify(self, piece: Piece) -> list[str]:
+    def verify(self, piece: PageRun) -> list[str]:
         """One line for each wrong page; of several wrong layers of a page the first is named."""
         wrong = {piece.first + int(i): "has no slot" for i in np.flatnonzero(piece.ids < 0)}
         present = piece.ids >= 0
         positions = piece.first + np.flatnonzero(present)
-        held = Piece(piece.component, piece.ids[present], piece.values[present], 0)
+        held = PageRun(piece.component, piece.ids[present], piece.values[present], 0)
         for ids, values, start in self._slices(held):
             for index, (layer, pattern) in enumerate(zip(self._layers, self._patterns, strict=True)):
                 for i in pattern.mismatches(layer, ids, values):
                     wrong.setdefault(int(positions[start + i]), f"in slot {int(ids[i])} differs from layer {index} on")
         return [f"{self.name} page {position} {what}" for position, what in sorted(wrong.items())]
 
-    def _slices(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    def _slices(self, piece: PageRun) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         import torch
 
         device = self._layers[0].device

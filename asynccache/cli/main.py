@@ -24,9 +24,7 @@ from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
     "store": "CPU time and bandwidth per page of a store",
-    "tree": "time and memory of each operation of the core",
-    "runtime": "what an await adds to a call of the core",
-    "cuda": "the CUDA device: copies by fragment, wake-ups, submitting, and what copies cost a computation",
+    "cuda": "a GPU: copies by the copy engines and by the kernel, wake-ups, and loads beside computing",
     "ttft": "time to first token of a real model, by the tier that has the prefix",
 }
 BUG = 3
@@ -183,17 +181,14 @@ def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> in
                   conflict_handler="resolve")  # fmt: skip
     own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
                      help="where the figures go (default: -)")
-    own.add_argument("--report", metavar="FILE.html", help="also write the figures as one page with plots")
     own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
     module.add_arguments(own)
     options = own.parse_args(arguments)
     from asynccache.cli.charts import text as table
-    from asynccache.cli.output import Progress, check_writable, dump, write_page
+    from asynccache.cli.output import Progress, check_writable, dump
 
     if options.json is not None:
         check_writable(options.json)
-    if options.report is not None:
-        check_writable(options.report, "--report")
     progress = Progress(sys.stderr)
     try:
         figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
@@ -205,8 +200,6 @@ def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> in
         print(*map(table, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n", file=out)
     if options.json is not None:
         dump(figures, options.json)
-    if options.report is not None:
-        write_page(figures, options.report, module.charts(figures))
     return 0
 
 

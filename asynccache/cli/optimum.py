@@ -22,37 +22,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from asynccache.cli.curve import PagePath
+from asynccache.cli.curve import BlockPath
 
 NEVER = -1
 
 
-def next_uses(requests: Sequence[PagePath]) -> list[list[int]]:
-    """For each block of each path: the number of the next request that looks the block up. ``NEVER`` if no request
-    does, or if a request touches the block before that without looking it up, because then holding it until that moment
-    answers no lookup."""
+def next_uses(paths: Sequence[BlockPath]) -> list[list[int]]:
+    """For each block of each path: the number of the next request that looks the block up; ``NEVER`` if none does."""
     upcoming: dict[int, int] = {}
     found: list[list[int]] = []
-    for number in range(len(requests) - 1, -1, -1):
-        path, looked_up = requests[number]
-        found.append([upcoming.get(key, NEVER) for key in path])
-        for place, key in enumerate(path):
-            if place < looked_up:
-                upcoming[key] = number
-            else:
-                upcoming.pop(key, None)
+    for number in range(len(paths) - 1, -1, -1):
+        found.append([upcoming.get(key, NEVER) for key in paths[number]])
+        upcoming |= dict.fromkeys(paths[number], number)
     found.reverse()
     return found
 
 
-def optimum(requests: Sequence[PagePath], uses: Sequence[Sequence[int]], capacity: int) -> int:
+def optimum(paths: Sequence[BlockPath], uses: Sequence[Sequence[int]], capacity: int) -> int:
     """The number of lookups that the best cache of ``capacity`` blocks answers if requests are served one by one.
     ``uses``: the result of ``next_uses``, which is the same for every capacity. O(n log n) in the number of blocks of
     all paths."""
     held: dict[int, int] = {}
     farthest: list[tuple[int, int, int]] = []
     hits = 0
-    for number, (path, _) in enumerate(requests):
+    for number, path in enumerate(paths):
         for key in path:
             if key in held:
                 hits += held.pop(key) == number

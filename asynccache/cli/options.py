@@ -1,35 +1,30 @@
 """The options of ``replay`` and ``stress``, and the settings of a run made from them.
 
 Each option is declared once, as a field of ``RunSettings``: how it is written, how its text is parsed and what its
-default is. The command line's parser, the reader of ``--config`` and the checks all come from that. The command line
-wins over the environment, the environment over the file, the file over the defaults. An option that cannot be used is
-refused here, by its name and value, before anything starts.
+default is. The command line's parser and the checks come from that. An option that cannot be used is refused here, by
+its name and value, before anything starts.
 
-A file may have the sections ``[stress]`` and ``[replay]``. Beside them it either describes a cache, as
-``asynccache.load_config`` reads it, and the run uses that cache. Or it has options at its top, which hold for both
-commands.
+The file of ``--config`` describes a cache, as ``asynccache.load_config`` reads it, and the run uses that cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from asynccache import checks
 from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, check_device, choice, integer, like, port
 from asynccache.cli.pool_options import PRESET, check_replicas, check_sidecars
 from asynccache.config import CacheConfig, Full, SlidingWindow, split_urls
-from asynccache.configuration import SettingsFile, describes_cache, nearest, read_config, read_file
-from asynccache.configuration.settings import CACHE, COMPONENTS, TABLES, Setting
+from asynccache.configuration import load_config
+from asynccache.configuration.settings import CACHE, COMPONENTS, Setting
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
 COMMANDS = ("replay", "stress")
-SECTIONS = ("stress", "replay")
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
 """The options that a described cache has as settings of the same names."""
 DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
@@ -105,7 +100,7 @@ def _policy(name: str, **defaults: Any) -> Any:
 class RunSettings:
     """All settings of one run, with defaults filled in.
 
-    ``cache``: the cache that the file of ``--config`` describes, None if it describes none; if there is one, the
+    ``cache``: the cache that the file of ``--config`` describes; None without that option. If there is one, the
     settings about the cache repeat what it says.
     """
 
@@ -190,7 +185,7 @@ class RunSettings:
         port, "PORT",
         "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port",
         both=None)
-    config: str | None = _option(str, "FILE", "a TOML file with these options by name", both=None)
+    config: str | None = _option(str, "FILE", "a TOML file that describes the cache; see asynccache config", both=None)
     json: str | None = _option(str, "PATH|-", "write the report as JSON", both=None)
     report: str | None = _option(str, "FILE.html", "write the report as one page with plots", both=None)
     quiet: bool = _option(None, "", "neither a live display nor a summary", both=False)
@@ -269,22 +264,15 @@ def resolve_options(
     """The settings of a run.
 
     ``given``: the command line's options by field, as text; None: not given. ``env``: the environment (default: the
-    process's own). A file that ``--config`` names is read as well; it may also describe the cache.
+    process's own), which is read with the file of ``--config``.
 
     Raises:
-        ConfigError: an option, or a setting in the file, is unknown or cannot be used.
+        ConfigError: an option, or a setting in the file, cannot be used.
     """
-    env = os.environ if env is None else env
-    options, path = options_for(command), given.get("config")
-    file = read_file(str(path), f"--config={path}") if path else None
-    said = said_of(command, file, env)
-    if said.problems:
-        raise ConfigError("\n".join(said.problems))
-    values = {name: one.value for name, one in said.values.items()}
-    for name, option in options.items():
-        if (text := given.get(name)) is not None:
-            values[name] = _parsed(option, text, f"--{option.name}")
-    cache = None if file is None else cache_of(file, env, values)
+    options = options_for(command)
+    values = {name: _parsed(option, given[name]) for name, option in options.items() if given.get(name) is not None}
+    path = values.get("config")
+    cache = None if path is None else cache_of(path, os.environ if env is None else env, values)
     values = {name: option.defaults[command] for name, option in options.items()} | values
     values |= {} if cache is None else options_of(cache)
     values |= {"write_policy": WritePolicy(values["write_policy"]),
@@ -293,82 +281,18 @@ def resolve_options(
     return _checked(RunSettings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
 
 
-class Said(NamedTuple):
-    """One option in a file or in the environment: its parsed value, the value as it was written, and where."""
-
-    value: Any
-    written: Any
-    origin: str
-
-
-class Told(NamedTuple):
-    """The options that a file and the environment set: the values by field, and a sentence for each wrong one."""
-
-    values: dict[str, Said]
-    problems: list[str]
-
-
-def said_of(command: str, file: SettingsFile | None, env: Mapping[str, str]) -> Told:
-    """Return what ``file``, if there is one, and the environment, which wins, say of the options of ``command``. In the
-    environment ``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``."""
-    options, found = options_for(command), Told({}, [])
-    for key, written, origin in _sources(command, file, env):
-        option = options.get(key.replace("-", "_"))
-        try:
-            if option is None or option.name == "config":
-                raise ConfigError(f"{origin}: {_unknown(command, key, written)}")
-            found.values[option.field] = Said(_parsed(option, written, f"{origin}: {key}"), written, origin)
-        except ConfigError as error:
-            found.problems.append(str(error))
-    return found
-
-
-def _sources(command: str, file: SettingsFile | None, env: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the key, the value and the place of each option; of those with the same key the last one wins."""
-    if file is not None:
-        own = file.table.get(command, {})
-        if not isinstance(own, dict):
-            raise ConfigError(f"{file.origin((command,))}: {command} must be a table")
-        if not describes_cache(file.table):
-            yield from ((key, value, file.origin((key,))) for key, value in file.table.items() if key not in SECTIONS)
-        yield from ((key, value, file.origin((command, key))) for key, value in own.items())
-    prefix = f"ASYNCCACHE_{command.upper()}__"
-    for name, text in env.items():
-        if name.startswith(prefix):
-            switch = {"true": True, "false": False}.get(text.lower(), text)
-            yield name.removeprefix(prefix).lower(), switch, f"environment variable {name}"
-
-
-def _unknown(command: str, key: str, value: object) -> str:
-    """The sentence about a name that ``command`` does not know. Tables are compared with tables and options with
-    options; a setting of a cache is named as such."""
-    if isinstance(value, Mapping):
-        tables = (*SECTIONS, *TABLES)
-        return (f"there is no table [{key}]; "
-                f"{nearest(key, tables) or 'there are ' + ', '.join(f'[{name}]' for name in tables)}")
-    if key in CACHE:
-        return f"{key!r} is a setting of a cache, but this file describes no cache: it does not name a model"
-    names = [option.name for option in options_for(command).values() if option.name != "config"]
-    return f"{command} has no setting {key!r}{like(key.replace('_', '-'), names)}"
-
-
-def cache_of(file: SettingsFile, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:
-    """The cache that ``file`` describes; None if it describes none. ``told``: the run's options, which win over the
-    file where a cache has the same setting.
+def cache_of(path: str, env: Mapping[str, str], given: Mapping[str, Any]) -> CacheConfig:
+    """The cache that the file ``path`` describes. ``given``: the run's options, which win over the file where a cache
+    has the same setting.
 
     Raises:
-        ConfigError: the cache cannot be used, or ``told`` has an option that only the file may decide.
+        ConfigError: the cache cannot be used, or ``given`` has an option that only the file may decide.
     """
-    if not describes_cache(file.table):
-        return None
     for name in DESCRIBED:
-        if name in told:
-            raise ConfigError(f"--{name.replace('_', '-')}={told[name]}: {file.name} describes the components; "
+        if name in given:
+            raise ConfigError(f"--{name.replace('_', '-')}={given[name]}: {path} describes the components; "
                               "change them there or by environment variables")
-    loaded = read_config(file, env=env, **{name: told[name] for name in SHARED if name in told})
-    if loaded.config is None:
-        raise ConfigError("\n".join(map(str, loaded.problems)))
-    return loaded.config
+    return load_config(path, env=env, **{name: given[name] for name in SHARED if name in given})
 
 
 def options_of(config: CacheConfig) -> dict[str, Any]:
@@ -386,25 +310,17 @@ def options_of(config: CacheConfig) -> dict[str, Any]:
     return found
 
 
-def _safe(option: Option, value: object) -> str:
-    """Return what was given for an option as an error may show it: short, and without secrets."""
-    return checks.shown(shown(option.field, value))
-
-
-def _parsed(option: Option, value: object, where: str) -> Any:
+def _parsed(option: Option, given: Any) -> Any:
+    """Return the value of an option that was given as text, or as a list of texts if it may be given more than once.
+    Switches and numbers are values already."""
     if option.parse is None:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}={_safe(option, value)} must be true or false")
-        return value
-    if isinstance(value, (bool, dict)):
-        raise ConfigError(f"{where}={_safe(option, value)} must be a number or a string")
-    if option.several and isinstance(value, list):
-        return _together([_parsed(option, one, where) for one in value])
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        return given
+    if option.several and isinstance(given, list):
+        return _together([_parsed(option, one) for one in given])
     try:
-        return option.parse(text)
+        return option.parse(str(given))
     except ConfigError as error:
-        raise ConfigError(f"{where}={shown(option.field, text)}: {error}") from None
+        raise ConfigError(f"--{option.name}={shown(option.field, str(given))}: {error}") from None
 
 
 def _together(values: Sequence[str | tuple[str, ...] | None]) -> str | tuple[str, ...] | None:

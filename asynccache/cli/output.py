@@ -7,13 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from asynccache.errors import ConfigError
-
-if TYPE_CHECKING:
-    from asynccache.cli.charts import Chart
 
 Tell = Callable[[str], None]
 
@@ -65,15 +62,15 @@ def dump(report: Mapping[str, Any], path: str) -> None:
         _write(path, text, "w")
 
 
-def write_page(report: Mapping[str, Any], path: str, charts: Iterable[Chart] = ()) -> None:
-    """Write the page with plots to ``path``; ``charts``: of the report of a benchmark. Blocking.
+def write_page(report: Mapping[str, Any], path: str) -> None:
+    """Write the page with plots of a run's report to ``path``. Blocking.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     from asynccache.cli.reports import page
 
-    _write(path, page(report, charts), "w", "--report")
+    _write(path, page(report), "w", "--report")
 
 
 def _write(path: str, text: str, mode: str, option: str = "--json") -> None:

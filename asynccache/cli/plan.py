@@ -4,8 +4,8 @@ For each size the trace goes through the core once, with the eviction policy in 
 of an LRU of every size, and one pass for each size gives that of the best possible cache. The model: device and host
 hold different pages, and storage also holds theirs, as far as it has room. A token that hits saves its prefill and
 costs the time to load it, from the host over one link and from storage over two. Nothing overlaps in this model, so a
-real run loads in less time than is counted here. ``replay --report`` shows how near a real run comes to these hit
-ratios. Imports no torch.
+real run loads in less time than is counted here. The hit ratio of ``replay`` on the same trace shows how
+near a real run comes to these. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asynccache.cli.capacity import compared
-from asynccache.cli.curve import HitCurve, PagePath, blocks, curve
+from asynccache.cli.curve import BlockPath, HitCurve, curve
 from asynccache.cli.output import Progress, answer, check_writable
 from asynccache.cli.parsing import POSITIVE, integer, listed
 from asynccache.cli.parsing import number as number_of
+from asynccache.cli.policy import compared
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
-from asynccache.cli.trace import TraceRequest, arrivals, read_trace
+from asynccache.cli.trace import TraceRequest, arrivals, paths_of, read_trace
 from asynccache.configuration.settings import CACHE
 from asynccache.errors import ConfigError
 
@@ -105,12 +105,12 @@ def execute(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
     """The plan as plain values."""
     model = TokenCost(args.bytes_per_token, args.prefill_tokens_per_s, args.host_gb_per_s, args.storage_gb_per_s)
-    requests = list(blocks(trace))
-    found = curve(requests)
+    paths = list(paths_of(trace))
+    found = curve(paths)
     tokens = sum(request.input_length for request in trace)
     steps = list(_steps(args, model))
     units = sorted({step.tokens // BLOCK_TOKENS for step in steps})
-    hits = _hits(requests, found, units, args.eviction, arrivals(trace, 1.0))
+    hits = _hits(paths, found, units, args.eviction, arrivals(trace, 1.0))
     seconds = (trace[-1].timestamp - trace[0].timestamp) / 1000
     prefill = tokens / model.prefill_tokens_per_s
     return {
@@ -125,13 +125,13 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
 
 
 def _hits(
-    requests: Sequence[PagePath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
+    paths: Sequence[BlockPath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> dict[int, dict[str, int]]:
     """The result of ``compared`` for each of ``sizes``, in blocks. Shows its progress on standard error."""
     hits: dict[int, dict[str, int]] = {}
     progress = Progress(sys.stderr)
     try:
-        for size, row in zip(sizes, compared(requests, found, sizes, eviction, times), strict=True):
+        for size, row in zip(sizes, compared(paths, found, sizes, eviction, times), strict=True):
             hits[size] = row
             progress.tell(f"plan: {len(hits)} of {len(sizes)} sizes")
     finally:

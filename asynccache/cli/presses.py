@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,21 +20,13 @@ if TYPE_CHECKING:
 PATIENT = 3
 
 
-class Next(Enum):
-    """The meaning of a press, besides being counted and told."""
-
-    NOTHING = "nothing, but the third press raises KeyboardInterrupt"
-    SKIPS = "raises KeyboardInterrupt, which ends the present step"
-    WAITS = "nothing, however often Ctrl-C is pressed"
-
-
 class Presses:
     """Counts Ctrl-C while its ``with`` block lasts. Outside of the main thread signals cannot be caught, and the count
     stays 0."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._next = Next.NOTHING
+        self._ends = True
         self._act: Callable[[int], object] | None = None
         self._before: Any = None
 
@@ -67,17 +58,17 @@ class Presses:
             self._act = None
 
     @contextmanager
-    def meaning(self, what: Next) -> Iterator[None]:
-        """Have presses do ``what`` while this lasts."""
-        self._next = what
+    def counted_only(self) -> Iterator[None]:
+        """While this lasts, presses end nothing, however many there are."""
+        self._ends = False
         try:
             yield
         finally:
-            self._next = Next.NOTHING
+            self._ends = True
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self._next is Next.SKIPS or (self._next is Next.NOTHING and self.count >= PATIENT):
+        if self._ends and self.count >= PATIENT:
             raise KeyboardInterrupt
         if self._act is not None:
             self._act(self.count)

@@ -8,7 +8,6 @@ costs the loop a fraction of a millisecond.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +84,3 @@ def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]
     ordered = np.percentile(np.fromiter(samples, np.float64) * scale, range(101))
     return [round(float(value), 3) for value in ordered]
 
-
-def memcpy_rate(size: int = 64 << 20, rounds: int = 3) -> float:
-    """Bytes per second that one thread of this machine can copy now: the best of ``rounds`` copies of ``size``
-    bytes."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    best = float("inf")
-    for _ in range(rounds):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - began)
-    return size / best

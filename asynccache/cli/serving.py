@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.engine import Engine, EngineStream, Ids, Piece
+from asynccache.cli.engine import Engine, EngineStream, Ids, PageRun
 from asynccache.cli.options import RunSettings
 from asynccache.cli.pattern import Values, page_values
 from asynccache.cli.request import RunRequest, Tokens
@@ -131,10 +131,8 @@ class Server:
                 await self._prefill(request, text, lease, stream)
                 self._tally.prompt(request, lease.cached, lease.hits, wait, self._rate, self._engine.slowdown)
                 end = await self._decoded(request, text, lease, stream)
-                if self._made_up:
-                    self._note_path(text, end)
-                    if self._verify:
-                        await self._look_again(request, text, lease, stream, end)
+                if self._made_up and self._verify:
+                    await self._look_again(request, text, lease, stream, end)
                 lease.release(after=stream.work, ended=request.ended)
             except BaseException:
                 lease.release(after=stream.work)
@@ -149,7 +147,7 @@ class Server:
         )
         return lease
 
-    async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[Piece]) -> object:
+    async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[PageRun]) -> object:
         """Fill these pages. Every other request acts like an engine with a stream, and goes on while its work is
         queued. Returns what ``commit`` takes as ``ready``: an event or batch number if the pages are still being
         filled, None if they are filled."""
@@ -159,23 +157,18 @@ class Server:
         stream.begin(pieces)
         return stream.work
 
-    def _note_path(self, text: Text, end: int) -> None:
-        prompt = text.prompt // self._page
-        pages = end // self._page if self._insert_outputs else prompt
-        self._tally.paths.add(text.values[:pages], prompt, text.prompt)
-
-    def _expected(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
+    def _expected(self, lease: Lease, text: Text, end: int) -> Iterator[PageRun]:
         """The pages that a lease with ``end`` cached tokens must hold: all of FULL, SWA over the window before ``end``,
         and the lease's own copy of MAMBA's state."""
         last = end // self._page
         if not last:
             return
-        yield Piece(ComponentKind.FULL, lease.pages[:last], text.values[:last], 0)
+        yield PageRun(ComponentKind.FULL, lease.pages[:last], text.values[:last], 0)
         if self._window:
             first = max(0, end - self._window) // self._page
-            yield Piece(ComponentKind.SWA, lease.page_table("swa")[first:last], text.values[first:last], first)
+            yield PageRun(ComponentKind.SWA, lease.page_table("swa")[first:last], text.values[first:last], first)
         if self._mamba and end == lease.cached:
-            yield Piece(ComponentKind.MAMBA, lease.states[:1], text.values[last - 1:last], last - 1)
+            yield PageRun(ComponentKind.MAMBA, lease.states[:1], text.values[last - 1:last], last - 1)
 
     async def _prefill(self, request: RunRequest, text: Text, lease: Lease, stream: EngineStream) -> None:
         """Compute the prompt from ``lease.cached`` on, chunk by chunk, and commit each chunk."""
@@ -200,21 +193,21 @@ class Server:
         ends.update((p, self._mamba) for p in (lease.checkpoint_at, whole) if p > lease.cached)
         return sorted(ends.items())
 
-    def _fresh(self, lease: Lease, text: Text, start: int, end: int) -> Iterator[Piece]:
+    def _fresh(self, lease: Lease, text: Text, start: int, end: int) -> Iterator[PageRun]:
         """The pages that computing ``[start, end)`` fills."""
         first, last = start // self._page, end // self._page
         if first == last:
             return
-        yield Piece(ComponentKind.FULL, lease.pages[first:last], text.values[first:last], first)
+        yield PageRun(ComponentKind.FULL, lease.pages[first:last], text.values[first:last], first)
         if self._window:
             yield _present(ComponentKind.SWA, lease.page_table("swa")[first:last], text.values[first:last], first)
 
-    def _states(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
+    def _states(self, lease: Lease, text: Text, end: int) -> Iterator[PageRun]:
         """MAMBA's state after ``end`` tokens, in two slots: the working copy, which decoding goes on from, and the
         checkpoint slot, which the commit takes."""
         last = end // self._page
         for slot in (0, 1):
-            yield Piece(ComponentKind.MAMBA, lease.states[slot:slot + 1], text.values[last - 1:last], last - 1)
+            yield PageRun(ComponentKind.MAMBA, lease.states[slot:slot + 1], text.values[last - 1:last], last - 1)
 
     async def _decoded(self, request: RunRequest, text: Text, lease: Lease, stream: EngineStream) -> int:
         """Decode in a few calls. Returns the end that was reached, in tokens; it is short of the whole output when the
@@ -263,7 +256,7 @@ class Server:
         self._tally.verdict(request, await stream.verify(pieces))
 
 
-def _present(component: ComponentKind, ids: Ids, values: Values, first: int) -> Piece:
-    """A piece of those entries of a page table that have a page."""
+def _present(component: ComponentKind, ids: Ids, values: Values, first: int) -> PageRun:
+    """The pages that there are among these entries of a page table; -1 stands for a missing one."""
     held = np.flatnonzero(ids >= 0)
-    return Piece(component, ids[held], values[held], first)
+    return PageRun(component, ids[held], values[held], first)

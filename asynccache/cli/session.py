@@ -15,21 +15,20 @@ from typing import Any
 
 from asynccache import AsyncCache
 from asynccache.cli import output, report
-from asynccache.cli.capacity import capacity
 from asynccache.cli.display import Display, Watch, choose
 from asynccache.cli.engine import Engine, StandInEngine
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings
-from asynccache.cli.presses import Next, Presses
+from asynccache.cli.presses import Presses
 from asynccache.cli.request import Source
 from asynccache.cli.runner import RequestRunner
-from asynccache.cli.samples import Sampler, memcpy_rate
+from asynccache.cli.samples import Sampler
 from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
-from asynccache.cli.tally import Paths, Tally
+from asynccache.cli.tally import Tally
 from asynccache.cli.trace import TraceClock, TraceRequest, TraceSource, read_trace, survey
 from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
@@ -63,10 +62,7 @@ def execute(settings: RunSettings, presses: Presses | None = None) -> int:
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
         runner.get_loop().set_exception_handler(presses.loop_error)
         result = runner.run(session.run())
-    if settings.json is not None or settings.report is not None:
-        with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # Ctrl-C skips these figures
-            result |= session.afterwards(result)
-    with presses.meaning(Next.WAITS):
+    with presses.counted_only():
         result["interrupted"] = presses.count > 0
         return _told(settings, session, result)
 
@@ -115,19 +111,11 @@ class Session:
         self.trace: str | None = None
         self._settings = settings
         self._display = display
-        curve = settings.json is not None or settings.report is not None
-        self._tally = Tally(paths=Paths() if curve else Paths(limit=0))
+        self._tally = Tally()
         self._meter = Meter()
         self._presses = presses
         self._over_time: dict[str, Any] = {}
         self._requests: list[TraceRequest] | None = None
-
-    def afterwards(self, result: report.Report) -> dict[str, Any]:
-        """Figures that are computed after the run: how fast this machine copies memory, and which hit ratios caches of
-        other sizes would have had."""
-        return {"memcpy_bytes_per_s": round(memcpy_rate()),
-                "capacity": capacity(self._settings, self._requests, self._tally, result,
-                                     compare=self._settings.report is not None)}
 
     async def run(self) -> report.Report:
         """Run and return the report. Cancelling cancels the requests that run, and closes the cache."""

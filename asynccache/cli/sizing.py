@@ -56,7 +56,7 @@ def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSur
 
 def _sidecars(settings: RunSettings) -> tuple[Sidecar, ...]:
     page, size, layers = settings.page_size, settings.bytes_per_token, settings.layers
-    return tuple(hung.sidecar(page, size, layers) for hung in read_sidecars(settings.sidecars, page))
+    return tuple(text.sidecar(page, size, layers) for text in read_sidecars(settings.sidecars, page))
 
 
 def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey) -> int:

@@ -1,59 +1,17 @@
 """The counters of a run. Only prompt tokens count as hits, each token once, and only of requests that were served.
 
-Law: once ``Paths`` is full, the counters need no more memory however long the run lasts.
+Law: the counters need no more memory however long the run lasts.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from asynccache.cli.curve import PagePath
 from asynccache.cli.engine import Verdict
 from asynccache.cli.meter import Samples
-from asynccache.cli.pattern import Values
 from asynccache.cli.request import BLOCK_TOKENS, RunRequest
 
 _SHOWN = 5
-
-
-class Paths:
-    """The pages that requests looked up and left in the cache, request by request, for ``capacity``.
-
-    Only the first requests are kept, until they have ``limit`` pages together; a page takes 8 bytes. ``tokens``: all
-    tokens of their prompts, also those after the last whole page. Iterating yields a ``PagePath`` for each request.
-    """
-
-    LIMIT = 1 << 21
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.tokens = 0
-        self._limit = limit
-        self._pages = array("Q")
-        self._ends = array("q")
-        self._prompts = array("q")
-
-    def __repr__(self) -> str:
-        return f"Paths({len(self)} requests, {len(self._pages)} pages)"
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __iter__(self) -> Iterator[PagePath]:
-        start = 0
-        for end, prompt in zip(self._ends, self._prompts, strict=True):
-            yield PagePath(self._pages[start:end], prompt)
-            start = end
-
-    def add(self, values: Values, prompt: int, tokens: int) -> None:
-        """Add a request, if there is room. Its prompt has ``tokens`` tokens and ``prompt`` whole pages, which it looked
-        up; it left all pages of ``values`` in the cache: those of the prompt, then those of the output."""
-        if len(self._pages) < self._limit:
-            self.tokens += tokens
-            self._pages.frombytes(values.tobytes())
-            self._ends.append(len(self._pages))
-            self._prompts.append(prompt)
 
 
 @dataclass(slots=True)
@@ -91,7 +49,6 @@ class Tally:
     first_token: Samples = field(default_factory=Samples)
     first_token_without: Samples = field(default_factory=Samples)
     slowdown: float = 1.0
-    paths: Paths = field(default_factory=Paths)
     problems: list[str] = field(default_factory=list)
 
     def hit(self) -> int:
@@ -122,7 +79,6 @@ class Tally:
         self.slowdown = slowdown
         self.first_token.append(wait + (request.length - cached) / rate * slowdown)
         self.first_token_without.append(request.length / rate * slowdown)
-
 
     def verdict(self, request: RunRequest, verdict: Verdict) -> None:
         """Count pages of a request that were read back; wrong ones make a problem."""

@@ -27,7 +27,7 @@ class Turn(NamedTuple):
     last: bool
 
 
-class _Text:
+class _RandomTokens:
     """Draws tokens: fresh ones, which no other prompt has, and system prompts, which many conversations share."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -44,7 +44,7 @@ class _Text:
         return stream_tokens(_SYSTEM + kind, 0, low + (high - low) * kind // kinds)
 
 
-def chat(text: _Text) -> Iterator[Turn]:
+def chat(text: _RandomTokens) -> Iterator[Turn]:
     """A shared system prompt, then turns; each turn's prompt repeats all turns before it."""
     context = text.system(8, 64, 512)
     turns = text.rng.randint(2, 10)
@@ -55,13 +55,13 @@ def chat(text: _Text) -> Iterator[Turn]:
         context = np.concatenate([context, output])
 
 
-def shared(text: _Text) -> Iterator[Turn]:
+def shared(text: _RandomTokens) -> Iterator[Turn]:
     """A long shared system prompt and one question."""
     prompt = np.concatenate([text.system(16, 512, 2560), text.fresh(16, 320)])
     yield Turn(prompt, text.fresh(4, 64), last=True)
 
 
-def agent(text: _Text) -> Iterator[Turn]:
+def agent(text: _RandomTokens) -> Iterator[Turn]:
     """A loop of tool calls with short outputs and long results. Sometimes the agent retries from an earlier point, and
     a long context is replaced by a summary."""
     system = text.system(4, 768, 1536)
@@ -81,7 +81,7 @@ def agent(text: _Text) -> Iterator[Turn]:
             context = np.concatenate([context[: text.rng.choice(marks)], text.fresh(8, 64)])
 
 
-def lonely(text: _Text) -> Iterator[Turn]:
+def lonely(text: _RandomTokens) -> Iterator[Turn]:
     """A prompt that shares nothing with any other; one in ten is asked twice."""
     prompt, repeat = text.fresh(1, 3072), text.rng.random() < 0.1
     yield Turn(prompt, text.fresh(1, 96), last=not repeat)
@@ -89,7 +89,7 @@ def lonely(text: _Text) -> Iterator[Turn]:
         yield Turn(prompt, text.fresh(1, 96), last=True)
 
 
-_KINDS: dict[str, Callable[[_Text], Iterator[Turn]]] = {
+_KINDS: dict[str, Callable[[_RandomTokens], Iterator[Turn]]] = {
     "chat": chat, "shared": shared, "agent": agent, "random": lonely,
 }
 
@@ -119,7 +119,7 @@ class StressSource:
         self._rate = rate
         self._at = 0.0
         self._rng = random.Random(seed)
-        self._text = _Text(self._rng)
+        self._text = _RandomTokens(self._rng)
         self._kinds = list(_KINDS.values()) if workload == "mixed" else [_KINDS[workload]]
         self._hints = hints
         self._waiting = [self._open() for _ in range(open_conversations)]

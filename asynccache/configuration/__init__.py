@@ -6,23 +6,17 @@ exists. This package does not import torch.
 """
 
 from asynccache.configuration.building import Effective, Loaded, Problem, load_config, read_config
-from asynccache.configuration.reference import reference
 from asynccache.configuration.schema import schema
 from asynccache.configuration.settings import nearest
-from asynccache.configuration.sources import SettingsFile, describes_cache, read_file
 from asynccache.configuration.writing import as_toml
 
 __all__ = [
     "Effective",
-    "SettingsFile",
     "Loaded",
     "Problem",
     "as_toml",
-    "describes_cache",
     "load_config",
     "nearest",
     "read_config",
-    "read_file",
-    "reference",
     "schema",
 ]

@@ -13,13 +13,11 @@ from asynccache.configuration import settings
 from asynccache.configuration.settings import REQUIRED, Path
 from asynccache.configuration.sources import (
     PREFIX,
-    SettingsFile,
     SettingsTable,
     WrittenValue,
     from_environment,
     from_file,
     from_python,
-    read_file,
     replaced,
 )
 from asynccache.errors import ConfigError
@@ -78,7 +76,7 @@ def load_config(
 
 
 def read_config(
-    path: str | os.PathLike[str] | SettingsFile | None = None, *, env: Mapping[str, str] | None = None, **given: Any
+    path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None, **given: Any
 ) -> Loaded:
     """Do what ``load_config`` does, but return every value with its origin, and problems as a list instead of an error.
 
@@ -86,7 +84,7 @@ def read_config(
         ConfigError: ``path`` or ``env`` is an argument of the wrong type.
     """
     env = os.environ if env is None else checks.texts("env", env)
-    if not isinstance(path, (str, os.PathLike, SettingsFile, type(None))):
+    if not isinstance(path, (str, os.PathLike, type(None))):
         raise ConfigError(f"path={checks.shown(path)} must be text or a path")
     if isinstance(path, str):
         checks.text("path", path)
@@ -94,7 +92,7 @@ def read_config(
     path = path if path is not None else env.get(f"{PREFIX}CONFIG") or None
     if path is not None:
         try:
-            table.lay(from_file(path if isinstance(path, SettingsFile) else read_file(os.fspath(path))))
+            table.lay(from_file(os.fspath(path)))
         except ConfigError as error:
             return Loaded(None, (), (Problem(str(error)),))
     table.lay(_matched(from_environment(env), table))

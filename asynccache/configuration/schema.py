@@ -1,8 +1,4 @@
-"""A JSON Schema (draft 2020-12) of settings files, for editors and for programs that write such files.
-
-A file may describe a cache, with or without sections for runs of ``stress`` and ``replay``. Or it may describe only
-runs; ``components`` is then an option of those runs, a list of names.
-"""
+"""A JSON Schema (draft 2020-12) of settings files, for editors and for programs that write such files."""
 
 from __future__ import annotations
 
@@ -18,24 +14,8 @@ Schema = dict[str, Any]
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
-def schema(runs: Mapping[str, Schema] | None = None) -> Schema:
-    """Return the schema of settings files. ``runs`` has the schema of the options of each section of runs, by the
-    section's name (``stress``, ``replay``)."""
-    runs = runs or {}
-    shared = {name: option for section in runs.values() for name, option in section["properties"].items()}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "asynccache",
-        "type": "object",
-        "if": {"anyOf": [{"required": ["model"]}, {
-            "required": ["components"], "properties": {"components": {"type": "object"}},
-        }]},
-        "then": _cache(runs),
-        "else": {"properties": {**shared, **runs}, "additionalProperties": False},
-    }
-
-
-def _cache(runs: Mapping[str, Schema]) -> Schema:
+def schema() -> Schema:
+    """Return the schema of settings files."""
     own = _object(settings.CACHE)
     own["properties"] |= {
         "components": {
@@ -50,10 +30,9 @@ def _cache(runs: Mapping[str, Schema]) -> Schema:
         "storage_options": {
             "type": "object", "description": settings.OPTION.text, "additionalProperties": {"type": "string"},
         },
-        **runs,
     }
     own["required"] = [*own["required"], "components"]
-    return own
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "asynccache", **own}
 
 
 def _object(rows: Mapping[str, Setting]) -> Schema:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asynccache.config import Sidecar
 from asynccache.configuration.line_numbers import line_numbers, line_of
@@ -21,7 +21,6 @@ from asynccache.errors import ConfigError
 Origin = Callable[[Path], str]
 """Returns where a path stands in a source, for messages."""
 PREFIX = "ASYNCCACHE_"
-SECTIONS = ("stress", "replay")
 BACKENDS = "asynccache.backends"
 _DEPTH = {"components": 3, "sidecars": 3, "storage_options": 2}
 """The length of the paths of settings in tables."""
@@ -69,48 +68,29 @@ class SettingsTable:
         self.groups = {path: origin for path, origin in self.groups.items() if path[0] != top}
 
 
-@dataclass(frozen=True, slots=True)
-class SettingsFile:
-    """A TOML file that was read. ``table`` is its content; ``lines`` has the line of each key by its path."""
-
-    name: str
-    table: dict[str, Any]
-    lines: dict[Path, int]
-
-    def origin(self, path: Path) -> str:
-        """Return where ``path`` stands in the file, for messages: ``kv.toml line 7``."""
-        line = line_of(path, self.lines)
-        return self.name if line is None else f"{self.name} line {line}"
-
-
-def read_file(name: str, shown: str = "") -> SettingsFile:
-    """Read and parse a TOML file. ``shown`` is what errors call it; by default its name.
+def from_file(name: str) -> SettingsTable:
+    """Return the settings in the TOML file ``name``. The origin of each is the file's name and the line.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML.
     """
-    shown = shown or name
     try:
         text = FilePath(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{shown}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown}: not TOML: {error}") from None
+        raise ConfigError(f"{name}: not TOML: {error}") from None
     try:
-        return SettingsFile(name, tomllib.loads(text), line_numbers(text.replace("\r\n", "\n")))
+        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{shown}: not TOML: {error}") from None
+        raise ConfigError(f"{name}: not TOML: {error}") from None
+    lines = line_numbers(text.replace("\r\n", "\n"))
 
+    def origin(path: Path) -> str:
+        line = line_of(path, lines)
+        return name if line is None else f"{name} line {line}"
 
-def describes_cache(table: Mapping[str, Any]) -> bool:
-    """Return True if a file with this content describes a cache, and not only runs of ``stress`` and ``replay``."""
-    return isinstance(table.get("components"), dict) or "model" in table
-
-
-def from_file(file: SettingsFile) -> SettingsTable:
-    """Return the file's settings of the cache. The sections of ``stress`` and ``replay`` are left out."""
-    content = {key: value for key, value in file.table.items() if key not in SECTIONS}
-    return _from_tree(content, file.origin)
+    return _from_tree(content, origin)
 
 
 def from_environment(env: Mapping[str, str]) -> SettingsTable:
@@ -121,7 +101,7 @@ def from_environment(env: Mapping[str, str]) -> SettingsTable:
     backends = {entry.name for entry in entry_points(group=BACKENDS)}
     for name, text in env.items():
         own = name.removeprefix(PREFIX)
-        if own == name or own in NOT_SETTINGS or own.split("__")[0].lower() in SECTIONS:
+        if own == name or own in NOT_SETTINGS:
             continue
         if own.partition("_")[0].lower() in backends:
             continue

@@ -1,4 +1,4 @@
-"""``benchmarks/tree.py`` with little of everything: each of its measurements has its figures."""
+"""``benchmarks/tree.py`` and ``benchmarks/runtime.py`` with little of everything: each measurement has its figures."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli import bench_tree
-from benchmarks import tree
-from tests.docs import docs_programs
+from asynccache.cli.charts import text
+from asynccache.cli.main import bench
+from benchmarks import runtime, tree, tree_calls
+
+FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "MEMORY_NODES": 200, "EVICTED": 256}
 
 
 @pytest.fixture
 def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, few in docs_programs.FEW.items():
-        monkeypatch.setattr(bench_tree, name, few)
+    for name, few in FEW.items():
+        monkeypatch.setattr(tree_calls, name, few)
         if hasattr(tree, name):
             monkeypatch.setattr(tree, name, few)
     monkeypatch.setattr(tree, "SAMPLE", 40)
@@ -27,6 +29,23 @@ def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return json.loads(path.read_text())
 
     return measure
+
+
+def test_every_call_is_measured_beside_its_goal(figures: Any) -> None:
+    found = figures("--shapes", "0,1")
+    assert list(found["shapes"]) == ["full p16", "full,swa,mamba p64"]
+    assert all(list(rows) == list(tree_calls.OPERATIONS) for rows in found["shapes"].values())
+    assert found["memory"]["all"]["bytes_per_node"] > found["memory"]["full"]["bytes_per_node"] > 0
+    assert len(list(tree.charts(found))) == 3
+
+
+def test_an_await_is_compared_with_the_call_of_the_core(tmp_path: Path) -> None:
+    path = tmp_path / "runtime.json"
+    assert bench(runtime, ["--calls", "100", "--json", str(path)], prog="python -m benchmarks.runtime") == 0
+    found = json.loads(path.read_text())
+    assert found["overhead"].keys() == {"uvloop", "asyncio"}
+    assert all(calls.keys() == runtime.GOALS_US.keys() for calls in found["overhead"].values())
+    assert "tree lock, uvloop" in "".join(map(text, runtime.charts(found)))
 
 
 def test_growth_has_a_row_for_each_size(figures: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,6 @@ def test_what_hits_cost_the_host_is_told_beside_them(host: str, tmp_path: Path) 
 def test_pages_are_verified_unless_that_is_switched_off(flags: str, verified: bool, tmp_path: Path) -> None:
     found = stress(tmp_path, f"--requests 20 --storage none {flags}")
     assert (found["verify"]["pages"] > 0) is verified
-    assert found["capacity"]["lookups"] > 0
     assert (found["served"], found["verify"]["mismatches"]) == (20, 0)
 
 

@@ -30,8 +30,6 @@ PHASES = {
     "flush": RUN + "Session._flush",
     "audit": "asynccache.core.audit:check",
     "closing": "asynccache.memory.cpu:CpuDevice.aclose",
-    "afterwards": RUN + "memcpy_rate",
-    "curve": RUN + "capacity",
     "summary": RUN + "summary",
     "writing": "asynccache.cli.output:dump",
     "drawing": "asynccache.cli.output:write_page",

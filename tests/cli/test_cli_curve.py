@@ -1,4 +1,4 @@
-"""The capacity curve of one pass equals LRU caches of every size, served one by one."""
+"""The curve of one pass equals LRU caches of every size, served one by one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynccache.cli import curve as module
-from asynccache.cli.curve import PagePath, blocks, curve, points
-from asynccache.cli.trace import TraceRequest, read_trace
+from asynccache.cli.curve import BlockPath, curve
+from asynccache.cli.trace import TraceRequest, paths_of, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.047, 10_000: 0.224, 30_000: 0.345, 100_000: 0.380}
 
 
-def lru(requests: Sequence[PagePath], capacity: int) -> int:
+def lru(paths: Sequence[BlockPath], capacity: int) -> int:
     """Lookups that hit, by doing it."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
-    for path, looked_up in requests:
-        for key in path[:looked_up]:
+    for path in paths:
+        for key in path:
             if key not in cache:
                 break
             hits += 1
@@ -38,19 +38,18 @@ def lru(requests: Sequence[PagePath], capacity: int) -> int:
     return hits
 
 
-def tree_of(shapes: Sequence[Sequence[int]], looked_up: Sequence[int]) -> list[PagePath]:
+def tree_of(shapes: Sequence[Sequence[int]]) -> list[BlockPath]:
     known: dict[tuple[int, ...], int] = {}
-    paths = [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
-    return [PagePath(path, min(n, len(path))) for path, n in zip(paths, looked_up, strict=True)]
+    return [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.integers(0, 6)), max_size=25))
-def test_one_pass_equals_an_lru_of_every_size(drawn: list[tuple[list[int], int]]) -> None:
-    requests = tree_of([shape for shape, _ in drawn], [n for _, n in drawn])
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=25))
+def test_one_pass_equals_an_lru_of_every_size(drawn: list[list[int]]) -> None:
+    requests = tree_of(drawn)
     found = curve(requests)
-    assert found.lookups == sum(r.looked_up for r in requests)
-    for capacity in range(found.pages + 2):
+    assert found.lookups == sum(map(len, requests))
+    for capacity in range(found.blocks + 2):
         assert found.found(capacity) == lru(requests, capacity), capacity
 
 
@@ -58,7 +57,7 @@ def test_time_lines_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK", 8)
     rng = random.Random(3)
     shapes = [[rng.randrange(3) for _ in range(rng.randrange(1, 12))] for _ in range(300)]
-    requests = tree_of(shapes, [len(shape) for shape in shapes])
+    requests = tree_of(shapes)
     found = curve(requests)
     for capacity in (0, 1, 2, 5, 17, 40, 100, 1000):
         assert found.found(capacity) == lru(requests, capacity), capacity
@@ -66,24 +65,20 @@ def test_time_lines_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_asked_is_no_hit() -> None:
     found = curve([])
-    assert (found.found(0), found.found(10), found.lookups, found.pages) == (0, 0, 0, 0)
-    assert points(found) == [1]
+    assert (found.found(0), found.found(10), found.lookups, found.blocks) == (0, 0, 0, 0)
 
 
 def test_a_block_counts_under_its_prefix_only_and_when_it_is_full() -> None:
     trace = [TraceRequest(0, 1024, 1, (1, 2)), TraceRequest(0, 1024, 1, (3, 2)), TraceRequest(0, 1023, 1, (1, 2))]
-    assert [(len(r.keys), r.looked_up) for r in blocks(trace)] == [(2, 2), (2, 2), (1, 1)]
-    found = curve(blocks(trace))
-    assert (found.lookups, found.pages) == (5, 4)
+    assert [len(path) for path in paths_of(trace)] == [2, 2, 1]
+    found = curve(paths_of(trace))
+    assert (found.lookups, found.blocks) == (5, 4)
     assert [found.found(c) for c in range(5)] == [0, 0, 0, 1, 1]  # 1 was pushed below 3 and the second 2
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_recorded_trace_gives_the_published_figures() -> None:
-    found = curve(blocks(asyncio.run(read_trace(str(REAL)))))
+    found = curve(paths_of(asyncio.run(read_trace(str(REAL)))))
     assert (found.lookups, int(found.hits[-1])) == (276_491, 105_592)
     for capacity, ratio in PUBLISHED.items():
         assert found.found(capacity) / found.lookups == pytest.approx(ratio, abs=0.0006)
-    shown = points(found)
-    assert shown[-1] == len(found.hits) - 1
-    assert 40 < len(shown) <= 60

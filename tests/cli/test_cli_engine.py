@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asynccache.cli.engine import NOTHING, EngineStream, Piece, StandInEngine, Verdict
+from asynccache.cli.engine import NOTHING, EngineStream, PageRun, StandInEngine, Verdict
 from asynccache.cli.meter import run_delay
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.settings import ComponentKind
@@ -27,9 +27,9 @@ CONFIG = CacheConfig(model="m", page_size=16, components=(
 ))
 
 
-def full(*ids: int, first: int = 0) -> Piece:
+def full(*ids: int, first: int = 0) -> PageRun:
     values = np.arange(100, 100 + len(ids), dtype=np.uint64)
-    return Piece(ComponentKind.FULL, np.array(ids, dtype=np.int32), values, first)
+    return PageRun(ComponentKind.FULL, np.array(ids, dtype=np.int32), values, first)
 
 
 @pytest.fixture

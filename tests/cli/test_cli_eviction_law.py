@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli.curve import PagePath, curve
+from asynccache.cli.curve import BlockPath, curve
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.tree import Node
@@ -18,28 +18,29 @@ from benchmarks.eviction_policies import Workload, hits, main
 
 def drawn(count: int) -> Workload:
     """Requests of up to ten blocks, many of which begin like earlier ones."""
-    draws, known, paths = random.Random(3), [[0]], []
+    draws, known = random.Random(3), [[0]]
+    paths: list[BlockPath] = []
     fresh = iter(range(1, 1 << 20))
     for _ in range(count):
         start = draws.choice(known[-30:])
         path = start[: draws.randint(1, len(start))] + [next(fresh) for _ in range(draws.randint(0, 3))]
         known.append(path[:10])
-        paths.append(PagePath(known[-1], len(known[-1])))
+        paths.append(known[-1])
     return Workload(paths, [0.5 * number for number in range(count)])
 
 
 @pytest.mark.parametrize("eviction", ["lru", "p2c"])
 def test_with_room_for_all_both_tiers_find_all_that_was_there_before(eviction: str) -> None:
     workload = drawn(300)
-    found = curve(workload.requests)
-    assert hits(workload, 2 * found.pages, True, eviction) == found.hits[-1]
+    found = curve(workload.paths)
+    assert hits(workload, 2 * found.blocks, True, eviction) == found.hits[-1]
 
 
 def test_device_and_host_find_what_one_lru_of_both_sizes_does_but_for_few_blocks() -> None:
     """A copy stays on the host for a while after its blocks were loaded, so both together hold a little less."""
     workload = drawn(1500)
     for size in (100, 200, 400):
-        alone = curve(workload.requests).found(size)
+        alone = curve(workload.paths).found(size)
         assert alone * 0.95 <= hits(workload, size, True, "lru") <= alone
 
 
@@ -57,7 +58,7 @@ def test_a_policy_below_lru_is_told_by_the_exit_status(
     monkeypatch.setitem(POLICIES, "p2c", lambda config: Mru() if bad else POLICIES["lru"](config))
     trace = tmp_path / "trace.jsonl"
     lines: list[dict[str, Any]] = [
-        {"timestamp": at * 1000, "input_length": 512 * len(path.keys), "output_length": 1, "hash_ids": list(path.keys)}
+        {"timestamp": at * 1000, "input_length": 512 * len(path), "output_length": 1, "hash_ids": list(path)}
         for path, at in zip(*drawn(400), strict=True)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))

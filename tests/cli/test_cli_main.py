@@ -46,7 +46,7 @@ def test_misuse_is_a_sentence_and_2(arguments: tuple[str, ...], capsys: pytest.C
 def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = ModuleType("asynccache.cli.bench_tree")
+    module = ModuleType("asynccache.cli.bench_store")
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--nodes", type=int)
@@ -54,8 +54,8 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
     module.add_arguments = add_arguments  # type: ignore[attr-defined]
     module.run = lambda args, tell: {"nodes": args.nodes}  # type: ignore[attr-defined]
     module.charts = lambda figures: ()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
-    assert main(["bench", "tree", "--nodes", "7"]) == 0
+    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_store", module)
+    assert main(["bench", "store", "--nodes", "7"]) == 0
     assert json.loads(capsys.readouterr().out) == {"core": compiled.CORE, "nodes": 7}
 
 
@@ -63,13 +63,13 @@ TABLE = "7 nodes\n       mean\nmatch  1.25\n\nthe CORE core ran\n"
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, json_default: str | None) -> None:
-    """Put a benchmark in the place of ``bench tree`` that has a table and does nothing."""
-    module: Any = ModuleType("asynccache.cli.bench_tree")
+    """Put a benchmark in the place of ``bench store`` that has a table and does nothing."""
+    module: Any = ModuleType("asynccache.cli.bench_store")
     module.add_arguments = lambda parser: parser.add_argument("--json", default=json_default)
     module.run = lambda args, tell: {"nodes": 7}
     rows = [Row("match", [1.25])]
-    module.charts = lambda figures: [Chart("", f"{figures['nodes']} nodes", (("mean", ""),), rows, "")]
-    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
+    module.charts = lambda figures: [Chart(f"{figures['nodes']} nodes", ("mean",), rows)]
+    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_store", module)
 
 
 @pytest.mark.parametrize(("arguments", "err"), [([], TABLE), (["--quiet"], "")])
@@ -77,7 +77,7 @@ def test_a_table_stands_beside_the_json_of_a_benchmark_unless_it_is_to_be_quiet(
     arguments: list[str], err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench(monkeypatch, "-")
-    assert main(["bench", "tree", *arguments]) == 0
+    assert main(["bench", "store", *arguments]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["nodes"] == 7
     assert said.err == err.replace("CORE", compiled.CORE)
@@ -87,9 +87,9 @@ def test_a_benchmark_that_prints_its_table_prints_json_in_its_place_if_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench(monkeypatch, None)
-    assert main(["bench", "tree"]) == 0
+    assert main(["bench", "store"]) == 0
     assert capsys.readouterr() == (TABLE.replace("CORE", compiled.CORE), "")
-    assert main(["bench", "tree", "--json", "-"]) == 0
+    assert main(["bench", "store", "--json", "-"]) == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["nodes"], said.err) == (7, "")
 

@@ -11,7 +11,7 @@ import pytest
 import asynccache.cli.meter as meter_module
 from asynccache.cli.meter import TICK, Meter, Samples, Spread, peak_rss, spread
 from asynccache.cli.request import RunRequest
-from asynccache.cli.tally import Paths, Tally
+from asynccache.cli.tally import Tally
 
 
 def test_percentiles() -> None:
@@ -38,27 +38,17 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
     monkeypatch.setattr(Samples, "LIMIT", 1 << 10)
 
     def size(rounds: int) -> int:
-        meter, tally = Meter(), Tally(paths=Paths(limit=1 << 10))
+        meter, tally = Meter(), Tally()
         request = RunRequest(0, 64, 1, prompt=lambda: np.zeros(64, np.int32), output=lambda: np.zeros(1, np.int32))
-        values = np.arange(4, dtype=np.uint64)
         monkeypatch.setattr(meter, "_arm", lambda: None)
         for number in range(rounds):
             meter._tick()
             tally.prompt(request._replace(number=number), 16, (16, 0, 0), 0.1, 8000.0, 1.0)
-            tally.paths.add(values[:4], 3, 64)
             tally.problem("nothing is right")
         meter.stop()
         return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent)))
 
     assert size(40_000) <= 1.05 * size(4_000)
-
-
-def test_paths_are_those_of_the_first_requests() -> None:
-    paths = Paths(limit=5)
-    for start in (0, 10, 20):
-        paths.add(np.arange(start, start + 3, dtype=np.uint64), 2, 40)
-    assert [(list(pages), prompt) for pages, prompt in paths] == [([0, 1, 2], 2), ([10, 11, 12], 2)]
-    assert (len(paths), paths.tokens) == (2, 80)
 
 
 class Clock:

@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccache.cli.capacity import policy_hits as found
-from asynccache.cli.curve import PagePath, blocks, curve
-from asynccache.cli.optimum import NEVER, next_uses, optimum
-from asynccache.cli.trace import arrivals, read_trace
+from asynccache.cli.curve import BlockPath, curve
+from asynccache.cli.optimum import next_uses, optimum
+from asynccache.cli.policy import policy_hits as found
+from asynccache.cli.trace import arrivals, paths_of, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.199, 3_000: 0.307, 10_000: 0.382, 30_000: 0.382}
 
 
-def tree_of(shapes: Sequence[Sequence[int]], looked_up: Sequence[int]) -> tuple[list[PagePath], dict[int, int]]:
+def tree_of(shapes: Sequence[Sequence[int]]) -> tuple[list[BlockPath], dict[int, int]]:
     """Requests for these texts, and the parent of each block (-1: none)."""
     known: dict[tuple[int, ...], int] = {}
-    paths = [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
+    paths: list[BlockPath] = [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
     parents = {block: known.get(text[:-1], -1) for text, block in known.items()}
-    return [PagePath(path, min(n, len(path))) for path, n in zip(paths, looked_up, strict=True)], parents
+    return paths, parents
 
 
 def prefixes(blocks: frozenset[int], parents: dict[int, int], capacity: int) -> Iterator[frozenset[int]]:
@@ -38,14 +38,14 @@ def prefixes(blocks: frozenset[int], parents: dict[int, int], capacity: int) -> 
                 yield frozenset(kept)
 
 
-def best(requests: Sequence[PagePath], parents: dict[int, int], capacity: int) -> int:
+def best(paths: Sequence[BlockPath], parents: dict[int, int], capacity: int) -> int:
     """Lookups that hit, by trying every way to evict: after each request any prefixes of what was there and of what
     it used may stay."""
     reached: dict[frozenset[int], int] = {frozenset(): 0}
-    for path, looked_up in requests:
+    for path in paths:
         after: dict[frozenset[int], int] = {}
         for held, hits in reached.items():
-            hits += sum(block in held for block in path[:looked_up])
+            hits += sum(block in held for block in path)
             for kept in prefixes(held | set(path), parents, capacity):
                 after[kept] = max(after.get(kept, 0), hits)
         reached = after
@@ -53,9 +53,9 @@ def best(requests: Sequence[PagePath], parents: dict[int, int], capacity: int) -
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=3), st.integers(0, 3)), max_size=7))
-def test_it_equals_the_best_of_all_sequences_of_evictions(drawn: list[tuple[list[int], int]]) -> None:
-    requests, parents = tree_of([shape for shape, _ in drawn], [n for _, n in drawn])
+@given(st.lists(st.lists(st.integers(0, 1), max_size=3), max_size=7))
+def test_it_equals_the_best_of_all_sequences_of_evictions(drawn: list[list[int]]) -> None:
+    requests, parents = tree_of(drawn)
     uses = next_uses(requests)
     for capacity in range(5):
         assert optimum(requests, uses, capacity) == best(requests, parents, capacity), capacity
@@ -64,7 +64,7 @@ def test_it_equals_the_best_of_all_sequences_of_evictions(drawn: list[tuple[list
 def test_it_bounds_the_core_and_lru_and_all_find_everything_where_all_fits() -> None:
     rng = random.Random(5)
     shapes = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(400)]
-    requests, parents = tree_of(shapes, [len(shape) for shape in shapes])
+    requests, parents = tree_of(shapes)
     uses, lru, times = next_uses(requests), curve(requests), [0.5 * i for i in range(len(requests))]
     before = 0
     for capacity in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -74,16 +74,9 @@ def test_it_bounds_the_core_and_lru_and_all_find_everything_where_all_fits() -> 
     assert optimum(requests, uses, len(parents)) == int(lru.hits[-1]) == found(requests, len(parents), "lru", times)
 
 
-def test_what_is_used_again_without_a_lookup_needs_not_be_held() -> None:
-    """An output that a later request leaves behind once more is there again for nothing."""
-    requests, _ = tree_of([[1, 2], [1, 2], [1, 2]], [2, 1, 2])
-    assert next_uses(requests) == [[1, NEVER], [2, 2], [NEVER, NEVER]]
-    assert optimum(requests, next_uses(requests), 2) == 3
-
-
 @pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_recorded_trace_gives_the_published_figures() -> None:
-    requests = list(blocks(asyncio.run(read_trace(str(REAL)))))
+    requests = list(paths_of(asyncio.run(read_trace(str(REAL)))))
     uses = next_uses(requests)
     for capacity, ratio in PUBLISHED.items():
         assert optimum(requests, uses, capacity) / 276_491 == pytest.approx(ratio, abs=0.0005)
@@ -93,7 +86,7 @@ def test_the_recorded_trace_gives_the_published_figures() -> None:
 @pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_p2c_closes_the_gap_from_lru_to_the_optimum_on_the_recorded_trace() -> None:
     trace = asyncio.run(read_trace(str(REAL)))
-    requests = list(blocks(trace))
+    requests = list(paths_of(trace))
     uses, lru, times = next_uses(requests), curve(requests), arrivals(trace, 1.0)
     for capacity, share in {1_000: 0.22, 3_000: 0.26, 10_000: 0.09, 30_000: 0.03}.items():
         least, most = lru.found(capacity), optimum(requests, uses, capacity)

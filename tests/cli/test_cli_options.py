@@ -11,7 +11,7 @@ from asynccache.cli.main import main
 from asynccache.cli.options import OPTIONS, RunSettings, add_arguments, resolve_options, suggest
 from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
-from asynccache.core.settings import PrefetchPolicy, WritePolicy
+from asynccache.core.settings import WritePolicy
 from asynccache.errors import ConfigError
 
 
@@ -47,58 +47,22 @@ def test_a_policy_of_ones_own_is_an_option_as_soon_as_it_was_added(monkeypatch: 
     assert stress("--eviction", "own").eviction == replay("--eviction", "own").eviction == "own"
 
 
-def test_several_stores_are_several_options_or_a_list(tmp_path: Path) -> None:
+def test_several_stores_are_several_options() -> None:
     urls = ("file:/var/k v?capacity=1GiB", "memory:?capacity=1MiB")
     assert stress("--storage", urls[0], "--storage", urls[1]).storage == urls
     assert stress("--storage", urls[0]).storage == urls[0]
-    file = tmp_path / "run.toml"
-    file.write_text(f'storage = ["{urls[0]}", "{urls[1]}"]\n')
-    assert stress("--config", str(file)).storage == urls
-    assert stress("--config", str(file), "--storage", "memory:").storage == "memory:"
     with pytest.raises(ConfigError, match="must be 'none' or a URL"):
         stress("--storage", "memory:", "--storage", "/var/kv")
 
 
-def test_an_option_that_is_refused_keeps_its_secrets(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('storage = { url = "redis://u:topsecret@h:1", password = "topsecret" }\n')
-    with pytest.raises(ConfigError, match="must be a number or a string") as caught:
-        stress("--config", str(file))
+def test_an_option_that_is_refused_keeps_its_secrets() -> None:
+    with pytest.raises(ConfigError, match="needs a host tier") as caught:
+        stress("--storage", "redis://u:topsecret@h:1", "--host-tokens", "none")
     assert "topsecret" not in str(caught.value)
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('page-size = 32\nconcurrency = 3\nlayers = 2\ncomponents = ["full", "swa"]\n'
-                    '[stress]\nconcurrency = 4\nquiet = true\nprefetch_policy = "best_effort"\n[replay]\nlimit = 1\n')
-    settings = stress("--config", str(file), "--page-size", "64")
-    assert (settings.page_size, settings.concurrency, settings.layers) == (64, 4, 2)
-    assert settings.components == ("full", "swa")
-    assert settings.prefetch_policy is PrefetchPolicy.BEST_EFFORT
-    assert settings.quiet
-    assert settings.bytes_per_token == stress().bytes_per_token
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    ("page-sise = 16", r"stress has no setting 'page-sise'; did you mean 'page-size'\?"),
-    ("limit = 3", "stress has no setting 'limit'"),
-    ("page_size = 0", "page_size=0: must lie between 1 and 65536"),
-    ("page_size = 1.5", "page_size=1.5: must be an integer"),
-    ("page_size = true", "page_size=True must be a number or a string"),
-    ("quiet = 1", "quiet=1 must be true or false"),
-    ("stress = 1", "stress must be a table"),
-    ("= 3", "not TOML"),
-])
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        stress("--config", str(file))
-    assert "run.toml" in str(caught.value)
-
-
 def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--config=/no/such\.toml: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"/no/such\.toml: cannot be read: No such file"):
         stress("--config", "/no/such.toml")
 
 

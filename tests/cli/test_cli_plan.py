@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli.capacity import policy_hits as found
-from asynccache.cli.curve import blocks
 from asynccache.cli.main import main
 from asynccache.cli.plan import text
-from asynccache.cli.trace import read_trace
+from asynccache.cli.policy import policy_hits as found
+from asynccache.cli.trace import paths_of, read_trace
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.tree import Node
@@ -42,6 +41,21 @@ def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
                  *arguments]) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
+
+
+def test_a_replay_in_ample_room_reaches_the_highest_ratio_of_the_plan(tmp_path: Path) -> None:
+    """Both have one definition, also where prompts end inside a page."""
+    out, trace = tmp_path / "run.json", tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 0, "input_length": 2 * BLOCK + 300, "output_length": 1, "hash_ids": [1, 2, 3 + i]}
+            for i in range(4)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["replay", str(trace), "--concurrency", "1", "--host-tokens", "none", "--quiet", "--json",
+                 str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert main(["plan", str(trace), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["highest_hit_ratio"] == round(report["hit_ratio"], 5) == round(6 * BLOCK / (4 * 1324), 5)
+    assert found["hit_ratio_is"] == report["hit_ratio_is"]
 
 
 def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +86,7 @@ def test_a_host_adds_to_the_device_and_storage_has_what_both_have(tmp_path: Path
 def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
     """Four blocks fit: a b c d hit once, and are gone when they come back. Eight fit: they hit again. A node goes
     whole."""
-    requests = list(blocks(asyncio.run(read_trace(str(write_trace(tmp_path / "t.jsonl"))))))
+    requests = list(paths_of(asyncio.run(read_trace(str(write_trace(tmp_path / "t.jsonl"))))))
     times = [float(i) for i in range(len(requests))]
     assert [found(requests, size, "lru", times) for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache.cli.engine import Piece, StandInEngine, Verdict
+from asynccache.cli.engine import PageRun, StandInEngine, Verdict
 from asynccache.cli.options import resolve_options
 from asynccache.cli.pool_options import check_replicas, replicate
 from asynccache.cli.ranked.engine import complaint, packed, understood, unpacked
@@ -75,7 +75,7 @@ def test_a_folder_has_one_owner_and_everything_else_is_shared(url: str, mine: st
 def test_bytes_of_another_rank_are_wrong() -> None:
     """Of another tp rank, of another cp rank, of another stage: with the same tokens in the same slots."""
     values = np.arange(4, dtype=np.uint64)
-    piece = [Piece(ComponentKind.FULL, np.arange(4, dtype=np.int32), values, 0)]
+    piece = [PageRun(ComponentKind.FULL, np.arange(4, dtype=np.int32), values, 0)]
     topology = Topology(tp=2, cp=2, pp=2)
     layers = [torch.zeros(4, 64, dtype=torch.uint8) for _ in range(2)]
 
@@ -117,7 +117,7 @@ def test_what_names_no_replica_is_refused(text: str) -> None:
 
 def test_a_batch_says_which_pages() -> None:
     pieces = [
-        Piece(kind, np.arange(kind, 9, dtype=np.int32), np.arange(kind, 9, dtype=np.uint64) << np.uint64(60), 3)
+        PageRun(kind, np.arange(kind, 9, dtype=np.int32), np.arange(kind, 9, dtype=np.uint64) << np.uint64(60), 3)
         for kind in ComponentKind
     ]
     for verifies in (False, True):

@@ -260,21 +260,6 @@ def test_a_request_that_meets_a_bug_is_a_sentence_and_its_trace_is_in_the_report
     assert "in breaks" in report["trace"]
 
 
-def test_an_interrupt_after_the_run_costs_only_what_is_worked_out_then(monkeypatch: pytest.MonkeyPatch,
-                                                                       tmp_path: Path) -> None:
-    def pressed() -> float:
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("it was not skipped")
-
-    monkeypatch.setattr("asynccache.cli.session.memcpy_rate", pressed)
-    page = tmp_path / "run.html"
-    report = run("stress", *SMALL, "--requests", "5", "--report", page, "--json", tmp_path / "run.json", status=130)
-    assert report["interrupted"]
-    assert (report["ok"], report["served"]) == (True, 5)
-    assert "capacity" not in report
-    assert "<svg" in page.read_text()
-
-
 @pytest.mark.soak
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:

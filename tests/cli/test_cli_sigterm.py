@@ -31,9 +31,7 @@ PLACES = {
     "store": ("asynccache.cli.store.perform", ["store", "stat", "file:{folder}/store"]),
     "explain": ("asynccache.cli.explain.ask", ["explain", "http://127.0.0.1:9", "--tokens", "1"]),
     "doctor": ("asynccache.cli.doctor.execute", ["doctor"]),
-    "bench tree": ("asynccache.cli.bench_tree.run", ["bench", "tree"]),
     "bench store": ("asynccache.cli.bench_store.run", ["bench", "store", "memory:"]),
-    "bench runtime": ("asynccache.cli.bench_runtime.run", ["bench", "runtime"]),
     "bench cuda": ("asynccache.cli.bench_cuda.run", ["bench", "cuda"]),
     "bench ttft": ("asynccache.cli.bench_ttft.run", ["bench", "ttft"]),
 }

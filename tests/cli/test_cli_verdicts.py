@@ -258,23 +258,6 @@ def test_uvloop_runs_it_unless_asyncio_is_asked_for(
     assert (ran[0] is uvloop.Loop) == (loop != "asyncio")
 
 
-def test_a_settings_file_settles_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "r.json"
-    (tmp_path / "run.toml").write_text(
-        f'page_size = 32\ncomponents = ["full", "mamba"]\ndevice-tokens = 8192\nhost_tokens = 16384\nquiet = true\n'
-        f'json = "{report}"\nloop = "asyncio"\n[stress]\nrequests = 7\nrate = 0\nconcurrency = 2\n[replay]\nspeed = 3\n'
-    )
-    assert main(["stress", "--config", str(tmp_path / "run.toml"), "--requests", "5"]) == 0
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "")
-    found = json.loads(report.read_text())
-    assert found["requests"] == 5
-    settings = found["settings"]
-    assert (settings["page_size"], settings["components"], settings["loop"]) == (32, ["full", "mamba"], "asyncio")
-    assert settings["config"] == str(tmp_path / "run.toml")
-    assert found["tiers"]["device"].keys() == {"full", "mamba"}
-
-
 def test_quiet_says_nothing_unless_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stress", *SMALL]) == 0
     assert capsys.readouterr() == ("", "")

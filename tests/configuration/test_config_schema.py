@@ -14,20 +14,16 @@ import pytest
 
 from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow, WritePolicy
 from asynccache.checks import ANY, Bounds
-from asynccache.cli.config import whole_schema
-from asynccache.cli.options import OPTIONS
-from asynccache.configuration import as_toml, describes_cache, read_config, settings
-from asynccache.configuration.reference import renewed
+from asynccache.configuration import as_toml, read_config, schema, settings
 from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import CoreConfig
+from tests.configuration.reference import renewed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
-SCHEMA = whole_schema()
-EXAMPLES = [text for name in ("README.md", "docs/configuration.md")
-            for text in
-            re.findall(r"```toml title=\"(?:kv|run).toml\"\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)]
+SCHEMA = schema()
+EXAMPLES = re.findall(r"```toml title=\"kv.toml\"\n(.*?)```", PAGE, re.DOTALL)
 FULL: dict[str, Any] = {"bytes_per_token": 64, "device_tokens": 160}
 SMALL: dict[str, Any] = {"model": "m", "components": {"full": FULL}}
 
@@ -49,13 +45,8 @@ def test_the_schema_is_one() -> None:
 def test_the_examples_are_valid_and_can_be_loaded(text: str, tmp_path: Path) -> None:
     content = tomllib.loads(text)
     jsonschema.Draft202012Validator(SCHEMA).validate(content)
-    if describes_cache(content):
-        (tmp_path / "kv.toml").write_text(text)
-        assert read_config(tmp_path / "kv.toml", env={}).problems == ()
-
-
-def test_there_are_examples_of_both_kinds() -> None:
-    assert {describes_cache(tomllib.loads(text)) for text in EXAMPLES} == {True, False}
+    (tmp_path / "kv.toml").write_text(text)
+    assert read_config(tmp_path / "kv.toml", env={}).problems == ()
 
 
 @pytest.mark.parametrize("content", [
@@ -73,6 +64,7 @@ def test_there_are_examples_of_both_kinds() -> None:
     {"model": "m", "components": {"full": FULL, "swaa": {}}},
     {"model": "m", "components": {"full": {**FULL, "layer": 3}}},
     {"components": {"full": FULL}},
+    {**SMALL, "stress": {"duration": 5}},
 ])
 def test_what_the_loader_refuses_the_schema_refuses(content: dict[str, Any], tmp_path: Path) -> None:
     assert not valid(content)
@@ -84,7 +76,7 @@ def test_a_policy_of_ones_own_is_taken_as_soon_as_it_was_added(monkeypatch: pyte
     monkeypatch.setitem(POLICIES, "fifo", lambda config: Lru())
     assert read_config(env={"ASYNCCACHE_EVICTION": "fifo"}, **SMALL).problems == ()
     assert read_config(env={}, **content).problems == ()
-    assert jsonschema.Draft202012Validator(whole_schema()).is_valid(content)
+    assert jsonschema.Draft202012Validator(schema()).is_valid(content)
 
 
 def test_lists_of_integers_in_every_way(tmp_path: Path) -> None:
@@ -117,14 +109,6 @@ def test_lists_of_integers_in_every_way(tmp_path: Path) -> None:
 def test_what_the_loader_takes_the_schema_takes(content: dict[str, Any], tmp_path: Path) -> None:
     assert valid(content)
     assert loads(tmp_path, content)
-
-
-def test_sections_of_runs_have_their_options_and_no_others() -> None:
-    assert valid({**SMALL, "stress": {"duration": 5, "cancel-rate": 0.1, "insert_outputs": False}})
-    assert valid({"page_size": 32, "components": ["full", "swa"], "replay": {"limit": 3}})
-    assert not valid({**SMALL, "stress": {"limit": 3}})
-    assert not valid({"page_sise": 32})
-    assert {o.field for o in OPTIONS if "stress" in o.defaults} - {"config"} <= SCHEMA["else"]["properties"].keys()
 
 
 def rows() -> list[tuple[str, str, settings.Setting]]:
@@ -188,7 +172,7 @@ def test_the_core_gets_each_setting_of_its_own_and_has_the_same_defaults() -> No
 
 
 def test_the_reference_page_is_current() -> None:
-    """Red? python -m asynccache.configuration docs/configuration.md"""
+    """Red? python -m tests.configuration.reference"""
     assert renewed(PAGE) == PAGE
     for _, name, _row in rows():
         assert f"`{name}`" in PAGE

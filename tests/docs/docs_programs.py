@@ -1,7 +1,7 @@
 """Stands before the programs that a shell block names, so that the block's text runs as it is, only sooner.
 
 Run as ``docs_programs.py NAME ARGUMENT...``. What is changed, and nothing else: a run that would take long stops
-early (``SHORT``), ``bench tree`` has less of everything, ``explain`` waits until somebody listens, a server is
+early (``SHORT``), ``explain`` waits until somebody listens, a server is
 stopped, as by a reader, once it has answered, ``make`` uses the environment that the tests run in, and ``make test``,
 of which this is a part, only says what it would do.
 """
@@ -23,23 +23,15 @@ PATIENCE = 60.0
 SHORT = {
     "stress": ["--requests", "16"],
     "replay": ["--limit", "24"],
-    "bench tree": ["--shapes", "0"],
     "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
-    "bench runtime": ["--calls", "200"],
-    "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1",
-                   "--requests", "2", "--prompt", "64", "--new", "4"],
+    "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
 }
-FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "MEMORY_NODES": 200, "EVICTED": 256}
 
 
 def asynccache(arguments: list[str]) -> int:
     """The command itself."""
-    from asynccache.cli import bench_tree
     from asynccache.cli.main import main
 
-    for name, few in FEW.items():
-        assert hasattr(bench_tree, name), name
-        setattr(bench_tree, name, few)
     if arguments[0] == "explain":
         _listening(urlsplit(arguments[1]).port or 0)
     return main(sooner(arguments))
@@ -92,9 +84,9 @@ def make(arguments: list[str]) -> int:
     for stamp in (".created", ".installed-cli", ".installed-docs", ".installed-dev"):
         (folder / stamp).touch()
     only_say = ["-n"] if arguments == ["test"] else []
-    command = ["make", "-C", str(ROOT), f"VENV={folder.resolve()}", *only_say, *arguments]
+    command = ["make", "-C", str(ROOT), f"VENV={folder.resolve()}", "DEMO=--requests 40", *only_say, *arguments]
     without_us = os.environ["PATH"].partition(os.pathsep)[2]
-    return subprocess.call(command, env=os.environ | {"PATH": without_us, "ASYNCCACHE_STRESS__REQUESTS": "40"})
+    return subprocess.call(command, env=os.environ | {"PATH": without_us})
 
 
 if __name__ == "__main__":

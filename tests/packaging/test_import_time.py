@@ -69,9 +69,9 @@ def test_a_store_is_looked_at_without_torch(tmp_path: Path) -> None:
 
 
 def test_the_tree_is_measured_without_torch() -> None:
-    few = "from asynccache.cli import bench_tree\nbench_tree.PROMPTS = bench_tree.CONVERSATIONS = 2\n"
-    few += "bench_tree.CONTINUATIONS = bench_tree.TURNS = 2\n"
-    measured = loaded_by(few + command("bench", "tree", "--shapes", "0", "--quiet"))
+    few = "from benchmarks import tree, tree_calls\ntree_calls.PROMPTS = tree_calls.CONVERSATIONS = 2\n"
+    few += "tree_calls.CONTINUATIONS = tree_calls.TURNS = 2\n"
+    measured = loaded_by(few + "tree.main(['--shapes', '0', '--quiet'])")
     assert not measured & {"torch", "numpy", "rich"}
 
 

@@ -1,5 +1,5 @@
-"""Which core runs is told by the metrics, by ``asynccache doctor``, and by the tree's benchmark; ``benchmarks/tree.py``
-measures both where there are both.
+"""Which core runs is told by the metrics and by ``asynccache doctor``; ``benchmarks/tree.py`` measures both cores where
+there are both.
 
 ``asynccache --version`` and the other commands: ``tests/cli/test_cli_main.py``.
 """
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 FEW = f"""\
 import sys
 sys.path[:0] = [{str(ROOT)!r}]
-from asynccache.cli import bench_tree
-bench_tree.PROMPTS, bench_tree.CONVERSATIONS, bench_tree.EVICTED = 4, 2, 64
-bench_tree.CONTINUATIONS = bench_tree.TURNS = 2
-bench_tree.MEMORY_NODES = 400
-from asynccache.cli.main import main
+from benchmarks import tree_calls
+tree_calls.PROMPTS, tree_calls.CONVERSATIONS, tree_calls.EVICTED = 4, 2, 64
+tree_calls.CONTINUATIONS = tree_calls.TURNS = 2
+tree_calls.MEMORY_NODES = 400
+from benchmarks import tree
 """
 """The command with little to measure: the process that it starts for the other core is this one, too."""
 
@@ -64,10 +64,10 @@ def test_the_tree_is_measured_with_both_cores_side_by_side(tmp_path: Path) -> No
     if not told.startswith("compiled"):
         pytest.skip(f"there is no compiled core to measure: {told}")
     other = tmp_path / "python"
-    started = "assert sys.argv[1:3] == ['-m', 'asynccache.cli']\nsys.exit(main(sys.argv[3:]))\n"
+    started = "assert sys.argv[1:3] == ['-m', 'benchmarks.tree']\nsys.exit(tree.main(sys.argv[3:]))\n"
     other.write_text(f"#!{sys.executable}\n{FEW}{started}")
     other.chmod(0o755)
-    measure = f"from benchmarks import tree\nsys.executable = {str(other)!r}\nsys.exit(tree.main(sys.argv[1:]))"
+    measure = f"sys.executable = {str(other)!r}\nsys.exit(tree.main(sys.argv[1:]))"
     command = [sys.executable, "-c", FEW + measure, "cores", "--shapes", "0", "--json", str(tmp_path / "tree.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -106,7 +106,7 @@ def config(*urls: str, **more: Any) -> CacheConfig:
 LAYOUT = store_layout(config("memory:").pools())
 
 
-def written(folder: Path, *urls: str, options: Mapping[str, str] | None = None, section: str = "") -> str:
+def written(folder: Path, *urls: str, options: Mapping[str, str] | None = None) -> str:
     """A file that describes a cache with these stores."""
     def quoted(text: str) -> str:
         return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in text) + '"'
@@ -114,7 +114,7 @@ def written(folder: Path, *urls: str, options: Mapping[str, str] | None = None, 
     lines = [
         'model = "m"', f"page_size = {PAGE}", f"storage = [{', '.join(map(quoted, urls))}]", "[components.full]",
         "bytes_per_token = 1024", "device_tokens = 256", "host_tokens = 256", "[storage_options]",
-        *(f"{name} = {quoted(value)}" for name, value in (options or {}).items()), section,
+        *(f"{name} = {quoted(value)}" for name, value in (options or {}).items()),
     ]  # fmt: skip
     file = folder / "kv.toml"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -206,22 +206,6 @@ def test_options_beside_the_url_count_and_are_named_by_their_own_line(
     said = opened(config(url, storage_options=options))
     assert main(["config", "check", file := written(tmp_path, url, options=options)]) == 1
     assert capsys.readouterr().err == f"asynccache: {said} (storage_options.direct: {file} line 10)\n"
-
-
-@pytest.mark.parametrize("section", ["stress", "replay"])
-def test_the_storage_of_a_run_is_looked_at_too(
-    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = written(tmp_path, "memory:", section=f'[{section}]\nstorage = "redis://h:0"')
-    assert main(["config", "check", file]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"host:port,host:port of a cluster (storage of {section})")
-    runs = tmp_path / "runs.toml"
-    runs.write_text(f'[{section}]\nstorage = "file:{tmp_path}/s?capacity=1KiB"\n')
-    assert main(["config", "check", str(runs)]) == 1
-    assert "capacity=1024 is less than three segments" in capsys.readouterr().err
-    runs.write_text(f'[{section}]\nstorage = "file:{tmp_path}/s"\n')
-    assert main(["config", "check", str(runs)]) == 0
 
 
 @pytest.mark.parametrize(("url", "module", "sentence"), [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from asynccache.cli.engine import EngineJob, Piece, Verdict
+from asynccache.cli.engine import EngineJob, PageRun, Verdict
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import BatchFailed
 
@@ -36,7 +36,7 @@ class RankedEngine:
     def close(self) -> None:
         """Do nothing: the ranks end with the cache."""
 
-    def begin(self, pieces: Sequence[Piece], *, verifies: bool) -> EngineJob:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> EngineJob:
         """See ``Engine``."""
         number = self._cache.send_batch(packed(pieces, verifies=verifies))
         count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces) if verifies else 0
@@ -54,17 +54,17 @@ class RankedEngine:
         return Verdict(count, 0)
 
 
-def packed(pieces: Sequence[Piece], *, verifies: bool) -> bytes:
+def packed(pieces: Sequence[PageRun], *, verifies: bool) -> bytes:
     """Return a batch's payload that tells the ranks to verify these pages or, if ``verifies`` is False, to fill
     them."""
     parts = [(int(one.component), one.ids.tobytes(), one.values.tobytes(), one.first) for one in pieces]
     return msgspec.msgpack.encode((verifies, parts))
 
 
-def unpacked(payload: bytes) -> tuple[bool, list[Piece]]:
+def unpacked(payload: bytes) -> tuple[bool, list[PageRun]]:
     """Return what a payload says: True to verify pages or False to fill them, and the pages."""
     verifies, parts = _decoder.decode(payload)
-    return verifies, [Piece(kind, np.frombuffer(ids, np.int32).copy(), np.frombuffer(values, np.uint64).copy(), first)
+    return verifies, [PageRun(kind, np.frombuffer(ids, np.int32).copy(), np.frombuffer(values, np.uint64).copy(), first)
                       for kind, ids, values, first in parts]
 
 

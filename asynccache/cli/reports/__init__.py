@@ -7,23 +7,20 @@ colours apart, legend and table have the same order, and a table beside every pl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from html import escape
 
 from asynccache import __version__, compiled
-from asynccache.cli.charts import Chart, cell
-from asynccache.cli.reports import run, svg
+from asynccache.cli.reports import run
 from asynccache.cli.reports.style import STYLE
 from asynccache.cli.reports.svg import Figure, Report, Table
 from asynccache.cli.summary import verified
 from asynccache.cli.text import milliseconds, number, percent
 
 
-def page(report: Report, charts: Iterable[Chart] = ()) -> str:
-    """The whole page for the report of a run, or for the report and the ``charts`` of a benchmark."""
-    figures = list(map(_drawn, charts)) if "bench" in report else run.figures(report)
-    title, lead = (f"asynccache bench {report['bench']}", "") if "bench" in report else _run_lead(report)
-    body = "".join(map(_figure, figures)) or "<p>There was not enough data to draw.</p>"
+def page(report: Report) -> str:
+    """The whole page for the report of a run."""
+    title, lead = _run_lead(report)
+    body = "".join(map(_figure, run.figures(report))) or "<p>There was not enough data to draw.</p>"
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
@@ -53,20 +50,6 @@ def _run_lead(report: Report) -> tuple[str, str]:
     shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles)
     return f"asynccache {report['command']}: {what}", (
         verdict + (f'<ul class="problems">{problems}</ul>' if problems else "") + f'<dl class="tiles">{shown}</dl>')
-
-
-def _drawn(chart: Chart) -> Figure:
-    """A chart of a benchmark as a figure."""
-    rows = [svg.DotRow(row.name, [(kind, value) for (_, kind), value in zip(chart.columns, row.values, strict=True)
-                               if kind and value is not None]) for row in chart.rows]
-    values = [value for row in rows for _, value in row.dots if value > 0] or [1.0]
-    axis = svg.Axis(chart.unit, min(values) / 1.5, max(values) * 1.5, cell, log=True)
-    missed = [row.name for row in chart.rows if row.missed]
-    goals = any(kind == "limit" for _, kind in chart.columns)
-    answer = f"Goals that were missed: {'; '.join(missed)}." if missed else "No goal is missed." if goals else ""
-    colours = [(name, kind) for name, kind in chart.columns if kind]
-    table = Table(("", *(name for name, _ in chart.columns)), chart.cells())
-    return Figure(chart.name, chart.title, answer, svg.rows(axis, rows), colours, table, " ".join(chart.notes))
 
 
 def _figure(figure: Figure) -> str:

@@ -3,13 +3,11 @@ data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from asynccache.cli.reports import svg
-from asynccache.cli.reports.learned import learned
 from asynccache.cli.reports.svg import Figure, Report, Table, share
-from asynccache.cli.text import ARROWS, HIT_RATIO, TIER_NAMES, milliseconds, number, percent, size
+from asynccache.cli.text import HIT_RATIO, TIER_NAMES, milliseconds, number, percent
 
 HITS = tuple((name, key, name[:2].lower()) for key, name in TIER_NAMES.items())
 _BINS = 40
@@ -17,19 +15,12 @@ _BINS = 40
 
 def figures(report: Report) -> list[Figure]:
     """The figures that the report has data for."""
-    makers = (hits, capacity, first_token, filling, bandwidth, lag, learned)
+    makers = (hits, first_token, filling, lag)
     return [found for make in makers if (found := make(report)) is not None]
 
 
 def _seconds(value: float) -> str:
     return f"{value:g} s"
-
-
-def _count(value: float) -> str:
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
 
 
 # hits
@@ -65,60 +56,6 @@ def hits(report: Report) -> Figure | None:
                   [(name, kind) for name, _, kind in HITS], Table(("tier", "share", "prompt tokens"), rows),
                   f"Hit ratio: {HIT_RATIO}. Each point is of the prompts that became complete since the point before. "
                   "A token counts for the nearest tier that had it.")
-
-
-# capacity
-
-
-def capacity(report: Report) -> Figure | None:
-    """The hit ratios of caches of other sizes, also under other policies."""
-    found: Mapping[str, Any] = report.get("capacity", {})
-    points = [(p["units"], p["hit_ratio"]) for p in found.get("points", ())]
-    if len(points) < 3 or not points[-1][1]:
-        return None
-    tiers, most = found["tiers"], points[-1][1]
-    low, high = max(1, points[-1][0] // 300), max([points[-1][0], *(t["units"] for t in tiers)]) * 1.3
-    top = 1.12 * max([most, *(t["measured"] for t in tiers)])
-    unit = found["unit_tokens"]
-    curves = _curves(found, points)
-
-    shown = [one._replace(points=[(x, y) for x, y in [*one.points, (high, most)] if x >= low]) for one in curves]
-    dots = [svg.Series(t["tier"], t["tier"].lower(), [(t["units"], t["measured"])]) for t in tiers]
-    marks = [svg.Mark(t["tier"], t["units"]) for t in tiers]
-    plot = svg.lines(svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count, log=True),
-                     svg.Axis("", 0, top, share), shown, marks, dots)
-    colours = [*((one.name, one.kind) for one in curves),
-               *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
-    return Figure("capacity", "What would more memory bring, or less memory cost?",
-                  f"No cache, however large, finds more than {percent(most, 1)} of the prompt tokens; "
-                  f"that takes {number(points[-1][0])} pages of {unit} tokens.", plot, colours, _sizes(found, points),
-                  f"Every hit ratio here is {HIT_RATIO}, with requests served one at a time. LRU: one pass of stack "
-                  f"distances (Mattson et al. 1970) over {found['source']}; {number(found['lookups'])} lookups of "
-                  f"{number(found['different'])} different pages. Best: no cache of that size finds more, even if it "
-                  "knows the whole future (Belady 1966).")
-
-
-def _curves(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> list[svg.Series]:
-    """The curves: the policy in use in the colour of the text, those that it is compared with in grey."""
-    compared, policy = found.get("compared", ()), found.get("eviction", "lru")
-    named = {name: [(row["units"], row[name]) for row in compared] for name in ("policy", "optimum")}
-    lru = svg.Series("LRU of this size", "ink" if policy == "lru" else "soft", points)
-    curves = [lru] if policy == "lru" else [svg.Series(f"{policy}, in use", "ink", named["policy"]), lru]
-    return [*curves, svg.Series("best of this size", "plain", named["optimum"])] if compared else curves
-
-
-def _sizes(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> Table:
-    """The hit ratios of the tiers' own sizes, with what the run measured, and of a few other sizes."""
-    compared, policy = found.get("compared", ()), found.get("eviction", "lru")
-    names = {"optimum": "best"} if policy == "lru" else {"policy": policy, "optimum": "best"}
-    others = {row["units"]: [percent(row[name], 1) for name in names] for row in compared}
-    blank = [""] * len(names) if compared else []
-    rows = [(f"{t['tier']}: {number(t['units'])}", percent(t["hit_ratio"], 1), *others.get(t["units"], blank),
-             percent(t["measured"], 1)) for t in found["tiers"]]
-    plain = [(row["units"], row["lru"]) for row in compared] or points[-1::-12][::-1]
-    placed = {t["units"] for t in found["tiers"]}
-    rows += [(number(x), percent(y, 1), *others.get(x, blank), "") for x, y in plain if x not in placed]
-    return Table(("pages", "LRU", *(names.values() if compared else ()), "measured"), rows)
 
 
 # time to first token
@@ -159,7 +96,7 @@ def _ms(value: float) -> str:
     return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
 
 
-# tiers, stages
+# tiers
 
 
 def filling(report: Report) -> Figure | None:
@@ -179,38 +116,6 @@ def filling(report: Report) -> Figure | None:
                   [(p.name, p.kind) for p in plots], Table(("tier", "in use at the end", "pages evicted"), rows),
                   "Share of FULL's pages in use. Evictions count pages of all components; "
                   f"{number(report['lost_pages'])} pages were lost for good.")
-
-
-def bandwidth(report: Report) -> Figure | None:
-    """The bandwidth of each stage beside what one thread of this machine can copy."""
-    series, limit = report["series"], report.get("memcpy_bytes_per_s")
-    times, moved = series["t_s"], series["moved_bytes"]
-    found = []
-    for name, counts in moved.items():
-        rises = [(c - b) / (t - s) for s, t, b, c in zip(times, times[1:], counts, counts[1:], strict=False)
-                 if t - s > 0.05]
-        if counts and counts[-1] and rises:
-            found.append((name, counts[-1] / times[-1], max(rises), counts[-1]))
-    if not found or not limit:
-        return None
-    low = min(mean for _, mean, _, _ in found) / 2
-
-    dots = [svg.DotRow(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)]) for name, mean, peak, _ in found]
-    plot = svg.rows(svg.Axis("bytes per second", low, limit * 2, lambda v: size(v) + "/s", log=True,
-                             at=_powers(low, limit * 2)), dots, [svg.Mark("memcpy", limit)])
-    name, _, peak, _ = max(found, key=lambda row: row[2])
-    rows = [(name, size(mean) + "/s", size(peak) + "/s", size(total)) for name, mean, peak, total in found]
-    return Figure("bandwidth", "How close do transfers come to what the machine can do?",
-                  f"{name} came to {percent(peak, limit)} of what one thread copies here ({size(limit)}/s).", plot,
-                  [("mean of the run", "l1"), ("peak between two samples", "l2")],
-                  Table(("stage", "mean", "peak", "bytes"), [*rows, ("memcpy", size(limit) + "/s", "", "")]),
-                  "memcpy: 64 MiB copied by one thread, measured right after the run. A stage moves what is asked of "
-                  "it. So a bandwidth far below memcpy's means that there was no more to move, or that something else "
-                  "set the limit.")
-
-
-def _powers(low: float, high: float) -> tuple[float, ...]:
-    return tuple(float(1 << p) for p in range(0, 60, 5) if low <= 1 << p <= high)
 
 
 # the loop

@@ -3,18 +3,14 @@
 What is drawn in a colour has the class of that colour, such as ``l1``, which sets the variable ``--c``.
 """
 
-KINDS = ("l1", "l2", "l3", "soft", "plain", "ink", *(f"k{i}" for i in range(1, 9)))
+KINDS = ("l1", "l2", "l3", "plain")
 
 STYLE = " ".join(f".{kind} {{ --c: var(--{kind}); }}" for kind in KINDS) + """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1c1d20; --soft: #5a5d66; --grid: #e3e4e8; --card: #ffffff;
-  --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e;
-  --k1: #8fb8d8; --k2: #5b9bcb; --k3: #2b7fbb; --k4: #0b5e9a; --k5: #083a63;
-  --k6: #f0a860; --k7: #d2700f; --k8: #8a3f00; }
+  --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e; }
 @media screen and (prefers-color-scheme: dark) { :root {
   --page: #15161a; --ink: #ececf0; --soft: #a6a9b4; --grid: #32343c; --card: #1c1e23;
-  --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80;
-  --k1: #3f6a8c; --k2: #4b86b4; --k3: #62a6da; --k4: #8cc4ee; --k5: #c3e2fa;
-  --k6: #a06424; --k7: #e08a30; --k8: #ffc98a; } }
+  --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 20px 40px; }
@@ -31,7 +27,6 @@ section { background: var(--card); border: 1px solid var(--grid); border-radius:
 figure { margin: 0; flex: 1 1 0; min-width: 0; }
 svg { display: block; width: 100%; max-width: 620px; height: auto; }
 .table { flex: 0 0 372px; overflow-x: auto; max-width: 100%; }
-.table:has(th:nth-child(6)) { flex-basis: 470px; }
 .table table { width: 100%; } #settings .table { flex: none; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
@@ -43,14 +38,10 @@ td { white-space: nowrap; } #settings td { white-space: normal; }
   font-size: .85rem; color: var(--soft); }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
   vertical-align: -1px; background: var(--c); }
-.swatch.limit { width: 3px; background: var(--ink); border-radius: 0; margin: 0 10px 0 5px; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name { fill: var(--ink); }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
 .grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
-.mark { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 4 3; }
-.limit { stroke: var(--ink); stroke-width: 2.5; }
 .line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
-.line.plain { stroke-dasharray: 6 4; } .line.soft { stroke-dasharray: 2 3; }
-.dot { fill: var(--c); stroke: var(--card); stroke-width: 1.5; }
+.line.plain { stroke-dasharray: 6 4; }
 footer { color: var(--soft); font-size: .85rem; }
 @media (max-width: 900px) { .beside { flex-direction: column; } .table { flex: none; width: 100%; }
   figure { flex: none; width: 100%; } }
@@ -60,7 +51,5 @@ footer { color: var(--soft); font-size: .85rem; }
   section { break-inside: avoid; border: 0; padding: 4px 0; margin: 10px 0; } #settings { break-inside: auto; }
   .beside { flex-direction: row; gap: 20px; } figure { flex: 0 0 350px; width: auto; }
   .table { flex: 0 0 270px; width: auto; overflow: visible; } #settings .table { flex: none; }
-  .beside:has(th:nth-child(6)) { flex-direction: column; gap: 8px; }
-  .table:has(th:nth-child(6)) { flex: none; width: 100%; }
   table { font-size: .75rem; } th, td { padding: 1px 0 1px 8px; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }"""

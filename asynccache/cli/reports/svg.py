@@ -1,4 +1,4 @@
-"""The figures of a page, and their plots as SVG text: lines and dots between axes. Pure functions of their values.
+"""The figures of a page, and their plots as SVG text: lines between axes. Pure functions of their values.
 
 Colours, fonts and dashes are classes of the page's style sheet, so one drawing serves light and dark. A drawing is 480
 pixels wide, so that its text is legible on a telephone as well as on a wide screen.
@@ -14,21 +14,20 @@ from typing import Any, NamedTuple
 Format = Callable[[float], str]
 Report = Mapping[str, Any]
 
-WIDTH = 480
-_TOP, _BOTTOM, _RIGHT = 14, 46, 16
+WIDTH, HEIGHT = 480, 270
+_TOP, _BOTTOM, _LEFT, _RIGHT = 14, 46, 52, 16
 _LETTER = 6.6
 
 
 class Axis(NamedTuple):
     """An axis from ``low`` to ``high``. ``show`` writes a value as text. ``log``: the scale is logarithmic; ``low``
-    must be above 0 then. ``at``: the values that get a tick; empty: round values are chosen."""
+    must be above 0 then."""
 
     label: str
     low: float
     high: float
     show: Format
     log: bool = False
-    at: tuple[float, ...] = ()
 
     def share(self, value: float) -> float:
         """The place of ``value`` on the axis, from 0 to 1. A value beyond an end lies at that end."""
@@ -40,7 +39,7 @@ class Axis(NamedTuple):
 
     def ticks(self, most: int) -> list[float]:
         """The values that get a tick, at most ``most``."""
-        found = list(self.at) or (_decades(self.low, self.high) if self.log else _round(self.low, self.high, most))
+        found = _decades(self.low, self.high) if self.log else _round(self.low, self.high, most)
         step = -(-len(found) // max(2, most))
         return found[::step]
 
@@ -51,20 +50,6 @@ class Series(NamedTuple):
     name: str
     kind: str
     points: Sequence[tuple[float, float]]
-
-
-class DotRow(NamedTuple):
-    """A line of a dot plot. ``dots``: for each dot its class in the style sheet and its value."""
-
-    name: str
-    dots: Sequence[tuple[str, float]]
-
-
-class Mark(NamedTuple):
-    """A value on the x axis that is marked with a name."""
-
-    name: str
-    at: float
 
 
 def _round(low: float, high: float, most: int) -> list[float]:
@@ -84,29 +69,28 @@ def _decades(low: float, high: float) -> list[float]:
 
 class Drawing:
     """A drawing with two axes, of which it draws the grid, the ticks and the label at once. ``parts``: the SVG elements
-    drawn so far. Lengths are pixels; ``left`` is the room for the labels of ``y``."""
+    drawn so far. Lengths are pixels."""
 
-    def __init__(self, x: Axis, y: Axis | None, height: int = 270, left: int = 52) -> None:
-        self.height, self.x, self.y, self.left = height, x, y, left
+    def __init__(self, x: Axis, y: Axis) -> None:
+        self.x, self.y = x, y
         self.parts: list[str] = []
-        bottom, right = height - _BOTTOM, WIDTH - _RIGHT
+        bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
         widest = max((len(x.show(v)) for v in x.ticks(9)), default=1) * _LETTER + 10
-        for value in x.ticks(int((right - left) // widest)):
+        for value in x.ticks(int((right - _LEFT) // widest)):
             self.line(self.at_x(value), _TOP, self.at_x(value), bottom, "grid")
             half = len(x.show(value)) * _LETTER / 2  # below its line, but moved sideways until it is whole
             self.text(max(half, min(self.at_x(value), WIDTH - half)), bottom + 16, x.show(value), "middle", "tick")
-        for value in y.ticks(6) if y is not None else ():
-            self.line(left, self.at_y(value), right, self.at_y(value), "grid")
-            self.text(left - 6, self.at_y(value) + 4, y.show(value) if y is not None else "", "end", "tick")
-        self.line(left, bottom, right, bottom, "axis")
-        self.text((left + right) / 2, height - 8, x.label, "middle", "label")
+        for value in y.ticks(6):
+            self.line(_LEFT, self.at_y(value), right, self.at_y(value), "grid")
+            self.text(_LEFT - 6, self.at_y(value) + 4, y.show(value), "end", "tick")
+        self.line(_LEFT, bottom, right, bottom, "axis")
+        self.text((_LEFT + right) / 2, HEIGHT - 8, x.label, "middle", "label")
 
     def at_x(self, value: float) -> float:
-        return round(self.left + self.x.share(value) * (WIDTH - self.left - _RIGHT), 1)
+        return round(_LEFT + self.x.share(value) * (WIDTH - _LEFT - _RIGHT), 1)
 
     def at_y(self, value: float) -> float:
-        assert self.y is not None
-        return round(self.height - _BOTTOM - self.y.share(value) * (self.height - _TOP - _BOTTOM), 1)
+        return round(HEIGHT - _BOTTOM - self.y.share(value) * (HEIGHT - _TOP - _BOTTOM), 1)
 
     def text(self, x: float, y: float, words: str, anchor: str, kind: str) -> None:
         self.parts.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>')
@@ -114,59 +98,19 @@ class Drawing:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         self.parts.append(f'<line class="{kind}" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>')
 
-    def dot(self, x: float, y: float, kind: str) -> None:
-        """Draw a dot; one of class ``limit`` is a short vertical line instead."""
-        if kind == "limit":
-            self.line(x, y - 8, x, y + 8, "limit")
-        else:
-            self.parts.append(f'<circle class="dot {kind}" cx="{x:g}" cy="{y:g}" r="5"/>')
-
-    def marks(self, found: Sequence[Mark]) -> None:
-        """Draw marks with their names; names that would overlap are put one below the other."""
-        ends: list[float] = []
-        for mark in sorted(found, key=lambda m: m.at):
-            x = self.at_x(mark.at)
-            self.line(x, _TOP, x, self.height - _BOTTOM, "mark")
-            width = len(mark.name) * _LETTER + 8
-            left = x + width > WIDTH
-            start = x - width if left else x
-            level = next((i for i, end in enumerate(ends) if end <= start), len(ends))
-            ends[level:level + 1] = [start + width]
-            self.text(x - 4 if left else x + 4, _TOP + 10 + 14 * level, mark.name, "end" if left else "start", "name")
-
     def svg(self, name: str, title: str) -> str:
         """The drawing as an SVG element. ``name``: an id, unique on the page; ``title``: what a screen reader says."""
-        return (f'<svg role="img" aria-labelledby="{name}" viewBox="0 0 {WIDTH} {self.height}" '
+        return (f'<svg role="img" aria-labelledby="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" '
                 f'xmlns="http://www.w3.org/2000/svg"><title id="{name}">{escape(title)}</title>'
                 f'{"".join(self.parts)}</svg>')
 
 
-def lines(
-    x: Axis, y: Axis, series: Sequence[Series], marks: Sequence[Mark] = (), dots: Sequence[Series] = ()
-) -> Drawing:
-    """Draw lines, marks on the x axis, and single dots."""
+def lines(x: Axis, y: Axis, series: Sequence[Series]) -> Drawing:
+    """Draw a line for each of ``series``."""
     drawing = Drawing(x, y)
-    drawing.marks(marks)
     for one in series:
         steps = " ".join(f"{drawing.at_x(at):g},{drawing.at_y(value):g}" for at, value in one.points)
         drawing.parts.append(f'<polyline class="line {one.kind}" points="{steps}"/>')
-    for one in dots:
-        for at, value in one.points:
-            drawing.dot(drawing.at_x(at), drawing.at_y(value), one.kind)
-    return drawing
-
-
-def rows(x: Axis, found: Sequence[DotRow], marks: Sequence[Mark] = ()) -> Drawing:
-    """Draw a dot plot: a line for each row, with its name above it."""
-    room = 14 if marks else 0
-    drawing = Drawing(x, None, _TOP + room + 40 * len(found) + _BOTTOM, left=14)
-    drawing.marks(marks)
-    for i, row in enumerate(found):
-        y = _TOP + room + 40 * i + 25
-        drawing.text(drawing.left, y - 9, row.name, "start", "name")
-        drawing.line(drawing.left, y, WIDTH - _RIGHT, y, "grid")
-        for kind, value in row.dots:
-            drawing.dot(drawing.at_x(value), y, kind)
     return drawing
 
 

@@ -1,4 +1,4 @@
-"""``asynccache bench runtime``: the CPU time that ``await`` adds to a call of the core.
+"""The CPU time that ``await`` adds to a call of the core: ``python -m benchmarks.runtime``.
 
 The overhead of an operation is the CPU time of the loop's thread for that operation through ``AsyncCache``, when it
 waits for nothing and moves nothing, minus that of the same core calls made directly on the same tree: one call for a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from statistics import median
@@ -19,6 +20,7 @@ import numpy as np
 
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.machine import loop_factory
+from asynccache.cli.main import bench
 from asynccache.cli.options import LOOPS
 from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
@@ -52,12 +54,11 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
 
 def charts(figures: Figures) -> Iterator[Chart]:
     """Yield the CPU time that an await adds, beside its goal."""
-    yield Chart("overhead", "What an await adds to a call of the core: CPU µs",
-                (("core", ""), ("await", ""), ("adds", "l1"), ("goal", "limit")), [
+    yield Chart("What an await adds to a call of the core: CPU µs", ("core", "await", "adds", "goal"), [
         Row(f"{call}, {loop}", [row[f"{name}_us"] for name in ("core", "await", "adds", "goal")],
             missed=row["adds_us"] > row["goal_us"])
         for loop, calls in figures["overhead"].items() for call, row in calls.items()
-    ], "CPU time added, µs")  # fmt: skip
+    ])
 
 
 async def measure_overhead(calls: int) -> Figures:
@@ -132,3 +133,7 @@ async def _cpu_of_awaits(work: Callable[[], Awaitable[object]], calls: int) -> f
     for _ in range(calls):
         await work()
     return (time.thread_time() - start) / calls * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(bench(sys.modules[__name__], sys.argv[1:], prog="python -m benchmarks.runtime"))

@@ -1,16 +1,21 @@
-"""The reference of all settings as Markdown, made from the same rows by which files are read."""
+"""The reference of all settings as Markdown, made from the same rows by which files are read.
+
+``python -m tests.configuration.reference`` writes it into docs/configuration.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
 
 from asynccache.config import Sidecar
 from asynccache.configuration import settings
 from asynccache.configuration.building import variable
 from asynccache.configuration.settings import REQUIRED, Path, Setting
 
-BEGIN = "<!-- written by: python -m asynccache.configuration docs/configuration.md -->"
+BEGIN = "<!-- written by: python -m tests.configuration.reference -->"
 END = "<!-- to here -->"
+PAGE = FilePath(__file__).parents[2] / "docs" / "configuration.md"
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple: "integers"}
 
 
@@ -62,3 +67,7 @@ def _default(row: Setting) -> str:
         return "must be given"
     value = list(row.default) if isinstance(row.default, tuple) else row.default
     return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,16 +1,14 @@
-"""``asynccache bench tree``: what the calls of the core cost by themselves, without runtime, bytes or other threads.
+"""The cost of each call of the core by itself, without runtime, bytes or other threads: ``calls`` of ``tree.py``.
 
 There are two workloads, which can be compared with other systems. *shared*: 200 prompts of 2,048 tokens with 20
 continuations of 512 tokens each, shuffled. *turns*: 40 conversations of 40 turns of 64 tokens; each is a path of 40
 nodes. The wall and CPU time of every operation is taken by itself. What happens between two timings (completing
 backups, making keys) is in no figure. The hashes of pages are made before, because the runtime makes them. Imports no
-torch. ``benchmarks/tree.py`` of the repository measures more: how that changes with the size of the tree, the memory of
-nodes that left, what counting for metrics costs, and the pure core beside the compiled one.
+torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -26,8 +24,6 @@ from typing import Any, TypeVar
 from asynccache import compiled
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import choice, listed
-from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
@@ -327,42 +323,33 @@ def _payload(node: Node) -> int:
     return len(node.key) + len(node.hashes) + sum(map(len, node.slots))
 
 
-# the command
+# all shapes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark to ``parser``."""
-    numbers = [str(i) for i in range(len(SHAPES))]
-    parser.add_argument("--shapes", type=listed(choice(*numbers)), default=",".join(numbers), metavar="I,I",
-                        help="shapes to measure (default: all): "
-                             + "; ".join(map("{}: {}".format, numbers, SHAPES)))
-    parser.add_argument("--eviction", default="lru", choices=EVICTION_POLICIES,
-                        help="the eviction policy (default: %(default)s, for which the goals were set)")
-
-
-def run(args: argparse.Namespace, tell: Tell) -> Figures:
-    """Measure, and return the figures, in microseconds unless a name says otherwise."""
-    shapes = {}
-    for name, (kind, page) in [list(SHAPES.items())[int(number)] for number in args.shapes]:
+def measure_calls(shapes: Sequence[str], eviction: str, tell: Tell) -> Figures:
+    """Measure ``shapes``, given by their places in ``SHAPES``, and return the figures, in microseconds unless a name
+    says otherwise."""
+    found = {}
+    for name, (kind, page) in [list(SHAPES.items())[int(number)] for number in shapes]:
         tell(f"{name}: shared, turns, evict")
-        shapes[name] = measure_shape(kind, page, args.eviction)
+        found[name] = measure_shape(kind, page, eviction)
     tell("memory")
-    return {"bench": "tree", "eviction": args.eviction, "python": sys.version.split()[0], "shapes": shapes,
-            "memory": {kind: measure_memory(kind, args.eviction) for kind in ("full", "all")}}
+    return {"eviction": eviction, "python": sys.version.split()[0], "shapes": found,
+            "memory": {kind: measure_memory(kind, eviction) for kind in ("full", "all")}}
 
 
-def charts(figures: Figures) -> Iterator[Chart]:
+def charts_of_calls(figures: Figures) -> Iterator[Chart]:
     """Yield a chart for each shape: CPU times beside the goals, which are for the p50 of the compiled core and for the
     mean of the pure one; and one of the memory of a node."""
     judged = "p50" if compiled.CORE == "compiled" else "mean"
-    columns = (("mean", "l1"), ("p50", ""), ("p99", "l2"), ("goal", "limit"))
-    for i, (name, rows) in enumerate(figures["shapes"].items()):
-        yield Chart(f"tree-{i}", f"What a call of the core costs, {name}: CPU µs", columns, [
+    columns = ("mean", "p50", "p99", "goal")
+    for name, rows in figures["shapes"].items():
+        yield Chart(f"What a call of the core costs, {name}: CPU µs", columns, [
             Row(row["what"], [*(cpu[one] for one in ("mean", "p50", "p99")), row["goal_us"]],
                 missed=row["goal_us"] is not None and cpu[judged] > row["goal_us"])
             for row in rows.values() for cpu in [row["cpu"]]
-        ], "CPU time, µs")  # fmt: skip
-    yield Chart("memory", "What a node of the tree takes beside its tokens, slots and hashes: bytes",
-                (("bytes", "l1"), ("goal", "limit")),
+        ])
+    yield Chart("What a node of the tree takes beside its tokens, slots and hashes: bytes",
+                ("bytes", "goal"),
                 [Row(kind, [row["bytes_per_node"], row["goal"]], missed=row["bytes_per_node"] > row["goal"])
-                 for kind, row in figures["memory"].items()], "bytes a node")  # fmt: skip
+                 for kind, row in figures["memory"].items()])
