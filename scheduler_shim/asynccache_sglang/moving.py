@@ -80,16 +80,13 @@ class PoolMove:
 
     keys, indices, results: of each page its key, its first host index, and its result: HIT if it was moved; FAILED also
         if no call was made for it.
-    source: where the pages lie (default: the pool's source). at: the number of the page that the next call begins with.
+    at: the number of the page that the next call begins with.
     """
 
-    def __init__(
-        self, pool: OpenedPool, keys: list[bytes], indices: list[int], source: CopiedPages | None = None
-    ) -> None:
+    def __init__(self, pool: OpenedPool, keys: list[bytes], indices: list[int]) -> None:
         self.pool = pool
         self.keys = keys
         self.indices = indices
-        self.source = pool.source if source is None else source
         self.results = [Result.FAILED] * len(keys)
         self.at = 0
         self._slots: list[int] = []
@@ -107,7 +104,7 @@ class PoolMove:
 
     def begin(self, pages: Pages, way: MoveDirection, until: float) -> None:
         """Begin the next call. None is begun if there is no free row, no time left, or the stores are closed."""
-        source, rows = self.source, self.pool.rows
+        source, rows = self.pool.source, self.pool.rows
         if isinstance(source, DirectPages):
             self._slots = [index // source.page_size for index in self.indices]
             self._call(pages, way, until)
@@ -122,7 +119,7 @@ class PoolMove:
 
     def end(self, way: MoveDirection, until: float) -> bool:
         """Wait for the call, if one was begun. Returns whether pages are left to be moved."""
-        future, slots, rows, source = self._future, self._slots, self.pool.rows, self.source
+        future, slots, rows, source = self._future, self._slots, self.pool.rows, self.pool.source
         self._future = None
         if future is None:
             return False

@@ -15,7 +15,8 @@ from asynccache.errors import ConfigError
 from asynccache.storage import parse_size
 
 OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"})
-"""Names that SGLang itself reads or adds. This backend only reads ``interface_v1`` of them."""
+"""Names that SGLang itself reads or adds. This backend only reads ``interface_v1`` of them, which must be 1: without it
+SGLang would copy each page twice."""
 
 RANKS = ("tp_rank", "pp_rank", "dp_rank", "cp_rank")
 """Names that may stand in braces in a store's URL."""
@@ -36,7 +37,6 @@ class SglangOptions:
         lookup_timeout: seconds after which asking the stores for pages is given up.
         staging: bytes of memory that each pool has for pages on their way, if its pages lie in several places.
         store_options: options for every URL that does not have them itself.
-        interface_v1: whether SGLang lets the backend read and write its pools itself, which is faster.
     """
 
     storage: tuple[str, ...]
@@ -46,7 +46,6 @@ class SglangOptions:
     lookup_timeout: float = 1.0
     staging: int = STAGING
     store_options: Mapping[str, str] = field(default_factory=dict)
-    interface_v1: bool = False
 
 
 OURS = ("storage", "namespace", "model", "timeout", "lookup_timeout", "staging", "store_options")
@@ -62,6 +61,8 @@ def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
     unknown = sorted(set(map(str, given)) - OF_SGLANG - set(OURS))
     if unknown:
         raise ConfigError(f"extra config: there is no option {unknown[0]!r}; there are {', '.join(OURS)}")
+    if not given.get("interface_v1"):
+        raise ConfigError('extra config: set "interface_v1": 1, so that the stores read and write SGLang\'s own pools')
     made: dict[str, Any] = {"storage": _urls(given.get("storage"))}
     for name in ("namespace", "model"):
         if given.get(name) is not None:
@@ -73,7 +74,7 @@ def resolve(extra: Mapping[str, Any] | None) -> SglangOptions:
         made["staging"] = _bytes(given["staging"])
     if given.get("store_options") is not None:
         made["store_options"] = checks.texts("store_options", given["store_options"], numbers=True)
-    return SglangOptions(**made, interface_v1=bool(given.get("interface_v1")))
+    return SglangOptions(**made)
 
 
 def placed(urls: tuple[str, ...], ranks: Mapping[str, int], replicated: bool) -> tuple[str, ...]:

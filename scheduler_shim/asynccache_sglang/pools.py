@@ -126,38 +126,15 @@ class MarkPages:
         pass
 
 
-class TensorPages:
-    """Copies of pages that SGLang has made, or tensors that it wants filled; page ``index`` is ``tensors[index]``.
-    ``alike``: whether all of them have as many bytes."""
-
-    how = "flat"
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self._tensors = tensors
-        self.page_size = 1
-        sizes = [int(tensor.numel() * tensor.element_size()) for tensor in tensors]
-        self.parts = (sizes[0],)
-        self.alike = len(set(sizes)) == 1
-
-    def load(self, index: int, row: Bytes) -> None:
-        row[:] = flat_bytes(self._tensors[index].contiguous())
-
-    def save(self, row: Bytes, index: int) -> None:
-        tensor = self._tensors[index]
-        if not tensor.is_contiguous():  # flattening it makes a copy, and writing to the copy would be lost
-            raise ValueError(f"page {index} is to be written to a tensor that is not contiguous")
-        flat_bytes(tensor)[:] = row
-
-
-def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> DirectPages | CopiedPages:
-    """How the pages of ``host_pool`` are read and written. ``zero_copy``: False if SGLang copies them itself.
+def source_of(name: str, host_pool: Any) -> DirectPages | CopiedPages:
+    """How the pages of ``host_pool`` are read and written.
 
     Raises:
         ConfigError: there is no way to do that.
     """
     if getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 1):
         return MarkPages(host_pool)
-    source = (_by_parts(host_pool) if zero_copy else None) or _whole(name, host_pool)
+    source = _by_parts(host_pool) or _whole(name, host_pool)
     if not sum(source.parts):
         raise ConfigError(f"host pool {name!r} ({type(host_pool).__name__}) has pages without bytes")
     return source

@@ -35,7 +35,7 @@ from asynccache_sglang import identity
 from asynccache_sglang.hits import PoolPresence, fold, leading
 from asynccache_sglang.moving import GRACE, MoveDirection, OpenedPool, PoolMove, StagingRows, move
 from asynccache_sglang.options import placed, resolve
-from asynccache_sglang.pools import DirectPages, TensorPages, WholePages, source_of
+from asynccache_sglang.pools import DirectPages, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,31 +136,12 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Store pages of several pools. Returns by the pool's name for each page whether it is stored."""
         return self._move_transfers(MoveDirection.OUT, transfers)
 
-    # copies of KV pages, which SGLang makes itself unless the extra config has "interface_v1": 1
+    # what SGLang calls without "interface_v1": 1, with copies of pages that it makes itself
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Fill ``target_location``, a flat page as the KV pool makes them, and return it; None if the page was not
-        read."""
-        return self.batch_get([key], [target_location])[0]
+    def _copies(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError('extra config: "interface_v1" is not 1')
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        """Fill each target. Returns for each page its target, or None if the page was not read."""
-        done = self._move_tensors(MoveDirection.IN, keys, target_locations)
-        if not any(done):
-            return [None] * len(keys)
-        return [target if hit else None for target, hit in zip(target_locations, done, strict=True)]
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store ``value``, a flat page as the KV pool makes them. Returns whether it is stored."""
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Store flat pages. Returns whether all of them are stored."""
-        return all(self._move_tensors(MoveDirection.OUT, keys, values))
+    get = batch_get = set = batch_set = _copies
 
     def exists(self, key: str) -> bool:
         """Return True if the KV page is stored."""
@@ -243,7 +224,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _pool(self, name: str, host_pool: Any) -> OpenedPool:
         sharded = not self.shard.replicated or _is_sharded(name, host_pool)
-        source = source_of(name, host_pool, zero_copy=name != KV or self.options.interface_v1)
+        source = source_of(name, host_pool)
         page_bytes = sum(source.parts)
         rows = 0 if isinstance(source, DirectPages) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
         layout = f"{getattr(host_pool, 'layout', None)} {source.how}"
@@ -251,10 +232,6 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return OpenedPool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:
-        if not self.options.interface_v1:
-            logger.warning(
-                'asynccache: set "interface_v1": 1 in the extra config; without it SGLang copies every page twice'
-            )
         logger.info("asynccache: stores %s, nearest first, namespace %s", ", ".join(pages.stores), self.namespace)
         for pool in self._pools.values():
             how = "in place" if isinstance(pool.source, DirectPages) else f"by {len(pool.rows.memory)} rows of staging"
@@ -291,10 +268,10 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return {one.name: moved for one, moved in zip(transfers, done, strict=True)}
 
     def _move(
-        self, way: MoveDirection, wanted: Sequence[tuple[str, list[str], torch.Tensor | TensorPages | None]]
+        self, way: MoveDirection, wanted: Sequence[tuple[str, list[str], torch.Tensor | None]]
     ) -> list[list[bool]]:
-        """Move pages of several pools, each given as (pool, keys, host indices or copies). Returns for each page
-        whether it was moved."""
+        """Move pages of several pools, each given as (pool, keys, host indices). Returns for each page whether it was
+        moved."""
         done = [[False] * len(keys) for _, keys, _ in wanted]
         try:
             pages = self._opened()
@@ -309,24 +286,15 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             elif way is MoveDirection.OUT and not pool.sharded and not self._writes:
                 done[at] = [True] * len(keys)  # the first rank writes these pages for all
             elif (indices := self._indices(pool, len(keys), where)) is not None:
-                copies = where if isinstance(where, TensorPages) else None
-                moves[at] = PoolMove(pool, identity.page_keys(keys, pool.behind), indices, copies)
+                moves[at] = PoolMove(pool, identity.page_keys(keys, pool.behind), indices)
         self._run(pages, way, list(moves.values()))
         for at, one in moves.items():
             done[at] = one.done
         return done
 
-    def _indices(self, pool: OpenedPool, count: int, where: torch.Tensor | TensorPages | None) -> list[int] | None:
+    def _indices(self, pool: OpenedPool, count: int, where: torch.Tensor | None) -> list[int] | None:
         """The first index of each of ``count`` pages; None if they cannot be moved, which is logged."""
         size = pool.source.page_size
-        if isinstance(where, TensorPages):
-            if not isinstance(pool.source, WholePages):
-                self._warn("copies", 'copies of KV pages are taken only without "interface_v1": 1')
-                return None
-            if not where.alike or where.parts != pool.source.parts:
-                self._warn("size", f"a page of the KV pool has {pool.source.parts[0]} bytes; another size is not moved")
-                return None
-            return list(range(count))
         if where is None or where.numel() != count * size:
             logger.error(
                 "asynccache: %d host indices for %d pages of %d in pool %s: nothing is moved",
@@ -335,15 +303,6 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return None
         indices: list[int] = where[::size].tolist()
         return indices
-
-    def _move_tensors(self, way: MoveDirection, keys: list[str], tensors: Any) -> list[bool]:
-        """Move flat copies of KV pages. Returns for each page whether it was moved."""
-        if not keys or tensors is None or any(tensor is None for tensor in tensors):
-            return [False] * len(keys)
-        if len(tensors) != len(keys):
-            logger.error("asynccache: %d tensors for %d pages of KV: nothing is moved", len(tensors), len(keys))
-            return [False] * len(keys)
-        return self._move(way, [(KV, keys, TensorPages(tensors))])[0]
 
     def _run(self, pages: Pages, way: MoveDirection, moves: list[PoolMove]) -> None:
         began = time.perf_counter()
@@ -354,7 +313,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 self._warn(f"{way.value} {one.pool.name}", f"{failed} of {len(one.keys)} pages of pool "
                            f"{one.pool.name} were not moved {way.value}{_why(pages)}")  # fmt: skip
             if self._metrics is not None and one.pool.name == KV and any(one.done):
-                self._metrics.add(way, one.done.count(True), sum(one.source.parts), seconds)
+                self._metrics.add(way, one.done.count(True), sum(one.pool.source.parts), seconds)
 
     def _known(self, act: str, name: str, results: list[Result]) -> list[Result]:
         failed = results.count(Result.FAILED)

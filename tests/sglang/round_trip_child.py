@@ -23,13 +23,11 @@ MODELS = {
     "full": ("full", "page_first_direct"), "full layer_first": ("full", "layer_first"),
     "mla": ("mla", "page_first_direct"), "mla layer_first": ("mla", "layer_first"),
     "swa": ("swa", "page_first_direct"), "mamba": ("mamba", "page_first_direct"),
-    "copies": ("full", "page_first_direct"),
 }  # fmt: skip
-MORE: dict[str, dict[str, Any]] = {"copies": {"interface_v1": 0}}
 
 
 def options(name: str, folder: str) -> dict[str, Any]:
-    return {"storage": f"file:{folder}/{name.replace(' ', '-')}?capacity=64MiB", "namespace": "w1"} | MORE.get(name, {})
+    return {"storage": f"file:{folder}/{name.replace(' ', '-')}?capacity=64MiB", "namespace": "w1"}
 
 
 def write(tiny: Tiny) -> dict[str, int]:

@@ -9,12 +9,13 @@ from asynccache_sglang.options import OF_SGLANG, SglangOptions, placed, resolve
 
 from asynccache import ConfigError
 
-NAMED = {"backend_name": "asynccache", "module_path": "asynccache_sglang.storage", "class_name": "AsyncCacheStorage"}
+NAMED: dict[str, Any] = {"backend_name": "asynccache", "module_path": "asynccache_sglang.storage",
+                         "class_name": "AsyncCacheStorage", "interface_v1": 1}  # fmt: skip
 
 
 def test_what_sglang_itself_reads_is_no_option_of_ours() -> None:
     given = dict.fromkeys(OF_SGLANG, "x") | {"interface_v1": 1, "storage": "memory:"}
-    assert resolve(given) == SglangOptions(("memory:",), interface_v1=True)
+    assert resolve(given) == SglangOptions(("memory:",))
 
 
 def test_all_options() -> None:
@@ -23,7 +24,7 @@ def test_all_options() -> None:
         "lookup_timeout": 0.5, "staging": "64MiB", "store_options": {"concurrency": 4},
     }  # fmt: skip
     assert resolve(NAMED | given) == SglangOptions(
-        ("memory:", "file:/var/kv"), "7b 2026-11", "/models/7b", 2.0, 0.5, 64 << 20, {"concurrency": "4"}, False
+        ("memory:", "file:/var/kv"), "7b 2026-11", "/models/7b", 2.0, 0.5, 64 << 20, {"concurrency": "4"}
     )
 
 
@@ -43,6 +44,7 @@ def test_all_options() -> None:
         ({"storage": "memory:", "lookup_timeout": -1}, "lookup_timeout=-1 must be above 0"),
         ({"storage": "memory:", "staging": 0}, "staging=0 must be at least 1"),
         ({"storage": "memory:", "staging": "much"}, "staging='much' is no size"),
+        ({"storage": "memory:", "interface_v1": 0}, 'set "interface_v1": 1'),
         ({"storage": "memory:", "store_options": {"a": True}}, "store_options: 'a' must be text or a number"),
     ],
 )

@@ -20,11 +20,11 @@ if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed: make test-sglang", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("full", "full layer_first", "mla", "mla layer_first", "swa", "mamba", "copies")
+MODELS = ("full", "full layer_first", "mla", "mla layer_first", "swa", "mamba")
 POOLS = {
     "full": {"kv": "PartViews"}, "full layer_first": {"kv": "PartViews"}, "mla": {"kv": "DirectPages"},
     "mla layer_first": {"kv": "PartViews"}, "swa": {"kv": "PartViews", "swa": "PartViews"},
-    "mamba": {"kv": "PartViews", "mamba": "PartViews"}, "copies": {"kv": "WholePages"},
+    "mamba": {"kv": "PartViews", "mamba": "PartViews"},
 }  # fmt: skip
 PROMPT = 24
 
@@ -67,7 +67,7 @@ def test_a_new_process_finds_what_another_one_stored(processes: tuple[Told, Told
 
 def test_a_prompt_that_forks_off_is_found_up_to_the_fork(processes: tuple[Told, Told]) -> None:
     told = processes[1]
-    assert {model: told[model]["fork"] for model in ("full", "mla", "copies")} == dict.fromkeys(
-        ("full", "mla", "copies"), 12
+    assert {model: told[model]["fork"] for model in ("full", "mla")} == dict.fromkeys(
+        ("full", "mla"), 12
     )
     assert told["mamba"]["fork"] == 0  # there is a state at the end of the other prompt only

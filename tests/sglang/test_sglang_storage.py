@@ -193,38 +193,9 @@ def test_an_anchor_without_bytes_has_a_mark_for_each_page(tmp_path: Path) -> Non
         storage.close()
 
 
-def test_copies_of_pages_for_an_sglang_that_asks_for_copies(tmp_path: Path) -> None:
-    pool = mha()
-    storage = opened({"kv": pool}, file_store(tmp_path) | {"interface_v1": 0})
-    page: torch.Tensor = pool.get_data_page(0, flat=True).clone()
-    target: torch.Tensor = pool.get_dummy_flat_data_page()
-    try:
-        assert storage.set(KEYS[0], page)
-        assert storage.exists(KEYS[0])
-        assert not storage.exists(KEYS[1])
-        assert (storage.get(KEYS[0], target) is target) is True
-        assert torch.equal(target.view(torch.int16), page.view(torch.int16))  # as bytes: some of them are NaN
-        assert storage.batch_get(KEYS[:2], [target, target.clone()])[1] is None
-        assert not storage.set(KEYS[2], page[:5])
-    finally:
-        storage.close()
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_copies_that_do_not_fit_the_keys_move_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
-) -> None:
-    """Nothing is raised: it would end the thread of SGLang that calls."""
-    pool = mha()
-    storage = opened({"kv": pool}, file_store(tmp_path) | {"interface_v1": 0})
-    pages = [pool.get_data_page(0, flat=True).clone() for _ in range(count)]
-    try:
-        assert not storage.batch_set(KEYS[:2], pages)
-        assert storage.batch_get(KEYS[:2], pages) == [None, None]
-        assert storage.batch_exists(KEYS[:2]) == 0
-        assert caplog.text.count(f"{count} tensors for 2 pages of KV: nothing is moved") == 2
-    finally:
-        storage.close()
+def test_an_sglang_that_would_copy_pages_itself_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='set "interface_v1": 1'):
+        opened({"kv": mha()}, file_store(tmp_path) | {"interface_v1": 0})
 
 
 def test_indices_that_do_not_fit_the_keys_move_nothing(tmp_path: Path) -> None:
