@@ -226,7 +226,7 @@ def test_a_store_that_is_attached_after_a_call_was_cancelled_gives_that_call_its
             async def late() -> None:
                 await completed(as_coroutine(asyncio.sleep(9 * TIMEOUT)))
 
-            local.stores.open, local.flush = pins, late
+            local.stores.open, local.flush = pins, late  # type: ignore[method-assign]
             calling = asyncio.create_task(group.flush())
             await asyncio.sleep(0.1)
             calling.cancel()

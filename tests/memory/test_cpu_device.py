@@ -17,7 +17,7 @@ import uvloop
 from asynccache.core.plan import Move
 from asynccache.errors import CopyFailed
 from asynccache.memory import host_copies
-from asynccache.memory.cpu import CpuDevice, CpuEvent
+from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
 from asynccache.memory.pools import Mover
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -242,7 +242,7 @@ async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
 async def test_an_event_that_fires_between_check_and_subscription_is_not_lost() -> None:
     device = CpuDevice()
     for _ in range(500):
-        stream_event: CpuEvent = device.gate()
+        stream_event = device.gate()
         thread = threading.Thread(target=stream_event.fire)
         thread.start()
         async with asyncio.timeout(60):
