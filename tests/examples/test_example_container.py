@@ -17,7 +17,7 @@ def test_what_it_copies_is_all_that_is_installed() -> None:
     assert all((ROOT / each).exists() for each in copied)
     packages = re.findall(r'packages = \[(.*?)\]', (ROOT / "pyproject.toml").read_text(), re.DOTALL)[0]
     assert {name.split("/")[0] for name in re.findall(r'"(.*?)"', packages)} <= copied
-    assert {"README.md", "LICENSE", "pyproject.toml"} <= copied, "what a build reads"
+    assert {"README.md", "LICENSE", "pyproject.toml", "hatch_build.py"} <= copied, "what a build reads"
 
 
 def test_what_it_runs_is_understood() -> None:

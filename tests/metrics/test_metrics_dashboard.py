@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,16 @@ def test_every_kind_of_figure_is_on_it() -> None:
     asked = " ".join(expression for expression, _ in queries())
     for name in ("hit", "miss", "pool_free", "stage_latency", "stage_errors", "storage_breaker", "loop_lag", "closed"):
         assert f"asynccache_{name}" in asked
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool, of Debian's package prometheus, is not installed")
+def test_prometheus_understands_every_query(tmp_path: Path) -> None:
+    """Each expression is a recording rule, with what Grafana puts in for its variables."""
+    asked = [expression for expression, legend in queries() if not expression.startswith("label_values")]
+    asked = [each.replace("$cache", ".*").replace("$__rate_interval", "1m") for each in asked]
+    rules = [{"record": f"q{number}", "expr": expression} for number, expression in enumerate(asked)]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
