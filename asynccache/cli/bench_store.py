@@ -177,8 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", choices=("on", "off", "both"), default="both",
                         help="measure with checksums, without them, or both (default)")
     parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="event loop (default: uvloop)")
-    parser.add_argument("--json", metavar="PATH|-",
-                        help="write the figures as JSON to a file, or to standard output (-) instead of the table")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:
@@ -425,5 +423,5 @@ def charts(figures: Figures) -> Iterator[Chart]:
             notes += [f"no raw client: {one['without_raw']}"] if one["without_raw"] else []
             notes += [f"NOT OK: {one['mismatches']} pages came back wrong"] if one["mismatches"] else []
             yield Chart(f"How fast the store is with pages of {shown(found['page_bytes'])}"
-                        f"{'' if mode == 'store' else f', {mode}'}: {found['pages']}, {found['pages_per_call']} a call",
+                        f"{'' if mode == 'store' else f', {mode}'}: {found['pages']} pages, {found['pages_per_call']} a call",
                         columns, rows, notes)

@@ -177,10 +177,9 @@ def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> in
     lines that say how far it has come; and ``charts(figures)``. ``prog``: how the command is called; ``text``: what it
     measures (default: what the module's docstring begins with).
     """
-    own = _Parser(prog=prog, description=_sentence(text or (module.__doc__ or " ").partition(":")[0]),
-                  conflict_handler="resolve")  # fmt: skip
-    own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
-                     help="where the figures go (default: -)")
+    own = _Parser(prog=prog, description=_sentence(text or (module.__doc__ or " ").partition(":")[0]))
+    own.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
+                     help="write the figures as JSON to a file, or to standard output (-) instead of the table")
     own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
     module.add_arguments(own)
     options = own.parse_args(arguments)
@@ -194,10 +193,8 @@ def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> in
         figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
     finally:
         progress.end()
-    beside = own.get_default("json") is not None       # then the table stands beside the JSON, and not in its place
-    if not options.quiet and (beside or options.json != "-"):
-        out = sys.stderr if beside else sys.stdout
-        print(*map(table, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n", file=out)
+    if not options.quiet and options.json != "-":
+        print(*map(table, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n")
     if options.json is not None:
         dump(figures, options.json)
     return 0

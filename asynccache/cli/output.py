@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
@@ -84,28 +85,51 @@ def _write(path: str, text: str, mode: str, option: str = "--json") -> None:
 class Progress:
     """Shows how far a command has come, on ``stream``: nothing for the first two seconds, then one line that is written
     over again on a terminal, and elsewhere a new line every few seconds. Call ``tell`` as often as there is news, and
-    ``end`` once."""
+    ``end`` once. News that come too early for the stream are shown by a timer, unless newer ones come before that."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._again = stream.isatty()
         self._next = clock() + QUIET_FOR
+        self._line = ""
         self._shown = False
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
 
     def tell(self, line: str) -> None:
-        """Show ``line`` if the last one has been shown for long enough."""
-        now = self._clock()
-        if now < self._next:
+        """Show ``line`` as soon as the last one has been shown for long enough."""
+        with self._lock:
+            self._line = line
+            self._show_in_time()
+
+    def end(self) -> None:
+        """Show no more, and on a terminal erase the line that is shown."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._line = ""
+            if self._shown and self._again:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+            self._shown = False
+
+    def _late(self) -> None:
+        with self._lock:
+            self._timer = None
+            if self._line:
+                self._show_in_time()
+
+    def _show_in_time(self) -> None:
+        wait = self._next - self._clock()
+        if wait > 0:
+            if self._timer is None:
+                self._timer = threading.Timer(wait, self._late)
+                self._timer.daemon = True
+                self._timer.start()
             return
-        self._next = now + (EVERY if self._again else 10 * EVERY)
+        line, self._line = self._line, ""
+        self._next = self._clock() + (EVERY if self._again else 10 * EVERY)
         self._shown = True
         self._stream.write(f"\r{line}\x1b[K" if self._again else f"{line}\n")
         self._stream.flush()
-
-    def end(self) -> None:
-        """On a terminal, erase the line that is shown."""
-        if self._shown and self._again:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-        self._shown = False

@@ -77,8 +77,8 @@ def _session(settings: RunSettings) -> type[Session]:
 
 def _told(settings: RunSettings, session: Session, result: report.Report) -> int:
     """Print and write the report; returns the exit status."""
+    out = sys.stderr if settings.json == "-" else sys.stdout
     if not settings.quiet:
-        out = sys.stderr if settings.json == "-" else sys.stdout
         print(summary(result, color=out.isatty()), file=out)
     if session.trace is not None:
         result["trace"] = session.trace
@@ -88,6 +88,9 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
         output.dump(result, settings.json)
     if settings.report is not None:
         output.write_page(result, settings.report)
+    written = [path for path in (settings.json, settings.report) if path not in (None, "-")]
+    if written and not settings.quiet:
+        print("written: " + ", ".join(map(str, written)), file=out)
     if settings.quiet and not result["ok"]:
         print("\n".join(result["problems"]), file=sys.stderr)
     if not result["ok"]:

@@ -29,6 +29,6 @@ def test_what_an_operation_takes_beside_an_echo(tmp_path: Path, capsys: pytest.C
         assert one["ratio"] == pytest.approx(one["p50_us"] / one["echo_p50_us"], rel=0.01)
     assert figures["one"]["bytes"] * ranks.PLAN / 2 < figures["plan"]["bytes"] < figures["one"]["bytes"] * ranks.PLAN
     assert 0 < figures["cpu_us"] < 10 * ranks.GOAL_CPU_US
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     assert "head's CPU an operation and worker" in said
     assert "2 workers, plan" in said

@@ -52,7 +52,7 @@ def test_growth_has_a_row_for_each_size(figures: Any, capsys: pytest.CaptureFixt
     found = figures("growth", "--nodes", "100,200")["growth"]
     assert [row["nodes"] for row in found["full"]] == [row["nodes"] for row in found["all"]] == [100, 200]
     assert found["all"][0]["worst_call"]["evict_slice"]["wall_ms"] > 0
-    assert "200 nodes" in capsys.readouterr().err
+    assert "200 nodes" in capsys.readouterr().out
 
 
 def test_nodes_that_left_are_weighed(figures: Any) -> None:

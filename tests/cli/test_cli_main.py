@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -55,43 +56,31 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
     module.run = lambda args, tell: {"nodes": args.nodes}  # type: ignore[attr-defined]
     module.charts = lambda figures: ()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_store", module)
-    assert main(["bench", "store", "--nodes", "7"]) == 0
+    assert main(["bench", "store", "--nodes", "7", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"core": compiled.CORE, "nodes": 7}
 
 
 TABLE = "7 nodes\n       mean\nmatch  1.25\n\nthe CORE core ran\n"
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, json_default: str | None) -> None:
-    """Put a benchmark in the place of ``bench store`` that has a table and does nothing."""
+def test_a_benchmark_prints_its_table_or_json_in_its_place_or_neither(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     module: Any = ModuleType("asynccache.cli.bench_store")
-    module.add_arguments = lambda parser: parser.add_argument("--json", default=json_default)
+    module.add_arguments = lambda parser: None
     module.run = lambda args, tell: {"nodes": 7}
     rows = [Row("match", [1.25])]
     module.charts = lambda figures: [Chart(f"{figures['nodes']} nodes", ("mean",), rows)]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_store", module)
-
-
-@pytest.mark.parametrize(("arguments", "err"), [([], TABLE), (["--quiet"], "")])
-def test_a_table_stands_beside_the_json_of_a_benchmark_unless_it_is_to_be_quiet(
-    arguments: list[str], err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench(monkeypatch, "-")
-    assert main(["bench", "store", *arguments]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["nodes"] == 7
-    assert said.err == err.replace("CORE", compiled.CORE)
-
-
-def test_a_benchmark_that_prints_its_table_prints_json_in_its_place_if_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench(monkeypatch, None)
     assert main(["bench", "store"]) == 0
     assert capsys.readouterr() == (TABLE.replace("CORE", compiled.CORE), "")
     assert main(["bench", "store", "--json", "-"]) == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["nodes"], said.err) == (7, "")
+    path = tmp_path / "figures.json"
+    assert main(["bench", "store", "--quiet", "--json", str(path)]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert json.loads(path.read_text())["nodes"] == 7
 
 
 def test_room_for_all_counts_every_page_once() -> None:

@@ -151,7 +151,7 @@ def test_the_command_tells_every_figure(
     monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
     assert main(["bench", "cuda", "--json", str(path)]) == 0
     figures = json.loads(path.read_text())
-    said = capsys.readouterr().err
+    said = capsys.readouterr().out
     for row in figures["copies"]["pieces"]:
         start = f"{row['direction']}, pieces of {row['width'] >> 10}.0 KiB"
         assert sum(line.startswith(start) for line in said.splitlines()) == 1

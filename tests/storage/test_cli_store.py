@@ -396,6 +396,18 @@ def test_progress_is_shown_to_those_who_wait(terminal: bool) -> None:
     assert screen.getvalue().endswith("\r\x1b[K" if terminal else "done\n")
 
 
+def test_a_step_that_was_told_at_once_and_takes_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asynccache.cli.output.QUIET_FOR", 0.05)
+    screen = Screen(terminal=False)
+    progress = Progress(screen)
+    progress.tell("filling the store")
+    until = time.monotonic() + 10
+    while not screen.getvalue() and time.monotonic() < until:
+        time.sleep(0.01)
+    progress.end()
+    assert screen.getvalue() == "filling the store\n"
+
+
 def test_it_imports_no_torch() -> None:
     code = "import sys, asynccache.cli.store, asynccache_backends.file; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
