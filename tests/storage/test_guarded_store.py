@@ -144,7 +144,8 @@ async def test_a_free_place_goes_to_a_read_though_writes_have_waited_longer(loop
     await asyncio.sleep(0.1)
     places.give(READ)
     await asyncio.sleep(0.1)
-    assert read.done() and not any(write.done() for write in writes)
+    assert read.done()
+    assert not any(write.done() for write in writes)
     for purpose in [READ] * 3:
         places.give(purpose)
     await asyncio.gather(*writes)
