@@ -220,7 +220,7 @@ class FileBackend:
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Append new pages, in groups. Pages that are stored already are left alone. A page that two calls put at the
-        same time is written twice, and the copy that is written last is the one that is read.
+        same time is written twice, and the copy that lies last in the files is the one that is read.
 
         Cancelling it returns when all writes that had begun have ended; their pages are stored.
         """
