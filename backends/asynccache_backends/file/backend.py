@@ -37,7 +37,6 @@ from asynccache.storage import (
     StoreLayout,
     Tell,
     Verify,
-    completed,
     settled,
 )
 from asynccache_backends.file.files import FileRun, Folder, RunsMoved, ThreadIO
@@ -259,9 +258,13 @@ class FileBackend:
         with self._operations:
             group: PageGroup = part.place
             try:
-                # not in the threads of gets and puts, so that a scrub does not slow those down
-                reading = asyncio.to_thread(read_group, self._state.folder, segment_name(group.segment), group)
-                data = await completed(reading)
+                # not in the threads of gets and puts, so that a scrub does not slow those down; no task, because the
+                # end of asyncio.run would cancel it, and the folder could be closed while the thread reads
+                reading = asyncio.get_running_loop().run_in_executor(
+                    None, read_group, self._state.folder, segment_name(group.segment), group
+                )
+                await settled([reading])
+                data = reading.result()
             except OSError as error:
                 self._state.counts["errors"] += not is_gone(error)
                 return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))
