@@ -73,6 +73,7 @@ class Performer:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
+        self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, Work] = {}
         self._begun = ChangeSignal()
@@ -102,7 +103,7 @@ class Performer:
             m.PerformWork: lambda o: self._effects(o.work),
             m.ForgetLoad: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.GiveUp: lambda o: self._own.give_up(o.op),
+            m.GiveUp: self._give_up,
             m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
@@ -313,6 +314,10 @@ class Performer:
         call = order.call
         task = self._loop.create_task(self._do[type(order)](order), name=f"asynccache-call-{self.rank}")
         self._calls[call] = task
+        if isinstance(order, m.WritePages):
+            first = order.batch[0].op
+            self._storing.add(first)  # at once: that it is given up may be heard in this turn
+            task.add_done_callback(lambda _: self._storing.discard(first))
         task.add_done_callback(lambda done: self._answer(call, done))  # also of one that is cancelled before it begins
 
     def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
@@ -328,6 +333,11 @@ class Performer:
         task = self._calls.get(order.call)
         if task is not None:
             task.cancel()
+
+    def _give_up(self, order: m.GiveUp) -> None:
+        """Give up a batch, unless this worker has written it already, while others still write it."""
+        if order.op in self._storing:
+            self._own.give_up(order.op)
 
     async def _store(self, order: m.WritePages) -> m.Message:
         stored = await self._own.store(order.effects)
