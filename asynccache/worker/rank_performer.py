@@ -67,7 +67,7 @@ class Performer:
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
-        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self._die)
+        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self.die)
         self._given = given
         self._shard = shard
         self._tell = tell
@@ -120,7 +120,7 @@ class Performer:
             try:
                 self._take[type(message)](message)
             except Exception as error:
-                self._die(error)
+                self.die(error)
 
     @property
     def _own(self) -> LocalWorker:
@@ -135,7 +135,7 @@ class Performer:
         closed."""
         return self._own.layers
 
-    def _die(self, error: BaseException) -> None:
+    def die(self, error: BaseException) -> None:
         """Tell the engine and the head that this worker cannot go on: the engine first, before it can take what was
         lost for what has arrived."""
         if not self._stopped:
@@ -157,7 +157,7 @@ class Performer:
             for spec in config.pools()
         )
         self.local = local = await open_local(config, pools, self._given)
-        for name, work in local.start(Reports(self._ended, self._die, self._keys)):
+        for name, work in local.start(Reports(self._ended, self.die, self._keys)):
             self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
             self._stages[-1].add_done_callback(self._stage_ended)
         local.stores.on_change(self._note_health)
@@ -173,7 +173,7 @@ class Performer:
 
     def _stage_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(error)
+            self.die(error)
 
     async def aclose(self, patience: float) -> None:
         """End what is under way, then close all. ``patience``: as for ``LocalWorker.aclose``. A second call waits for
@@ -244,7 +244,7 @@ class Performer:
         try:
             self._perform(work)
         except Exception as error:
-            self._die(error)
+            self.die(error)
 
     def _ended(self, status: Status, ops: Sequence[int]) -> None:
         """The operations ``ops`` of one work have ended with ``status``."""
