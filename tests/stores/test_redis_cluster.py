@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from asynccache_backends.redis import RedisBackend
-from asynccache_backends.redis.routing import slot_of
+from asynccache_backends.redis.connection import plain
+from asynccache_backends.redis.resp import command
+from asynccache_backends.redis.routing import Lane, slot_of
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Result, parse_url
@@ -170,6 +172,33 @@ async def test_a_slot_that_moves(redis_cluster: RedisCluster) -> None:
         assert await backend.put(keys, stored) == [HIT] * 40
         assert (await get_all(backend, keys))[0] == [HIT] * 40
         assert sum(_counts(redis_cluster)) == 40
+
+
+@pytest.mark.asyncio
+async def test_servers_that_lost_their_slots_are_forgotten_and_have_no_connections(redis_cluster: RedisCluster) -> None:
+    """Also one that was at work for a request when the map changed. Servers that come and go leave nothing behind."""
+    await _empty(redis_cluster)
+    keys = keys_of(30)
+    async with opened(redis_cluster.url) as backend:
+        await put_all(backend, keys)
+        router = backend._router
+        stays = next(iter(router.nodes))
+        others = router.nodes - {stays}
+        key = next(_name(key) for key in keys if router.owner(_name(key)) in others)
+        waits = plain([command(b"BLPOP", b"{" + key + b"}", b"0.3")])
+        asked = asyncio.create_task(router.ask(Lane.PAGES, [key], waits))
+        await asyncio.sleep(0.1)
+        entry = [0, 16383, [stays.address.host.encode(), stays.address.port]]
+        router._learn(stays.address, [entry])
+        assert len(router._known) == 2, "one is still at work"
+        await asked
+        for i in range(1, 200):
+            router._learn(stays.address, [[0, 16383, [b"10.1.0.%d" % i, 6379]]])
+        router._learn(stays.address, [entry])
+        assert set(router._known) == {stays.address}
+        assert all(connection.closed for node in others for connection in node.made)
+        await router.refresh()
+        assert await backend.delete(keys) == [HIT] * 30
 
 
 @pytest.mark.asyncio

@@ -323,7 +323,8 @@ class ObjectBackend:
         index, name = self._catalog.index, self._catalog.clock.name()
         ahead = {key: born for key in keys if (born := index.born(key)) > stamp_of(name)}
         try:
-            await self._catalog.bury(name, [key for key in keys if key not in ahead])
+            if len(ahead) < len(keys):
+                await self._catalog.bury(name, [key for key in keys if key not in ahead])
             if ahead:
                 await self._catalog.bury(name_at(min(max(ahead.values()), LAST_STAMP)), list(ahead))
         except Unavailable:

@@ -16,10 +16,10 @@ No part of a name comes from a user. The times in a writer's names never go back
 that it has seen of others. So its tombstones are later than every pack that it knows, and what it stores after a
 deletion is later than the tombstone.
 
-The record headers lie in the footer, so that a payload can be sent directly from its host page. A reader finds the
-footer by the size of the object and its last bytes, and needs nothing else of it. ``born`` is the time in the name of
-the first pack that had the record, in milliseconds since 1970. A collection that moves the record keeps it, so that
-tombstones concern the record as before.
+The record headers lie in the footer, behind all payloads. A reader finds the footer by the size of the object and its
+last bytes, and needs nothing else of it. ``born`` is the time in the name of the first pack that had the record, in
+milliseconds since 1970, or a time after the record's last tombstone if that is later. A collection that moves the
+record keeps it, so that tombstones concern the record as before.
 """
 
 from __future__ import annotations

@@ -90,8 +90,11 @@ class Fetches:
             Unavailable: all reads failed.
         """
         reads = [self._read(stretch, records, results) for stretch in stretches]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(read) for read in reads]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(read) for read in reads]
+        except ExceptionGroup as failed:               # what no read is to raise; it says more by itself
+            raise failed.exceptions[0] from None
         errors = [task.result() for task in tasks]
         if errors and errors[0] is not None and None not in errors:
             raise errors[0]

@@ -203,10 +203,22 @@ class Uploads:
         await self._client.create(f"{PACKS}/{name}", await self._joined(upload, payloads, footer))
         return Pack(name, upload.size + len(footer), entries)
 
-    async def _joined(self, upload: _Upload, payloads: list[memoryview], footer: bytes) -> bytes:
+    async def _joined(self, upload: _Upload, payloads: list[memoryview], footer: bytes) -> memoryview:
         """Return a copy of the whole pack in one buffer. The pieces are ``free`` then."""
-        data = await self._threads.run_for(upload.size, b"".join, [*payloads, footer])
+        data = await self._threads.run_for(upload.size, _copied, [*payloads, memoryview(footer)])
         payloads.clear()
         for piece in upload.pieces:
             piece.release()
         return data
+
+
+def _copied(parts: Sequence[memoryview]) -> memoryview:
+    """Return one buffer with ``parts`` one after another. NumPy copies, since it lets go of the GIL meanwhile."""
+    import numpy as np  # imported here because commands that only inspect a store do without NumPy
+
+    whole = np.empty(sum(part.nbytes for part in parts), np.uint8)
+    at = 0
+    for part in filter(None, parts):
+        np.copyto(whole[at : at + part.nbytes], np.frombuffer(part, np.uint8))
+        at += part.nbytes
+    return whole.data

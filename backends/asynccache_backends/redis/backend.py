@@ -200,7 +200,8 @@ class RedisBackend:
                         seen.update(fresh)
                         yield fresh
                     case _:
-                        raise Unavailable(f"{node.address}: no answer to SCAN: {str(reply)[:200]}")
+                        said = reply.text if isinstance(reply, Refusal) else str(reply)
+                        raise Unavailable(f"{node.address}: no answer to SCAN: {said[:200]}")
 
     async def _told(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
         """Return the replies to ``verb name`` for each name. Raises Unavailable if one of them is a refusal for another

@@ -55,7 +55,7 @@ Lane = IntEnum("Lane", ["PAGES", "WORDS"])
 
 class RedisNode:
     """One server. ``breaker``: open while the server is left alone. ``made``: its connections, and some that are being
-    made or closed."""
+    made or closed. ``has_slots``: False if the map no longer names it. It keeps no connection then."""
 
     def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
@@ -65,6 +65,7 @@ class RedisNode:
         self.breaker = Breaker.brief()
         self._last = ""                                # the error's words
         self._closed = False
+        self.has_slots = True
         self.made: set[Connection] = set()
         self._lines = {Lane.PAGES: asyncio.Semaphore(settings.connections), Lane.WORDS: asyncio.Semaphore(1)}
         self._idle: dict[Lane, list[Connection]] = {lane: [] for lane in Lane}
@@ -85,7 +86,10 @@ class RedisNode:
                 raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
             idle = self._idle[lane]
             connection, replies = await self._tried(permit, idle.pop() if idle else None, batch)
-            idle.append(connection)
+            if self.has_slots:
+                idle.append(connection)
+            else:
+                connection.close()
         return replies
 
     def failed(self, error: BackendError, permit: Permit | None = None) -> None:
@@ -134,7 +138,7 @@ is True if that node is just taking over the slot, so that each command must be 
 
 class Router:
     """Sends each command where its key is. All that changes about routing is in here. ``nodes``: the servers that have
-    slots. Those that had some, or were only asked for the map, are known, too, and are without connections."""
+    slots. A server that has none any more is known until the requests to it are over."""
 
     def __init__(self, settings: RedisSettings, counts: Counter[str]) -> None:
         self.clustered = False
@@ -249,8 +253,12 @@ class Router:
             owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
         self.nodes = {node for node in owners if node is not None}
-        for node in set(self._known.values()) - self.nodes:
-            node.close(idle=True)
+        for node in self._known.values():
+            node.has_slots = node in self.nodes
+            if not node.has_slots:
+                node.close(idle=True)
+        in_use = [node for node in self._known.values() if node.has_slots or any(not made.closed for made in node.made)]
+        self._known = {node.address: node for node in in_use}
 
     def _node(self, address: HostPort) -> RedisNode:
         if address not in self._known:
