@@ -423,5 +423,6 @@ def charts(figures: Figures) -> Iterator[Chart]:
             notes += [f"no raw client: {one['without_raw']}"] if one["without_raw"] else []
             notes += [f"NOT OK: {one['mismatches']} pages came back wrong"] if one["mismatches"] else []
             yield Chart(f"How fast the store is with pages of {shown(found['page_bytes'])}"
-                        f"{'' if mode == 'store' else f', {mode}'}: {found['pages']} pages, {found['pages_per_call']} a call",
+                        f"{'' if mode == 'store' else f', {mode}'}: "
+                        f"{found['pages']} pages, {found['pages_per_call']} a call",
                         columns, rows, notes)

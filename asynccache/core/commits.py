@@ -12,7 +12,7 @@ from typing import NamedTuple
 from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import CoreLease, retire
-from asynccache.core.ledger import DEVICE, LOAD_BACK
+from asynccache.core.ledger import LOAD_BACK
 from asynccache.core.matching import Matching
 from asynccache.core.plan import SLOT_BYTES, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
@@ -194,7 +194,7 @@ class Commits:
         lease = work.lease
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
-        lease.hold = take_hold(self._world, end, end.end, DEVICE, released if released > work.begin else 0)
+        lease.hold = take_hold(self._world, end, end.end, floor=released if released > work.begin else 0)
         if end.parent is not None:
             self._world.recency.touch(end, 0)
         return old

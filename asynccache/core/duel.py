@@ -136,9 +136,9 @@ class Duel:
         self._number += 1
         return self._number
 
-    def use(self, path: Sequence[tuple[Node, int]], now: int) -> None:
+    def use(self, path: Sequence[tuple[Node, int]], now: int) -> bool:
         """Note a use of the drawn nodes of one path, the one nearest to the root first, each with its class from now
-        on. ``now``: microseconds."""
+        on. ``now``: microseconds. Returns True if the lead has changed."""
         found = asked = better = 0
         used = []
         above: _Seen | None = None
@@ -180,16 +180,17 @@ class Duel:
                 break
         if above is not None and not above.kids:
             insort(self._queues[above.kind], (now, above.number, above))
-        self._judge(found, asked, better)
+        return self._judge(found, asked, better)
 
-    def _judge(self, found: int, asked: int, better: int) -> None:
+    def _judge(self, found: int, asked: int, better: int) -> bool:
         """Decide which way leads after a request for ``asked`` pages. The learned way has found ``found`` of them,
-        which are ``better`` more than the other way has found."""
+        which are ``better`` more than the other way has found. Returns True if the lead has changed."""
+        led = self.leads
         self._asked += _LATELY * (asked - self._asked) if self._asked else asked
         sway = max(1, self._bound // _SWAY, int(self._asked))
         bound = max(self._bound, 2 * sway)
         self.ahead = max(-bound, min(bound, self.ahead + better))
-        if self._usual.falls(found / asked) and self.leads:
+        if self._usual.falls(found / asked) and led:
             self.ahead, self.leads = 0, False
         elif abs(self.ahead) >= sway:
             self.leads, self._trial = self.ahead > 0, False
@@ -197,6 +198,7 @@ class Duel:
             self._found += found
             if self._found >= self._room:
                 self.leads, self._trial = self.ahead >= 0, False
+        return self.leads != led
 
     def end(self, node: Node) -> None:
         """Have both small caches give up a drawn node of the path that was used last: its conversation has ended."""

@@ -99,10 +99,11 @@ class Queue:
     ``note`` what it worked out about the two.
     """
 
-    __slots__ = ("_place", "changed", "note", "slices")
+    __slots__ = ("_place", "changed", "note", "order", "slices")
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, order: Order) -> None:
         self._place = place
+        self.order = order
         self.slices: list[Slice] = []
         self.changed = True
         self.note: Any = None
@@ -129,7 +130,7 @@ class Queue:
                 slices.append(part)
             part.stamps.append(stamp)
             part.nodes.append(node)
-            self.changed = True
+            self.changed = self.order.changed = True
             node.entry[self._place] = part
             return
         part = slices[max(0, bisect_right(slices, stamp, key=_coldest_of) - 1)]
@@ -141,7 +142,7 @@ class Queue:
         nodes.insert(at, node)
         node.entry[self._place] = part
         if not at or at == len(nodes) - 1:
-            self.changed = True
+            self.changed = self.order.changed = True
         if len(nodes) > 2 * _SLICE:
             self._halve(part)
 
@@ -172,12 +173,13 @@ def withdraw(node: Node, place: int) -> None:
             at += 1
         if at == len(stamps) or nodes[at] is not node:  # it was used since, and waits by a stamp that it had before
             at = nodes.index(node)
-    _drop(part, at)
+    if _drop(part, at):
+        part.queue.order.changed = True
 
 
 def take(node: Node, place: int) -> int:
     """Take out a cell that was chosen, the oldest or the newest one of its queue, and return the stamp by which it
-    waited."""
+    waited. Unlike ``withdraw``, this leaves ``changed`` of its order as it is."""
     part = node.entry[place]
     assert part is not None
     node.entry[place] = None
@@ -188,27 +190,35 @@ def take(node: Node, place: int) -> int:
     return stamp
 
 
-def _drop(part: Slice, at: int) -> None:
-    """Take cell ``at`` out of ``part``."""
+def _drop(part: Slice, at: int) -> bool:
+    """Take cell ``at`` out of ``part``. Return True if its queue may have another oldest or newest cell now."""
     queue, nodes = part.queue, part.nodes
     del part.stamps[at], nodes[at]
     if not nodes:
         slices = queue.slices
         del slices[0 if slices[0] is part else slices.index(part)]
     elif at and at != len(nodes):
-        return
+        return False
     queue.changed = True
+    return True
 
 
 class Order:
     """The queues of one order of one place. ``first``: what goes before all else, the coldest first. ``rest``: those
-    among whose ends the policy chooses then."""
+    among whose ends the policy chooses then.
 
-    __slots__ = ("first", "rest")
+    ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, but not when that is
+    because the cell has gone that the policy chose. A policy may clear it and keep in ``note`` what it worked out about
+    them.
+    """
+
+    __slots__ = ("changed", "first", "note", "rest")
 
     def __init__(self, place: int, queues: int) -> None:
-        self.first = Queue(place)
-        self.rest = tuple([Queue(place) for _ in range(queues)])
+        self.first = Queue(place, self)
+        self.rest = tuple([Queue(place, self) for _ in range(queues)])
+        self.changed = True
+        self.note: Any = None
 
     def entries(self) -> list[tuple[int, Node]]:
         """Return every cell that waits, with the stamp by which it waits, for the audit."""

@@ -38,7 +38,7 @@ class Hold:
         self.lows = [NOWHERE] * components
 
 
-def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, floor: int = 0) -> Hold:
+def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, *, floor: int = 0) -> Hold:
     """Pin on ``tier`` what a match needs that ends at page ``target``, in the node ``end``, and return these pins.
     Nodes that end at page ``floor`` or before get no auxiliary pins."""
     hold = Hold(end, tier, world.count)

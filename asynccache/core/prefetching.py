@@ -289,8 +289,10 @@ class Prefetches:
         while node.parent is not None and node.end > low:
             there = node.state[swa + world.count] == PRESENT
             if there or node.state[swa] == PRESENT:
-                joins = bool(runs) and runs[0][0] == node.end * size
-                runs[: joins] = [(node.parent.end * size, runs[0][1] if joins else node.end * size)]
+                if runs and runs[0][0] == node.end * size:
+                    runs[0] = (node.parent.end * size, runs[0][1])
+                else:
+                    runs.insert(0, (node.parent.end * size, node.end * size))
                 on_host &= there
             node = node.parent
         return runs, on_host

@@ -28,6 +28,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 from operator import add
 from typing import ClassVar, Final
 
@@ -230,22 +231,36 @@ def _unimodal(values: Sequence[float]) -> list[float]:
 
 class _Ends:
     """The result of looking at the two ends of a queue. ``worth``: of the cell at its cheaper end. ``newest``: True if
-    that is the newest cell, False if it is the oldest. ``until``: until when this holds, in microseconds, if there was
-    no lesson since lesson ``version``."""
+    that is the newest cell, False if it is the oldest. ``bin``: the cell's bin of age. ``until``: until when this
+    holds, in microseconds, if ``version`` is still that of the curves."""
 
-    __slots__ = ("newest", "until", "version", "worth")
+    __slots__ = ("bin", "newest", "until", "version", "worth")
 
     def __init__(self) -> None:
-        self.until = self.version = 0
+        self.bin = self.until = self.version = 0
         self.newest = False
         self.worth = 0.0
+
+
+class _Lead:
+    """The queue that the last choice fell on. The next choice falls there, too, before ``until`` (microseconds), if
+    nothing else has changed and the queue's cheaper end is still in its bin. ``ends``: None if the oldest cell goes;
+    then the choice falls there as long as the queue's oldest cell has a stamp below ``until``."""
+
+    __slots__ = ("ends", "queue", "until", "version")
+
+    def __init__(self, queue: Queue, ends: _Ends | None, until: int, version: int) -> None:
+        self.queue = queue
+        self.ends = ends
+        self.until = until
+        self.version = version
 
 
 class P2c(EvictionPolicy):
     """The policy of one core. ``returned``: how many blocks came back while their nodes were remembered as ghosts."""
 
     __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_learn_every", "_lessons", "_most_ghosts", "_most_pages",
-                 "_page_bytes", "_uses", "curves", "duel", "returned")  # fmt: skip
+                 "_page_bytes", "_uses", "_version", "curves", "duel", "returned")  # fmt: skip
 
     queues: ClassVar[int] = len(CLASSES)
     learns: ClassVar[bool] = True
@@ -259,7 +274,7 @@ class P2c(EvictionPolicy):
         self._blocks = config.page_size / _BLOCK_TOKENS
         self._most_pages = _GHOST_SHARE * (full.device + full.host)
         self._most_ghosts = min(_MOST_GHOSTS, 2 * self._most_pages)
-        self._lessons = self._uses = self._held = 0
+        self._version = self._lessons = self._uses = self._held = 0
         self._ghosts: tuple[dict[int, Ghost], ...] = tuple([{} for _ in range(_SHARDS)])
         self._fifo: deque[Ghost] = deque()
         self.curves = Curves()
@@ -282,23 +297,20 @@ class P2c(EvictionPolicy):
         return _CLASS[node.heat & _HEAT]
 
     def choose(self, order: Order, now: int) -> Node | None:
-        best: Queue | None = None
-        found: _Ends | None = None
-        leads, kind = self.duel.leads, -1
-        for queue in order.rest:
-            kind += 1
-            if not queue.slices:
-                continue
-            ends = self._ends(queue, kind, now) if leads else None
-            if found is None or ends is None or ends.worth == found.worth:
-                better = best is None or queue.slices[0].stamps[0] < best.slices[0].stamps[0]
-            else:
-                better = ends.worth < found.worth
-            if better:
-                best, found = queue, ends
-        if best is None:
-            return None
-        return best.newest() if found is not None and found.newest else best.oldest()
+        lead: _Lead | None = order.note
+        if lead is not None and not order.changed and lead.version == self._version:
+            slices, ends = lead.queue.slices, lead.ends
+            if slices:
+                if ends is None:
+                    if slices[0].stamps[0] < lead.until:
+                        return slices[0].nodes[0]
+                elif now < lead.until:
+                    if not ends.newest:
+                        if slices[0].stamps[0] <= now - _EDGES[ends.bin]:
+                            return slices[0].nodes[0]
+                    elif slices[-1].stamps[-1] > now - _ENDS[ends.bin]:
+                        return slices[-1].nodes[-1]
+        return self._compare(order, now) if self.duel.leads else self._oldest(order)
 
     def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
         since, before = node.stamp[c], other.stamp[c]
@@ -309,21 +321,60 @@ class P2c(EvictionPolicy):
         others = worth[_CLASS[other.heat & _HEAT]][bin_of(now - before)]
         return value < others or (value == others and since < before)
 
-    def _ends(self, queue: Queue, kind: int, now: int) -> _Ends:
-        """Return which end of ``queue``, whose cells are of class ``kind``, is the cheaper one, and what it is worth.
-        That is worked out anew only if an end has changed, has grown into another bin of age, or there was a lesson."""
+    def _oldest(self, order: Order) -> Node | None:
+        """Return the least recently used node of all queues; None if all are empty."""
+        best: Queue | None = None
+        least = second = _NEVER
+        for queue in order.rest:
+            if queue.slices:
+                stamp = queue.slices[0].stamps[0]
+                if best is None or stamp < least:
+                    best, least, second = queue, stamp, least
+                elif stamp < second:
+                    second = stamp
+        if best is None:
+            return None
+        order.note = _Lead(best, None, second, self._version)
+        order.changed = False
+        return best.oldest()
+
+    def _compare(self, order: Order, now: int) -> Node | None:
+        """Return the node that is worth least of all queues' ends; None if all queues are empty."""
+        best: Queue | None = None
+        found: _Ends | None = None
+        version, kind, until, second = self._version, -1, _NEVER, inf
+        for queue in order.rest:
+            kind += 1
+            if not queue.slices:
+                continue
+            ends: _Ends | None = queue.note
+            if ends is None or queue.changed or ends.version != version or now >= ends.until:
+                ends = self._look(queue, self.curves.worth[kind], now)
+            until = min(until, ends.until)
+            if found is None or ends.worth < found.worth or (ends.worth == found.worth and _is_older(queue, best)):
+                if found is not None:
+                    second = found.worth
+                best, found = queue, ends
+            elif ends.worth < second:
+                second = ends.worth
+        if best is None or found is None:
+            return None
+        order.note = _Lead(best, found, until, version) if found.worth < second else None
+        order.changed = False
+        return best.newest() if found.newest else best.oldest()
+
+    def _look(self, queue: Queue, worth: Sequence[float], now: int) -> _Ends:
+        slices = queue.slices
+        young, old = now - slices[-1].stamps[-1], now - slices[0].stamps[0]
+        newer, older = bin_of(young), bin_of(old)
         ends: _Ends | None = queue.note
         if ends is None:
             queue.note = ends = _Ends()
-        elif not queue.changed and ends.version == self._lessons and now < ends.until:
-            return ends
-        worth, slices = self.curves.worth[kind], queue.slices
-        young, old = now - slices[-1].stamps[-1], now - slices[0].stamps[0]
-        newer, older = bin_of(young), bin_of(old)
         ends.until = now + min(_ENDS[newer] - young, _ENDS[older] - old)
         ends.newest = worth[newer] < worth[older]
-        ends.worth = worth[newer if ends.newest else older]
-        ends.version = self._lessons
+        ends.bin = newer if ends.newest else older
+        ends.worth = worth[ends.bin]
+        ends.version = self._version
         queue.changed = False
         return ends
 
@@ -363,9 +414,10 @@ class P2c(EvictionPolicy):
             if not self._lessons:
                 self.duel.begin()
             self._lessons += 1
+            self._version += 1
         if drawn:
             drawn.reverse()
-            self.duel.use(drawn[:LONGEST], now)
+            self._version += self.duel.use(drawn[:LONGEST], now)
 
     def _count(self, heat: int, since: int, forked: bool, now: int, pages: int) -> None:
         """Count a use of ``pages`` pages of this heat, the first one since ``since``; 0: the first one at all."""
@@ -449,3 +501,7 @@ class P2c(EvictionPolicy):
         for node in reversed(unnamed):
             name = node.name = hash((name, node.key[: self._page_bytes]))
         return hash((name, page))
+
+
+def _is_older(queue: Queue, other: Queue | None) -> bool:
+    return other is not None and queue.slices[0].stamps[0] < other.slices[0].stamps[0]

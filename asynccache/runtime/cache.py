@@ -30,6 +30,7 @@ from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, unsaved
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
+from asynccache.settle import completed
 from asynccache.worker.admitting_ranks import Workers
 from asynccache.worker.contract import MOMENT, Device, EmbedderParts, Storage, StoreOptions, check_device, check_storage
 from asynccache.worker.stats import Histogram, StageStats
@@ -43,6 +44,7 @@ ExtraKey = str | bytes | None
 MOST_PAYLOAD = 8 << 20
 """How many bytes a batch's payload may have."""
 _log = logging.getLogger("asynccache")
+_CLOSED_EARLY = "the cache was closed while it was being opened"
 
 
 class CloseReport(NamedTuple):
@@ -151,20 +153,24 @@ class AsyncCache:
         try:
             await self._opening  # if this task is cancelled, the opening is, and has ended before this goes on
         except asyncio.CancelledError as error:
-            if not self._opening.cancelled() and self._opening.exception() is None:
-                await self._abandon()  # the opening had ended well, but this task had not gone on yet
+            if self._parts is not None:  # the opening had ended well, but this task had not gone on yet
+                await completed(self.aclose(0.0))
+                self._parts = self._worker = self._closer = None
             if opener.cancelling() > before:
                 raise
-            raise CacheClosed("the cache was closed while it was being opened") from error
+            raise CacheClosed(_CLOSED_EARLY) from error
         finally:
             self._opening = None
+        if self._closer is not None:  # by a task that came between the end of the opening and this one
+            await self.aclose()
+            raise CacheClosed(_CLOSED_EARLY)
         return self
 
     async def _open_or_leave_nothing(self) -> None:
         try:
             await self._open()
         except BaseException:
-            await self._abandon()
+            await completed(self._abandon())
             raise
 
     async def _abandon(self) -> None:
@@ -216,11 +222,13 @@ class AsyncCache:
         """
         if deadline is not None:
             deadline = checks.number("deadline", deadline)
-        if self._opening is not None:
-            if asyncio.get_running_loop() is not self._opening.get_loop():
+        opening = self._opening
+        if opening is not None and not opening.done():
+            if asyncio.get_running_loop() is not opening.get_loop():
                 raise RuntimeError("the cache is being opened on another loop, and belongs to that one's thread")
-            self._opening.cancel()
-            await asyncio.wait([self._opening])
+            if not opening.cancelling():
+                opening.cancel()
+            await asyncio.wait([opening])
         parts = self._parts
         if parts is None:
             return CloseReport()

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore
     from asynccache.worker.contract import Worker
 
-ASKED = 1 << 16
-"""How many pages of each pool one question is about, at most. A prompt to explain may be of any length, and a question
-to the workers of other ranks has to fit a frame."""
 _HERE = ("present", "arriving")
 
 
@@ -114,12 +111,8 @@ async def _stored(
     """Return by pool what the stores say of every page of the prompt."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
     whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
-    answers = {name: b"" for name, _ in pools.named()}
-    for at in range(0, len(whole), ASKED * HASH_BYTES):
-        asked = [StoreQuestion(name, whole[at : at + ASKED * HASH_BYTES]) for name in answers]
-        for (name, _), answer in zip(asked, await worker.ask(asked), strict=True):
-            answers[name] += answer
-    return answers
+    asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
+    return dict(zip([pool for pool, _ in asked], await worker.ask(asked), strict=True))
 
 
 def _of_full(pools: PoolLayout, present: Mapping[str, bytes]) -> list[int]:

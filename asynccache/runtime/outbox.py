@@ -97,7 +97,6 @@ class Outbox:
 
     ``post``: called with the outcome of every effect. ``late``: called with True when the first batch is late, and with
     False when none is any more. ``clock``: returns seconds, for latencies; what is late the loop's clock decides.
-    ``clearings``: how many clearings of storage run.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Outbox:
         late: Callable[[bool], None],
     ) -> None:  # fmt: skip
         self.backlog = backlog
-        self.clearings = 0
+        self._clearings = 0
         self.meter = StageMeter()
         self._worker = worker
         self._post = post
@@ -136,9 +135,14 @@ class Outbox:
         """The operations that wait in the queue."""
         return frozenset(queued.effect.op for queued in self._inbox)
 
+    @property
+    def clearing(self) -> bool:
+        """True while storage is being cleared: no backup begins."""
+        return self._clearings > 0
+
     def begin_clearing(self) -> None:
         """Begin no backup from now on. ``end_clearing`` must follow."""
-        self.clearings += 1
+        self._clearings += 1
 
     def outdate(self) -> None:
         """The tree is being forgotten. The backups that wait belong to that tree, so they fail."""
@@ -148,7 +152,7 @@ class Outbox:
 
     def end_clearing(self) -> None:
         """Note that one clearing is over. After the last one, backups begin again."""
-        self.clearings -= 1
+        self._clearings -= 1
         self._changed.set()
 
     async def run(self) -> None:
@@ -156,7 +160,7 @@ class Outbox:
         pages; the outcomes of that batch are not posted."""
         while True:
             await self._inbox.filled()
-            if not self.clearings and (batch := self._take()):
+            if not self._clearings and (batch := self._take()):
                 await self._store_in_time(batch)
                 self._changed.set()
             else:

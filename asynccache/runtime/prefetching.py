@@ -86,7 +86,7 @@ class Prefetching:
         )  # fmt: skip
         if not self._worker.has_stores:
             handle.skip("no storage")
-        elif self._outbox.clearings:
+        elif self._outbox.clearing:
             self._skip(handle, "storage is being cleared")
         elif len(key) // TOKEN_BYTES // size * size - match.host < max(1, self._config.prefetch_threshold):
             self._skip(handle, "below the threshold")

@@ -28,16 +28,16 @@ No call of a user is the breaker's probe. The first call after a back-off is ref
 a probe beside itself: the question whether one of its keys is stored. The probe has ``slow`` seconds at most and takes
 none of the places. So a store that is still away delays nobody, and where nobody calls there are no probes.
 
-Reads and writes wait for a place in lines of their own, each first come, first served. Writes never take the last
-quarter of the places (at least one), so a request's read finds one however slow the writes are. Where there are eight
-places or more, reads never take the last eighth, so writes go on however much is read. Where there is a single place,
-both may take it.
+Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
+first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
+writes are. Where there are eight places or more, reads never take the last eighth, so writes go on however much is
+read. Where there is a single place, both may take it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum, IntEnum
 from typing import NewType, TypeVar
@@ -325,7 +325,7 @@ class CallGuard:
         """
         if not keys:
             return []
-        if self.refuses(keys) or not await self._has_place(call.place):
+        if self.refuses(keys) or not (self.places.take_now(call.place) or await self._has_place(call.place)):
             return [Result.FAILED] * len(keys)
         try:
             if self.refuses(keys):
@@ -343,7 +343,7 @@ class CallGuard:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
         place = CallSort.OTHER.place
-        if not await self._has_place(place):
+        if not (self.places.take_now(place) or await self._has_place(place)):
             raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
         try:
             return await self._in_time(name, act)
@@ -352,9 +352,6 @@ class CallGuard:
 
     async def _has_place(self, purpose: PlacePurpose) -> bool:
         """Wait for a place and take it; False if none came free in time."""
-        if not self.places.is_full(purpose):
-            await self.places.take(purpose)  # without a deadline, which would cost more than all else here
-            return True
         try:
             async with asyncio.timeout(self._timeout):
                 await self.places.take(purpose)
@@ -474,30 +471,60 @@ def _without_frames(error: Exception) -> Exception:
 
 
 class CallPlaces:
-    """``count`` places for the calls that one backend has at a time. Each call needs one; those without one wait, each
-    first come, first served, until reads or writes have a share free, and then until any place is free."""
+    """``count`` places for the calls that one backend has at a time. Each call needs one; those without one wait in
+    line. Mutable state: how many are taken for each purpose, and who waits."""
 
     def __init__(self, count: int) -> None:
-        self._all = asyncio.Semaphore(count)
-        self._shares = {
-            PlacePurpose.READ: asyncio.Semaphore(count - count // 8),
-            PlacePurpose.WRITE: asyncio.Semaphore(max(1, count - max(1, count // 4))),
-        }
+        self.count = count
+        self._most = (count - count // 8, max(1, count - max(1, count // 4)))
+        self._taken = [0, 0]
+        self._lines: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = (deque(), deque())
 
-    def is_full(self, purpose: PlacePurpose) -> bool:
-        """Return True if ``take`` would wait."""
-        return self._all.locked() or self._shares[purpose].locked()
+    def __repr__(self) -> str:
+        return f"CallPlaces({self.taken}/{self.count} taken, {self.waiting} wait)"
+
+    @property
+    def taken(self) -> int:
+        """How many calls have a place."""
+        return sum(self._taken)
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for a place."""
+        return sum(map(len, self._lines))
+
+    def take_now(self, purpose: PlacePurpose) -> bool:
+        """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
+        if self._lines[purpose] or not self._is_free(purpose):
+            return False
+        self._taken[purpose] += 1
+        return True
 
     async def take(self, purpose: PlacePurpose) -> None:
-        """Wait for a place and take it. Cancelling it takes nothing."""
-        await self._shares[purpose].acquire()
+        """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
+        if self.take_now(purpose):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines[purpose].append(turn)
         try:
-            await self._all.acquire()
-        except BaseException:
-            self._shares[purpose].release()
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(purpose)
+            elif turn in self._lines[purpose]:
+                self._lines[purpose].remove(turn)
             raise
 
     def give(self, purpose: PlacePurpose) -> None:
-        """Give back a place that was taken for ``purpose``."""
-        self._all.release()
-        self._shares[purpose].release()
+        """Give back a place that was taken for ``purpose``. The next call in line takes it before this returns."""
+        self._taken[purpose] -= 1
+        for purpose in PlacePurpose:
+            line = self._lines[purpose]
+            while line and self._is_free(purpose):
+                turn = line.popleft()
+                if not turn.cancelled():
+                    self._taken[purpose] += 1
+                    turn.set_result(None)
+
+    def _is_free(self, purpose: PlacePurpose) -> bool:
+        return self._taken[0] + self._taken[1] < self.count and self._taken[purpose] < self._most[purpose]

@@ -5,7 +5,9 @@ nearer stores.
 
 Laws:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
-* The copies that exist at a time have ``room`` bytes at most. Pages for which there is no room are not promoted.
+* The copies that exist at a time take ``room`` bytes of memory at most. Pages for which there is no room, or no memory,
+  are not promoted.
+* One batch is written at a time, so promotions take one place of a store's calls and leave the others to its users.
 * A promotion that fails is counted; there is no error and no second try.
 * Pages that are being deleted are not promoted: no page that was deleted from all stores appears in a nearer one.
 """
@@ -40,7 +42,7 @@ class LackingPages(NamedTuple):
 
 
 class PromotionBatch(NamedTuple):
-    """Copied pages that are being promoted. All their copies together have ``size`` bytes. ``promoted`` has for each
+    """Copied pages that are being promoted. All their copies together take ``size`` bytes. ``promoted`` has for each
     store that took some of them how many it took."""
 
     keys: Sequence[PageKey]
@@ -55,7 +57,7 @@ class Promotions:
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no memory for a copy, because they were being deleted, or because the store did not take
-    them. ``held``: the bytes of all copies that exist now. ``room``: how many these may be. ``threads``: how many
+    them. ``held``: the bytes of memory that all copies take now. ``room``: how many these may be. ``threads``: how many
     threads copy; with 0 the loop does.
     """
 
@@ -65,6 +67,7 @@ class Promotions:
         self._room = room
         self._threads = ThreadPool(threads, "asynccache-promotion")
         self._batches: dict[asyncio.Task[None], PromotionBatch] = {}
+        self._writing = asyncio.Lock()
         self._pauses = 0
         self._era = 0
         self._closed = False
@@ -91,12 +94,14 @@ class Promotions:
         self.counts["unpromoted"] += len(payloads) - count
         if not count:
             return
-        size = sum(payload.nbytes for payload in payloads[:count])
+        size = _taken(sum(payload.nbytes for payload in payloads[:count]))
         self.held += size
         begun = False
         try:
             copies = await self._copied(payloads[:count], size)
             begun = self._allowed(era)
+        except (OSError, MemoryError):
+            pass  # there is no memory for the copies; the caller has its pages all the same
         finally:
             if not begun:
                 self.counts["unpromoted"] += count
@@ -112,10 +117,10 @@ class Promotions:
 
     def _fitting(self, payloads: Sequence[memoryview]) -> int:
         """Return for how many of the payloads, from the first on, there is room."""
-        left = self._room - self.held
+        size, room = 0, self._room - self.held
         for count, payload in enumerate(payloads):
-            left -= payload.nbytes
-            if left < 0:
+            size += payload.nbytes
+            if _taken(size) > room:
                 return count
         return len(payloads)
 
@@ -128,10 +133,11 @@ class Promotions:
         return copies
 
     async def _promote(self, batch: PromotionBatch) -> None:
-        for want in batch.wanted:
-            keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
-            with suppress(BackendError):  # counted in the end, as where the store answers FAILED
-                batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
+        async with self._writing:
+            for want in batch.wanted:
+                keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
+                with suppress(BackendError):  # counted in the end, as where the store answers FAILED
+                    batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Count what became of a batch, and free its memory. Called when its task has ended, even if that was cancelled
@@ -177,6 +183,11 @@ class Promotions:
         self._closed = True
         await self._cancel(None)
         self._threads.close()
+
+
+def _taken(size: int) -> int:
+    """Return how many bytes of memory a mapping of ``size`` bytes takes: whole pages of the machine's memory."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _up_to(count: int, want: LackingPages) -> LackingPages:

@@ -4,7 +4,7 @@ different errors, the one of the lowest rank gives its class."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
@@ -40,12 +40,16 @@ def are_results(answers: Sequence[bytes]) -> bool:
     return all(max(answer, default=0) < len(_ORDER) for answer in answers)
 
 
-def stored(parts: Sequence[PagesWritten]) -> StoredBatch:
-    """Return what all workers together have stored. An operation is stored when every part of it is. Pages and bytes
-    add up; pages of FULL do not, because they hold the same tokens on each worker."""
+def stored(
+    parts: Sequence[PagesWritten] | Sequence[StoredBatch], *, full_pages: Callable[[Iterable[int]], int]
+) -> StoredBatch:
+    """Return the sum of ``parts``. An operation is stored when every part of it is; pages and bytes add up.
+
+    ``full_pages`` is ``max`` where the parts are those of several workers, whose pages hold the same tokens, and
+    ``sum`` where they are those of messages that follow each other."""
     failed = frozenset(op for part in parts for op in part.failed)
     return StoredBatch(
-        failed, sum(part.pages for part in parts), max(part.full_pages for part in parts),
+        failed, sum(part.pages for part in parts), full_pages(part.full_pages for part in parts),
         sum(part.bytes for part in parts),
     )  # fmt: skip
 

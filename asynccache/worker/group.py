@@ -12,7 +12,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status
+from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status, StoredPages
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
@@ -36,7 +36,7 @@ from asynccache.worker.contract import (
 )
 from asynccache.worker.group_stores import GroupStores, completed_quietly
 from asynccache.worker.inbox import ChangeSignal
-from asynccache.worker.link import Wire
+from asynccache.worker.link import Wire, slices
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.rank_worker import RankWorker
@@ -176,6 +176,7 @@ class WorkerGroup:
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
+        self._given_up: set[int] = set()
         self._batches: dict[int, AwaitedAnswers] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
@@ -554,30 +555,65 @@ class WorkerGroup:
     # pages and stores
 
     async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
-        """See ``Worker``."""
-        said = await self._call(lambda call: m.WritePages.of(call, batch), m.PagesWritten)
-        ops = {effect.op for effect in batch}
-        for rank, one in said.items():
-            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
-                raise self._nonsense(rank, "wrote a batch of other operations")
-        done = combined_answers.stored(list(said.values()))
+        """See ``Worker``. A batch that is too long for one message is written in parts, one after the other; once a
+        part of an operation has failed, nothing more of the operation is written."""
+        first = batch[0].op
+        parts: list[StoredBatch] = []
+        try:
+            for part in _parts(batch):
+                if first in self._given_up or any(part[0].op in done.failed for done in parts):
+                    parts.append(StoredBatch(frozenset(effect.op for effect in part), 0, 0, 0))
+                else:
+                    parts.append(await self._store(part))
+        finally:
+            self._given_up.discard(first)
+        done = parts[0] if len(parts) == 1 else combined_answers.stored(parts, full_pages=sum)
         if self.stores.keys.watches:
             for effect in batch:
                 if effect.op not in done.failed:
                     self.stores.keys.name(pages.hashes for pages in effect.pages if pages.component == FULL)
         return done
 
+    async def _store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
+        said = await self._call(lambda call: m.WritePages.of(call, batch), m.PagesWritten)
+        ops = {effect.op for effect in batch}
+        for rank, one in said.items():
+            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
+                raise self._nonsense(rank, "wrote a batch of other operations")
+        return combined_answers.stored(list(said.values()), full_pages=max)
+
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
+        self._given_up.add(op)
         self._put(m.GiveUp(op))
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         """See ``Worker``."""
+        return await self._in_parts(asked, self._ask)
+
+    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+        """See ``Worker``. The pages of a run have to fit one message; a fetch reads 128 pages of each pool at a time,
+        at most."""
+        read = partial(self._read, run=run)
+        return await read(reads) if run else await self._in_parts(reads, read)
+
+    async def _in_parts(
+        self, wanted: Sequence[Pages], call: Callable[[Sequence[Pages]], Awaitable[list[bytes]]]
+    ) -> list[bytes]:
+        """Make ``call`` for as many of the ``wanted`` pages at a time as fit one message, and return the answers joined
+        as if it had been one call."""
+        answers = [b""] * len(wanted)
+        for part in slices([len(pages.hashes) // HASH_BYTES for pages in wanted]):
+            found = await call([_cut(wanted[at], begin, end) for at, begin, end in part])
+            for (at, _, _), answer in zip(part, found, strict=True):
+                answers[at] += answer
+        return answers
+
+    async def _ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
         said = await self._call(lambda call: m.AskPages(call, tuple(asked)), m.PageResults)
         return self._folded(said, asked, int.__eq__, "answered a question of other pages")
 
-    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
-        """See ``Worker``."""
+    async def _read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
         said = await self._call(lambda call: m.ReadPages(call, tuple(reads), run), m.PageResults)
         return self._folded(said, reads, int.__le__ if run else int.__eq__, "read other pages")
 
@@ -692,3 +728,25 @@ class WorkerGroup:
 
 def _closed() -> CacheClosed:
     return CacheClosed("the cache was closed before the batch was over")
+
+
+Pages = TypeVar("Pages", StoreQuestion, ReadOrder, StoredPages)
+
+
+def _cut(pages: Pages, begin: int, end: int) -> Pages:
+    """Return the pages from ``begin`` up to ``end`` of ``pages``."""
+    hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
+    if isinstance(pages, StoreQuestion):
+        return pages._replace(hashes=hashes)
+    return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+
+
+def _parts(batch: Sequence[BackupStorage]) -> Iterator[Sequence[BackupStorage]]:
+    """Yield ``batch`` in parts that fit one message each: the whole batch or, if that does not fit, pieces of one
+    operation each."""
+    if len(list(slices([len(pages.hashes) // HASH_BYTES for effect in batch for pages in effect.pages]))) <= 1:
+        yield batch
+        return
+    for effect in batch:
+        for part in slices([len(pages.hashes) // HASH_BYTES for pages in effect.pages]):
+            yield [BackupStorage(effect.op, tuple(_cut(effect.pages[at], begin, end) for at, begin, end in part))]

@@ -25,15 +25,15 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Protocol, cast
 
 from asynccache.errors import RankFailure
 from asynccache.worker.messages import Message, WorksEnded, encode
 
-MOST_FRAME = 64 << 20
-"""Bytes that a frame has at most: 1.8 million pages of a pool, each with its hash and a slot, in one message."""
+MOST_FRAME = 16 << 20
+"""Bytes that a frame has at most."""
 MOST_UNSENT = 256 << 20
 """Bytes that are kept for a peer that does not read."""
 MOST_EARLY = 64 << 10
@@ -46,6 +46,9 @@ time-out, and what the peer said meanwhile waits in the socket."""
 
 SLICE = 1024
 """Messages that a frame has at most, so that a long plan is performed while its end is still being encoded."""
+BYTES_PER_PAGE = 256
+"""More bytes than a page takes in any message: those of its hash, of a slot or two, and its share of what names the
+list that it is in."""
 
 LENGTH = 4
 _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
@@ -443,3 +446,22 @@ class Wire:
             self._send(messages[middle:])
         else:
             self._failed(RankFailure(f"cannot send its {type(messages[0]).__name__}: {why}"))
+
+
+def slices(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut lists of pages into parts that fit a frame. ``counts``: how many pages each list has. Yields each part as
+    tuples: the index of a list, its first page in this part, and the page after its last one."""
+    most = room = max(1, MOST_FRAME // BYTES_PER_PAGE)
+    part: list[tuple[int, int, int]] = []
+    for at, count in enumerate(counts):
+        begin = 0
+        while begin < count:
+            end = min(count, begin + room)
+            part.append((at, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield part
+                part, room = [], most
+    if part:
+        yield part

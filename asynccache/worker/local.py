@@ -44,7 +44,8 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
     opened = _OpenParts(given.device)
 
     def allocate() -> None:
-        opened.device = opened.device or open_device(config.device)
+        if opened.device is None:
+            opened.device = open_device(config.device)
         opened.mover = Mover(opened.device, pools)
 
     takes_stores = config.pools()[0].host_pages > 0
@@ -60,7 +61,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
         stores = OpenStores(tiers, store_layout(config.pools()), mover.host_pools)
         await stores.open_first(given.stores(config), given.options(config))
     except BaseException:
-        await close_all(opened.tiers, opened.mover, opened.device, MOMENT, own=given.device is None)
+        await completed(close_all(opened.tiers, opened.mover, opened.device, MOMENT, own=given.device is None))
         raise
     of_worker = PoolMap(pools, config.page_size, mover.host_pools)
     return LocalWorker(device, mover, of_worker, stores, takes_stores=takes_stores, own_device=given.device is None)

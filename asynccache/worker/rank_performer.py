@@ -67,12 +67,13 @@ class Performer:
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
-        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self._die)
+        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self.die)
         self._given = given
         self._shard = shard
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
+        self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, Work] = {}
         self._begun = ChangeSignal()
@@ -102,7 +103,7 @@ class Performer:
             m.PerformWork: lambda o: self._effects(o.work),
             m.ForgetLoad: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.GiveUp: lambda o: self._own.give_up(o.op),
+            m.GiveUp: self._give_up,
             m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
@@ -119,7 +120,7 @@ class Performer:
             try:
                 self._take[type(message)](message)
             except Exception as error:
-                self._die(error)
+                self.die(error)
 
     @property
     def _own(self) -> LocalWorker:
@@ -134,7 +135,7 @@ class Performer:
         closed."""
         return self._own.layers
 
-    def _die(self, error: BaseException) -> None:
+    def die(self, error: BaseException) -> None:
         """Tell the engine and the head that this worker cannot go on: the engine first, before it can take what was
         lost for what has arrived."""
         if not self._stopped:
@@ -156,7 +157,7 @@ class Performer:
             for spec in config.pools()
         )
         self.local = local = await open_local(config, pools, self._given)
-        for name, work in local.start(Reports(self._ended, self._die, self._keys)):
+        for name, work in local.start(Reports(self._ended, self.die, self._keys)):
             self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
             self._stages[-1].add_done_callback(self._stage_ended)
         local.stores.on_change(self._note_health)
@@ -172,7 +173,7 @@ class Performer:
 
     def _stage_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(error)
+            self.die(error)
 
     async def aclose(self, patience: float) -> None:
         """End what is under way, then close all. ``patience``: as for ``LocalWorker.aclose``. A second call waits for
@@ -243,7 +244,7 @@ class Performer:
         try:
             self._perform(work)
         except Exception as error:
-            self._die(error)
+            self.die(error)
 
     def _ended(self, status: Status, ops: Sequence[int]) -> None:
         """The operations ``ops`` of one work have ended with ``status``."""
@@ -313,6 +314,10 @@ class Performer:
         call = order.call
         task = self._loop.create_task(self._do[type(order)](order), name=f"asynccache-call-{self.rank}")
         self._calls[call] = task
+        if isinstance(order, m.WritePages):
+            first = order.batch[0].op
+            self._storing.add(first)  # at once: that it is given up may be heard in this turn
+            task.add_done_callback(lambda _: self._storing.discard(first))
         task.add_done_callback(lambda done: self._answer(call, done))  # also of one that is cancelled before it begins
 
     def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
@@ -328,6 +333,11 @@ class Performer:
         task = self._calls.get(order.call)
         if task is not None:
             task.cancel()
+
+    def _give_up(self, order: m.GiveUp) -> None:
+        """Give up a batch, unless this worker has written it already, while others still write it."""
+        if order.op in self._storing:
+            self._own.give_up(order.op)
 
     async def _store(self, order: m.WritePages) -> m.Message:
         stored = await self._own.store(order.effects)

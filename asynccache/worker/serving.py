@@ -92,8 +92,12 @@ class WorkerEnd:
         orders = m.decode_head_messages(frame)
         self._wire.hold()
         for order in orders:
-            if (concerned := self._concerned.get(type(order))) is not None:
-                concerned(order)
+            concerned = self._concerned.get(type(order))
+            if concerned is not None:
+                try:
+                    concerned(order)
+                except Exception as error:
+                    self.performer.die(error)
             self.performer.take(order)
         self._wire.flush()
 

@@ -281,34 +281,29 @@ class WriteRun(NamedTuple):
 
 
 class WritingStage:
-    """Writes batches. Mutable state: how many are being written, and those that were given up meanwhile, by first
-    operation."""
+    """Writes batches. Mutable state: the batches that were given up while they were written, by first operation."""
 
     def __init__(self, store: WritableStore, pools: PoolMap) -> None:
         self._store = store
         self._pools = pools
         self._given_up: set[int] = set()
-        self._writing = 0
 
     def __repr__(self) -> str:
         return f"WritingStage({self._pools!r})"
 
     def give_up(self, op: int) -> None:
-        """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way. A
-        batch that was written already may be named, too."""
+        """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way. To
+        be called for a batch that ``store`` has been given and has not ended, whether it has begun or not."""
         self._given_up.add(op)
 
     async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
         """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
         pages."""
         first = batch[0].op
-        self._writing += 1
         try:
             return await _Batch(self._store, self._pools, batch).write(lambda: first in self._given_up)
         finally:
-            self._writing -= 1
-            if not self._writing:
-                self._given_up.clear()
+            self._given_up.discard(first)
 
 
 class _Batch:

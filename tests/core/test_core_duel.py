@@ -44,17 +44,16 @@ class Tree:
         return found
 
     def use(self, *texts: str, kind: int = 0) -> bool:
-        """A request over nodes with these texts, in a row. Return True if the lead has changed."""
+        """A request over nodes with these texts, in a row."""
         path, parent = [], self.root
         for text in texts:
             node = self.node(parent, text)
             path.append((node, kind))
             parent = node  # type: ignore[assignment]
         self.now += 1_000_000
-        led = self.duel.leads
-        self.duel.use([(node, kind) for node, kind in path if node.heat >> HEAT], self.now)
+        changed = self.duel.use([(node, kind) for node, kind in path if node.heat >> HEAT], self.now)
         check_duel(self.duel)
-        return self.duel.leads != led
+        return changed
 
 
 def new(pages: int, worth: list[list[float]] | None = None) -> Tree:
@@ -311,6 +310,7 @@ def test_a_change_of_the_lead_is_noticed_by_the_next_choice() -> None:
     worth[0] = [float(k) for k in range(BINS)]
     assert policy.choose(order, now) is nodes[0]
     policy.duel.leads = True
+    policy._version += 1
     assert policy.choose(order, now) is nodes[1]
 
 

@@ -367,7 +367,7 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypa
     assert chosen > 500
 
 
-def test_of_equally_cheap_ends_the_oldest_goes() -> None:
+def test_a_lead_is_over_when_others_are_as_cheap() -> None:
     """The end of one queue was the cheapest by far. It has gone, and what is next there is worth more than the ends of
     two other queues, which are equally cheap: both of them go before it."""
     policy, second = P2c(core_config(device=40, page_size=512)), 1_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -92,14 +92,27 @@ def the_first_queue_goes_before_all_others(patch: Patch) -> None:
     patch.setattr(P2c, "choose", first)
 
 
+def a_choice_is_kept_whatever_changes(patch: Patch) -> None:
+    compare = P2c._compare
+
+    def kept(policy: P2c, order: Order, now: int) -> Node | None:
+        lead = order.note
+        if lead is not None and lead.ends is not None and lead.queue.slices:
+            found: Node = lead.queue.newest() if lead.ends.newest else lead.queue.oldest()
+            return found
+        return compare(policy, order, now)
+
+    patch.setattr(P2c, "choose", kept)
+
+
 def the_ends_of_a_queue_are_looked_at_once(patch: Patch) -> None:
-    look = P2c._ends
+    look = P2c._look
 
-    def once(policy: P2c, queue: Queue, kind: int, now: int) -> reuse._Ends:
+    def once(policy: P2c, queue: Queue, worth: Sequence[float], now: int) -> reuse._Ends:
         kept: reuse._Ends | None = queue.note
-        return look(policy, queue, kind, now) if kept is None else kept
+        return look(policy, queue, worth, now) if kept is None else kept
 
-    patch.setattr(P2c, "_ends", once)
+    patch.setattr(P2c, "_look", once)
 
 
 def a_cell_stays_in_the_queue_of_its_class_before(patch: Patch) -> None:
@@ -125,14 +138,14 @@ def what_was_chosen_waits_on(patch: Patch) -> None:
 
 
 def what_is_in_use_is_proposed_wherever_it_waits(patch: Patch) -> None:
-    choose = P2c.choose
+    compare = P2c._compare
 
     def pinned(policy: P2c, order: Order, now: int) -> Node | None:
         waiting = (part.nodes for queue in order.rest for part in queue.slices)
         used = (node for nodes in waiting for node in nodes[1:-1] if node.pins[0])
-        return next(used, None) or choose(policy, order, now)
+        return next(used, None) or compare(policy, order, now)
 
-    patch.setattr(P2c, "choose", pinned)
+    patch.setattr(P2c, "_compare", pinned)
 
 
 def the_duel_is_not_told_of_what_was_ended(patch: Patch) -> None:
@@ -161,6 +174,7 @@ LAWS: tuple[Law, ...] = (
     who_comes_back_begins_anew,
     the_newest_goes_while_nothing_is_known,
     the_first_queue_goes_before_all_others,
+    a_choice_is_kept_whatever_changes,
     the_ends_of_a_queue_are_looked_at_once,
     a_cell_stays_in_the_queue_of_its_class_before,
     what_was_chosen_waits_on,

@@ -257,7 +257,7 @@ def a_models_error_is_the_end(patch: Patch) -> None:
     def end_batch(self: Performer, batch: EngineBatch, event: object | None, error: str) -> None:
         plain(self, batch, event, error)
         if error:
-            self._die(RankFailure(error, self.rank))
+            self.die(RankFailure(error, self.rank))
 
     patch.setattr(Performer, "end_batch", end_batch)
 

@@ -51,7 +51,6 @@ def command(*arguments: str) -> str:
 
 @pytest.mark.parametrize("arguments", [
     ("--help",), ("--version",), ("stress", "--help"), ("replay", "--help"), ("config", "schema"), ("bench", "--help"),
-    ("bench", "tree", "--help"),
 ])
 def test_commands_that_touch_no_page_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
     assert loaded_by(command(*arguments)) == set()
@@ -69,8 +68,8 @@ def test_a_store_is_looked_at_without_torch(tmp_path: Path) -> None:
 
 
 def test_the_tree_is_measured_without_torch() -> None:
-    few = "from benchmarks import tree, tree_calls\ntree_calls.PROMPTS = tree_calls.CONVERSATIONS = 2\n"
-    few += "tree_calls.CONTINUATIONS = tree_calls.TURNS = 2\n"
+    few = "from benchmarks import tree, tree_calls\ntree_calls.PROMPTS = tree_calls.CONVERSATIONS = 4\n"
+    few += "tree_calls.CONTINUATIONS = tree_calls.TURNS = 2\ntree_calls.EVICTED = 64\ntree_calls.MEMORY_NODES = 400\n"
     measured = loaded_by(few + "tree.main(['--shapes', '0', '--quiet'])")
     assert not measured & {"torch", "numpy", "rich"}
 

@@ -73,7 +73,7 @@ def test_the_tree_is_measured_with_both_cores_side_by_side(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-2000:]
     cores = json.loads((tmp_path / "tree.json").read_text())["cores"]
     ((shape, operations),) = cores["compiled"].items()
-    lines = done.stderr.splitlines()
+    lines = done.stdout.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.split() == ["compiled", "pure"]]
     for row, (operation, found) in zip(lines[at + 1 :], operations.items(), strict=False):
         pure = cores["pure"][shape][operation]["cpu"]["p50"]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
-from asynccache.runtime import explaining
 from asynccache.runtime.explaining import Where
-from asynccache.runtime.tokens import HASH_BYTES
 from asynccache.storage import Result
-from asynccache.worker.contract import StoreQuestion
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, settled, text
 
 
@@ -41,29 +37,6 @@ async def test_a_prompt_over_three_tiers() -> None:
         found = await cache.explain(text(8))
         assert (found.host, found.storage, found.fetch) == (0, 16, "up to 16")
         assert "was in storage then" in found.why
-    await backend.aclose()
-
-
-@pytest.mark.asyncio
-async def test_a_long_prompt_is_asked_about_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = MemoryBackend()
-    async with opened(settings(device=12, host=12), storage=backend) as cache:
-        await serve(cache, text(10))
-        await cache.flush()
-    async with opened(settings(device=12, host=12), storage=backend) as cache:
-        whole = await cache.explain(text(11))
-        assert whole.storage == 10 * PAGE
-        worker, asked = parts(cache).worker, list[int]()
-        plain = worker.ask
-
-        async def ask(questions: Sequence[StoreQuestion]) -> list[bytes]:
-            asked.append(len(questions[0].hashes) // HASH_BYTES)
-            return await plain(questions)
-
-        monkeypatch.setattr(explaining, "ASKED", 3)
-        monkeypatch.setattr(worker, "ask", ask)
-        assert await cache.explain(text(11)) == whole
-        assert asked == [3, 3, 3, 2]
     await backend.aclose()
 
 

@@ -7,11 +7,13 @@ import threading
 
 import pytest
 import torch
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.signals import HostGate
 from asynccache.runtime import cache as cache_module
+from asynccache.runtime.cache_parts import CacheParts
 from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import fence_all, local, push_out, serve, settings, settled, text, turns
 
@@ -86,6 +88,61 @@ async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_openin
         assert asyncio.all_tasks() <= before
     assert later > 2
     await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_closed_in_any_turn_while_it_is_opened_the_opener_hears_that_it_was_closed() -> None:
+    device, before = CpuDevice(), asyncio.all_tasks()
+    for later in range(1000):
+        cache = AsyncCache(settings(device=8, host=8), device=device)
+        opening = asyncio.create_task(cache.__aenter__())
+        while cache._worker is None:
+            await turns(1)
+        await turns(later)
+        if opening.done():
+            await cache.aclose()
+            break
+        await cache.aclose()
+        with pytest.raises(CacheClosed, match="while it was being opened"):
+            await opening
+        assert cache.closed is not None
+        assert asyncio.all_tasks() <= before
+    assert later > 2
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("turns_between", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("by", ["aclose", "cancel"])
+async def test_what_ends_an_opening_again_does_not_interrupt_its_clean_up(
+    turns_between: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, device, before = MemoryBackend(), Slow(), asyncio.all_tasks()
+    device.go.set()
+    monkeypatch.setattr(worker_module, "open_device", lambda name: device)
+    started = asyncio.Event()
+
+    async def start(parts: CacheParts) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(CacheParts, "start", start)
+    cache = AsyncCache(settings(device=8, host=8), storage=backend)
+    opening = asyncio.create_task(cache.__aenter__())
+    await started.wait()
+    closing = [asyncio.create_task(cache.aclose())]
+    for _ in range(3):
+        await turns(turns_between)
+        if by == "cancel":
+            opening.cancel()
+        else:
+            closing.append(asyncio.create_task(cache.aclose()))
+    await asyncio.wait([opening, *closing])
+    assert device.ended
+    assert cache.closed == "the cache is not open"
+    assert opening.cancelled() if by == "cancel" else isinstance(opening.exception(), CacheClosed)
+    assert asyncio.all_tasks() <= before
+    await backend.aclose()
 
 
 @pytest.mark.asyncio

@@ -48,7 +48,7 @@ class Leading(EvictionPolicy):
         self.p2c.duel.leads = self.leads
         if self.random.random() < 0.7:
             self.p2c.curves.worth[:] = [self._worth() for _ in CLASSES]
-        self.p2c._lessons += 1                         # so that what it knew of the ends of queues is void
+        self.p2c._version += 1
 
     def use(self, end: Node, forked: int, now: int) -> None:
         self.p2c.use(end, forked, now)
@@ -65,7 +65,7 @@ class Leading(EvictionPolicy):
         if node is not None:
             self.seen["choices"] += 1
             if self.p2c.duel.leads:
-                queue = next(part.queue for part in node.entry if part is not None and part.queue in order.rest)
+                queue = next(part.queue for part in node.entry if part is not None and part.queue.order is order)
                 self.seen["led"] += 1
                 self.seen["not the oldest"] += node is not min(
                     (queue.slices[0] for queue in order.rest if queue.slices), key=lambda part: part.stamps[0]

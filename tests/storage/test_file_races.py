@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,39 @@ FULL = LAYOUT.page_bytes["full"]
 def backend_of(store: CheckedStore) -> FileBackend:
     assert isinstance(store.backend, FileBackend)
     return store.backend
+
+
+class HeldWrites(ThreadIO):
+    """Real I/O whose writes are answered in the order in which the test opens their ``gates``."""
+
+    def __init__(self, backend: FileBackend) -> None:
+        super().__init__(2)
+        self.gates: list[asyncio.Event] = []
+        self.both = asyncio.Event()
+        backend._state.io.close()
+        backend._state.io = self
+
+    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
+        done, gate = super().write(files, run), asyncio.Event()
+        self.gates.append(gate)
+        if len(self.gates) == 2:
+            self.both.set()
+
+        async def held() -> RunsMoved:
+            await gate.wait()
+            return await done
+
+        return asyncio.ensure_future(held())
+
+
+async def put_twice(store: CheckedStore, first: int) -> None:
+    """Put one page by two calls at the same time; the write numbered ``first`` ends before the other."""
+    io, key = HeldWrites(backend_of(store)), page_key("twice")
+    puts = [asyncio.ensure_future(put(store, [key])) for _ in range(2)]
+    await io.both.wait()
+    for number in (first, 1 - first):
+        io.gates[number].set()
+        assert await puts[number] == [Result.HIT]
 
 
 class HeldReads(ThreadIO):
@@ -96,6 +130,72 @@ async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_pat
     await store.aclose()
     store = await open_at(tmp_path / "s")
     assert await get(store, [page_key(f"0/{i}") for i in range(50)]) == [Result.HIT] * 50
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_page_that_two_calls_put_stays_deleted_after_a_kill(tmp_path: Path, first: int) -> None:
+    """Whichever of the two writes ended first: a recovery finds both copies."""
+    store = await open_at(tmp_path / "s")
+    await put_twice(store, first)
+    assert store.stats()["pages"] == 1
+    assert await store.delete([page_key("twice")]) == [Result.HIT]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    for folder in ("killed", "s"):
+        store = await open_at(tmp_path / folder)
+        assert await store.exists([page_key("twice")]) == [Result.MISS]
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_page_that_two_calls_put_during_a_save_is_there_after_a_kill(tmp_path: Path, first: int) -> None:
+    """The snapshot does not have the two copies, and the log of deletions that is written after it names one dead."""
+    store = await open_at(tmp_path / "s")
+    janitor, syncing, gate = backend_of(store)._janitor, asyncio.Event(), asyncio.Event()
+    sync = janitor.sync
+
+    async def held() -> None:
+        await sync()
+        syncing.set()
+        await gate.wait()
+
+    janitor.sync = held  # type: ignore[method-assign]
+    await put(store, [page_key("before")])
+    saving = asyncio.ensure_future(janitor.save())
+    await syncing.wait()
+    await put_twice(store, first)
+    gate.set()
+    await saving
+    janitor.sync = sync  # type: ignore[method-assign]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    store = await open_at(tmp_path / "killed")
+    assert await get(store, [page_key("twice")]) == [Result.HIT]
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_two_calls_put_stays_deleted_when_the_later_copy_is_gone(tmp_path: Path) -> None:
+    """Its segment was reclaimed by ``collect``, and the log names nothing in it any more; the earlier copy stays."""
+    store = await open_at(tmp_path / "s")
+    backend, fill = backend_of(store), [page_key(f"fill {i}") for i in range(300)]
+    key = page_key("twice")
+    while backend._state.log.fit(FULL, 2) != 1:  # the first copy is the last page of its segment
+        await put(store, [fill.pop()])
+    await put_twice(store, 1)
+    groups = backend._state.index.groups()
+    assert [group.segment for group in groups if group.keys().count(key.key)] == [1, 2]
+    assert await store.delete([key]) == [Result.HIT]
+    backend._state.log.active = None
+    await backend.collect(None)
+    assert list(backend._state.log.segments) == [1]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    store = await open_at(tmp_path / "killed")
+    assert await store.exists([key]) == [Result.MISS]
     await store.aclose()
 
 

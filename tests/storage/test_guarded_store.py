@@ -56,12 +56,6 @@ def store_on(backend: Any, **options: Any) -> CheckedStore:
     return CheckedStore(backend, LAYOUT, threads=0, **options)
 
 
-def is_free(places: CallPlaces, count: int | None = None) -> bool:
-    """Whether no place is taken, of ``count`` if that is given, and nobody waits for one."""
-    left = places._all._value
-    return not places._all.locked() and not any(map(places.is_full, (READ, WRITE))) and count in (None, left)
-
-
 def put(store: CheckedStore) -> asyncio.Future[list[Result]]:
     return asyncio.ensure_future(store.put(KEYS, [record_of(key).payload for key in KEYS]))
 
@@ -99,7 +93,7 @@ async def test_no_more_calls_at_a_time_than_that(loop: SimulatedLoop) -> None:
     for answer in await asyncio.gather(*calls):
         assert Result.FAILED not in answer
     assert backend.most == 6
-    assert is_free(store._guard.places)
+    assert (store._guard.places.taken, store._guard.places.waiting) == (0, 0)
 
 
 @in_world
@@ -139,11 +133,30 @@ async def test_with_one_place_the_read_that_waits_is_next(loop: SimulatedLoop) -
     assert backend.began == ["put", "get", "put"]
 
 
+@in_world
+async def test_a_free_place_goes_to_a_read_though_writes_have_waited_longer(loop: SimulatedLoop) -> None:
+    places = CallPlaces(8)
+    for purpose in [READ] * 7 + [WRITE]:  # as many reads as there may be
+        assert places.take_now(purpose)
+    writes = [asyncio.ensure_future(places.take(WRITE)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    read = asyncio.ensure_future(places.take(READ))
+    await asyncio.sleep(0.1)
+    places.give(READ)
+    await asyncio.sleep(0.1)
+    assert read.done()
+    assert not any(write.done() for write in writes)
+    for purpose in [READ] * 3:
+        places.give(purpose)
+    await asyncio.gather(*writes)
+    assert (places.taken, places.waiting) == (8, 0)
+
+
 @pytest.mark.parametrize("lane", [READ, WRITE])
 def test_places_are_given_in_order_and_a_cancelled_one_goes_to_the_next(lane: Any) -> None:
     async def world(loop: SimulatedLoop) -> None:
         places = CallPlaces(1)
-        await places.take(lane)
+        assert places.take_now(lane)
         got: list[int] = []
 
         async def stand(number: int) -> None:
@@ -160,11 +173,11 @@ def test_places_are_given_in_order_and_a_cancelled_one_goes_to_the_next(lane: An
         tasks[0].cancel()  # it has its place, and does not know it yet, or has taken it
         for _ in range(4):
             await asyncio.sleep(0.1)
-            if places.is_full(lane):
+            if places.taken:
                 places.give(lane)
         await asyncio.sleep(0.1)
         assert got in ([2, 3, 4], [0, 2, 3, 4])
-        assert is_free(places, 1)
+        assert (places.taken, places.waiting) == (0, 0)
 
     for seed in range(10):
         simulate(world, seed)
@@ -192,7 +205,7 @@ async def test_a_cancelled_caller_in_line_leaves_it_at_once(loop: SimulatedLoop)
         await waits
     assert loop.time() < 5.5
     await asyncio.wait([first, second])
-    assert is_free(store._guard.places)
+    assert (store._guard.places.taken, store._guard.places.waiting) == (0, 0)
 
 
 @in_world

@@ -8,9 +8,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from threading import Event
+from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
+from asynccache_backends.file import backend as file_backend
 from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
 
@@ -152,6 +155,35 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
 
     assert await backend.scrub(backend.parts()[0], late) == Scrubbed(42, 42 * FULL, 1, 0)
     assert await read(store, KEYS[:4]) == [Result.HIT, Result.MISS, Result.MISS, Result.HIT]
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``asyncio.run`` cancels all tasks when it is interrupted; the folder must not be closed under the thread."""
+    store = await open_at(tmp_path / "s")
+    await fill(store, KEYS)
+    begun, go_on, read_group = Event(), Event(), file_backend.read_group
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        go_on.wait(10)
+        return read_group(*args)
+
+    monkeypatch.setattr(file_backend, "read_group", slow)
+    others = asyncio.all_tasks()
+    scrubbing = asyncio.ensure_future(store.scrub())
+    await asyncio.to_thread(begun.wait, 10)
+    for task in asyncio.all_tasks() - others:
+        task.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not scrubbing.done(), "the thread still reads"
+    go_on.set()
+    await asyncio.wait([scrubbing])
+    assert scrubbing.cancelled()
     await store.aclose()
 
 

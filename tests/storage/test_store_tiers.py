@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
-from asynccache.storage.promotion import LackingPages
+from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result, promotion
+from asynccache.storage.promotion import LackingPages, Promotions
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
@@ -246,16 +248,15 @@ async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop:
 @in_world
 async def test_what_there_is_no_room_for_is_not_promoted_and_counted(loop: SimulatedLoop) -> None:
     near, far = Backend("near", SLOW), Backend("far")
-    size = payloads()[0].nbytes
-    store = tiers(near, far, room=3 * size)
+    store = tiers(near, far, room=mmap.PAGESIZE)  # four pages
     await checked(far).put(KEYS, payloads())
     assert await fetched(store) == [HIT] * 8
     await store.promotions.idle()
-    assert has(near) == [True] * 3 + [False] * 5
-    assert store.stats()["unpromoted_pages"] == 5
+    assert has(near) == [True] * 4 + [False] * 4
+    assert store.stats()["unpromoted_pages"] == 4
     assert await fetched(store) == [HIT] * 8
     await store.promotions.idle()
-    assert has(near) == [True] * 6 + [False] * 2
+    assert has(near) == [True] * 8
     await store.aclose()
 
 
@@ -327,6 +328,64 @@ async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: Si
     assert sorted(put) == sorted(KEYS[1:3])
     assert store.promotions.counts == {"promoted": 2, "unpromoted": 1}
     await store.aclose()
+
+
+class OneByOne:
+    """A target whose calls take a second. ``most``: how many ran at a time."""
+
+    def __init__(self) -> None:
+        self.most = self.now = 0
+
+    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            self.now -= 1
+        return [HIT] * len(keys)
+
+
+@in_world
+async def test_one_batch_is_promoted_at_a_time_and_one_that_waits_can_be_cancelled(loop: SimulatedLoop) -> None:
+    target = OneByOne()
+    promotions = Promotions(threads=0)
+    for key, payload in zip(KEYS, payloads(), strict=True):
+        await promotions.offer([key], [payload], [LackingPages(target, [0])], 0)
+    await asyncio.sleep(0.5)
+    async with promotions.paused(KEYS[5:7]):
+        pass
+    await promotions.idle()
+    assert target.most == 1
+    assert promotions.counts == {"promoted": 6, "unpromoted": 2}
+    assert promotions.held == 0
+    await promotions.aclose()
+
+
+@pytest.mark.source
+@in_world
+async def test_pages_for_whose_copies_there_is_no_memory_are_not_promoted(loop: SimulatedLoop) -> None:
+    promotions, pages = Promotions(threads=0), payloads()
+    for error in (OSError(12, "Cannot allocate memory"), MemoryError()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(promotion.mmap, "mmap", Mock(side_effect=error))
+            await promotions.offer(KEYS, pages, [LackingPages(OneByOne(), range(8))], 0)
+    await promotions.idle()
+    assert promotions.counts == {"unpromoted": 16}
+    assert promotions.held == 0
+    await promotions.aclose()
+
+
+@in_world
+async def test_a_copy_takes_whole_pages_of_memory(loop: SimulatedLoop) -> None:
+    """Each batch is a mapping of its own, of which a process can have 65,530."""
+    promotions = Promotions(threads=0, room=3 * mmap.PAGESIZE)
+    for key in KEYS:
+        await promotions.offer([key], [memoryview(bytearray(100))], [LackingPages(OneByOne(), [0])], 0)
+    assert promotions.held == 3 * mmap.PAGESIZE
+    await promotions.idle()
+    assert promotions.counts == {"promoted": 3, "unpromoted": 5}
+    await promotions.aclose()
 
 
 @pytest.mark.asyncio
@@ -432,7 +491,7 @@ class Crowd:
         self.random = Random(f"crowd {loop.seed}")
         self.hostility = hostility
         self.backends: list[Backend] = []
-        self.store = TieredStore(threads=0, room=2000)
+        self.store = TieredStore(threads=0, room=mmap.PAGESIZE)
         self.hits = 0
 
     async def run(self) -> None:

@@ -112,6 +112,24 @@ async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_un
         assert store.puts == (1 if give_up else 4)
 
 
+@pytest.mark.asyncio
+async def test_a_batch_that_is_given_up_in_the_turn_in_which_it_comes_and_another_ends_is_given_up() -> None:
+    count = 2 * BATCH_PAGES
+    hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
+    pages = (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),)
+    store = Slow()
+    writing = WritingStage(store, pools())
+    other = asyncio.ensure_future(writing.store([BackupStorage(1, (pages[0]._replace(hashes=HASHES, slots=SLOTS),))]))
+    await store.begun.wait()
+    store.go.set()
+    for _ in range(5):  # in one of them the other one ends before this one begins
+        storing = asyncio.ensure_future(writing.store([BackupStorage(7, pages)]))
+        writing.give_up(7)
+        assert (await storing).failed == {7}
+    await other
+    assert not writing._given_up
+
+
 class Tiered:
     """Stores of which some are shared, each a dictionary; ``put`` and ``writers`` as ``TieredStore`` has them."""
 

@@ -37,7 +37,6 @@ from asynccache.storage import (
     StoreLayout,
     Tell,
     Verify,
-    completed,
     settled,
 )
 from asynccache_backends.file.files import FileRun, Folder, RunsMoved, ThreadIO
@@ -220,7 +219,7 @@ class FileBackend:
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Append new pages, in groups. Pages that are stored already are left alone. A page that two calls put at the
-        same time is written twice, and the copy that is written last is the one that is read.
+        same time is written twice, and the copy that lies last in the files is the one that is read.
 
         Cancelling it returns when all writes that had begun have ended; their pages are stored.
         """
@@ -259,9 +258,13 @@ class FileBackend:
         with self._operations:
             group: PageGroup = part.place
             try:
-                # not in the threads of gets and puts, so that a scrub does not slow those down
-                reading = asyncio.to_thread(read_group, self._state.folder, segment_name(group.segment), group)
-                data = await completed(reading)
+                # not in the threads of gets and puts, so that a scrub does not slow those down; no task, because the
+                # end of asyncio.run would cancel it, and the folder could be closed while the thread reads
+                reading = asyncio.get_running_loop().run_in_executor(
+                    None, read_group, self._state.folder, segment_name(group.segment), group
+                )
+                await settled([reading])
+                data = reading.result()
             except OSError as error:
                 self._state.counts["errors"] += not is_gone(error)
                 return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))

@@ -250,6 +250,7 @@ class Janitor:
         if self._live_bytes(segment):
             return 0
         await self.sync()
+        await self._compact_deletions()  # older copies of its pages, which stay, are named dead before it is gone
         await self._evict(segment)
         return dead
 

@@ -95,20 +95,34 @@ class FileIndex(SlotIndex[PageGroup]):
         return [self.holders[n] for n in self._segments.get(segment, ())]
 
     def add(self, group: PageGroup) -> None:
-        """Add the pages of a group that were not deleted. A key that has a place already gets the new one."""
+        """Add the pages of a group that were not deleted.
+
+        Of two copies of a page, the one that lies later in the log of segments is kept, and the other is marked as
+        dead. So the order in which groups are added does not matter: a running store, which adds them as their writes
+        end, keeps the same copies as a recovery, which adds them as they lie.
+        """
         number = self._hold(group)
         base = number << self.position_bits
         self._segments.setdefault(group.segment, []).append(number)
-        fresh, slots, dead = [], self._slots, group.dead
+        fresh, slots = [], self._slots
         for page, key in enumerate(group.keys()):
-            if not dead >> page & 1:
-                if key not in slots:
-                    fresh.append(key)
-                else:
-                    self._drop(key)
-                slots[key] = base + page
-        self.bytes += group.length * (group.count - dead.bit_count())
+            if group.dead >> page & 1:
+                continue
+            if key not in slots:
+                fresh.append(key)
+            elif self._lies_after(group, slots[key]):
+                group.dead |= 1 << page
+                continue
+            else:
+                self._drop(key)
+            slots[key] = base + page
+            self.bytes += group.length
         self._changed(True, fresh)
+
+    def _lies_after(self, group: PageGroup, slot: int) -> bool:
+        """Return True if the page of ``slot`` lies after all pages of ``group``."""
+        other, _ = self.at(slot)
+        return (other.segment, other.offset) > (group.segment, group.offset)
 
     def forget(self, key: bytes) -> tuple[PageGroup, int] | None:
         """Remove a key, and mark its page as dead. Returns the page's group and index, or None if the key is not

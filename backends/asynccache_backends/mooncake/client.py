@@ -118,7 +118,8 @@ async def acquire(options: ClientOptions) -> MooncakeClient:
         Unavailable: the master cannot be reached, or refuses. ``Timeout``: it does not answer.
     """
     host = await greet(options.master)
-    setup = asyncio.ensure_future(asyncio.to_thread(_acquire, options, options.host or host))
+    # no task, because asyncio.run ends all tasks when it is interrupted, and nobody would release the client then
+    setup = asyncio.get_running_loop().run_in_executor(None, _acquire, options, options.host or host)
     try:
         await settled([setup])
     except BaseException:

@@ -161,7 +161,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport = cast(asyncio.Transport, transport)
         tls = transport.get_extra_info("sslcontext") is not None
         self._most = 2 if tls else 16  # buffers that it is given at once; TLS copies them
-        self.transport.set_write_buffer_limits(int(tls))  # it says when all is sent; TLS counts a limit that is reached
+        self._limit = int(tls)        # it says when all is sent; TLS counts a limit that is reached
+        self.transport.set_write_buffer_limits(self._limit)
         self._abort = self.transport.abort
         if self.closed:
             self._abort()
@@ -212,6 +213,8 @@ class Connection(asyncio.BufferedProtocol):
         """Send what the transport takes; the rest when it has sent all of that."""
         while self._out and not self.closed and not self.transport.get_write_buffer_size():
             self.transport.writelines([self._out.popleft() for _ in range(min(len(self._out), self._most))])
+        if self._out and not self.closed:  # ``writelines`` of Python 3.12.0 to 3.12.8 and 3.13.0 to 3.13.1 does not
+            self.transport.set_write_buffer_limits(self._limit)  # see that it must call ``resume_writing``; this does
 
     def _look(self) -> None:
         """End the connection if it has been silent for too long."""
