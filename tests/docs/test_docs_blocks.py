@@ -41,7 +41,7 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/components.md", '.venv/bin/python -m pytest tests/core tests/worlds -q -m "not slow and not soak"'),
-    ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
+    ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13, as your driver needs; with cupy and NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
     ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment; it does not install vLLM. "
                              "From a clone: '.[vllm]'"),
