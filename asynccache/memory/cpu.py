@@ -116,7 +116,7 @@ def _own(stream: Stream) -> CpuStream:
 
 
 class CpuDevice:
-    """Host memory as a device. ``faults``: the copies that are late, torn or refused on purpose."""
+    """Host memory as a device. ``faults``: the copies that are late, torn or failing on purpose."""
 
     def __init__(self, name: str = "cpu", *, faults: Faults | None = None) -> None:
         self.name = name

@@ -33,8 +33,8 @@ from asynccache.memory.signals import HAPPENED, Happened, HostGate
 
 
 class CudaDevice:
-    """A GPU. ``open_device`` makes one. ``driver`` is the real one or a simulated one. ``faults``: which copies are
-    late or refused on purpose."""
+    """A GPU. ``open_device`` makes one. ``driver`` is the real one or a simulated one. ``faults``: the copies that are
+    late or failing on purpose."""
 
     def __init__(
         self, driver: CudaDriver, name: str = "cuda:0", *, settings: CudaSettings | None = None,
