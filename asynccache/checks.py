@@ -36,7 +36,8 @@ class Bounds(NamedTuple):
     above: float | None = None
 
     def unmet(self, value: float) -> str:
-        """Return what ``value`` must be and is not, as the end of a sentence; "" if it lies within the bounds."""
+        """Return the bound that ``value`` does not keep, as the end of a sentence; "" if the value lies within the
+        bounds."""
         low, high, above = self
         if low is not None and high is not None:
             return "" if low <= value <= high else f"must lie between {low} and {high}"
@@ -75,7 +76,7 @@ def integer(name: str, value: object, minimum: int | None = None, maximum: int |
     ``operator.index`` takes. Floats, truth values and arrays that have dimensions are refused.
 
     Raises:
-        ConfigError: it is no integer, or below ``minimum``, or above ``maximum``.
+        ConfigError: the value is no integer, or below ``minimum``, or above ``maximum``.
     """
     found = value if type(value) is int else _index(name, value)
     if (minimum is not None and found < minimum) or (maximum is not None and found > maximum):
@@ -90,7 +91,7 @@ def number(
     are refused.
 
     Raises:
-        ConfigError: it is no number, is NaN or infinite, or lies outside the bounds (see ``Bounds``).
+        ConfigError: the value is no number, is NaN or infinite, or lies outside the bounds (see ``Bounds``).
     """
     found = value if type(value) is float else _real(name, value)
     if not isfinite(found):
@@ -105,7 +106,7 @@ def flag(name: str, value: object) -> bool:
     """Return ``value`` as a ``bool``. It may be True or False of Python, numpy or torch.
 
     Raises:
-        ConfigError: it is anything else; also for 0, 1, None and "no".
+        ConfigError: the value is anything else, 0, 1, None and "no" included.
     """
     if value is True or value is False:
         return value
@@ -125,7 +126,7 @@ def text(name: str, value: object, *, empty: bool = True) -> str:
     ``empty``: whether "" is allowed.
 
     Raises:
-        ConfigError: it is no such text.
+        ConfigError: the value is no such text.
     """
     if not isinstance(value, str):
         raise _refused(name, value, "must be text")
@@ -152,7 +153,7 @@ def names(name: str, value: object) -> tuple[str, ...]:
     """Return the texts in ``value``, which is a list, a tuple, a set, a mapping or the keys of one.
 
     Raises:
-        ConfigError: it is anything else, or has something else than text in it.
+        ConfigError: the value is none of these, or has an element that is no text.
     """
     kinds = (list, tuple, set, frozenset, Mapping, KeysView)
     return tuple(text(name, one) for one in instance(name, value, kinds))
@@ -163,7 +164,8 @@ def texts(name: str, value: object, *, numbers: bool = False) -> dict[str, str]:
     JSON; it becomes its text.
 
     Raises:
-        ConfigError: it is no such mapping. The error does not show its values, since one may be a password.
+        ConfigError: the value is no such mapping. The error does not show the mapping's values, since one may be a
+        password.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must map names to texts, and is of type {type(value).__name__}")
@@ -176,7 +178,7 @@ def texts(name: str, value: object, *, numbers: bool = False) -> dict[str, str]:
 
 
 def member(name: str, value: object, enum: type[_E]) -> _E:
-    """Return the member of ``enum`` that ``value`` is, or whose value it is.
+    """Return a member of ``enum``: ``value`` itself if it is a member, or the member that has this value.
 
     Raises:
         ConfigError: there is no such member; the message lists the values of all members.
@@ -192,7 +194,7 @@ def choice(name: str, value: object, choices: Collection[str]) -> str:
     """Return ``value``, which must be one of ``choices``.
 
     Raises:
-        ConfigError: it is not; the message lists the choices.
+        ConfigError: ``value`` is not one of them; the message lists the choices.
     """
     if isinstance(value, str) and value in choices:
         return value
@@ -229,7 +231,7 @@ def provider(name: str, value: object, protocol: type[_T]) -> _T:
     """Return ``value``, which must have every method of ``protocol``.
 
     Raises:
-        ConfigError: it has not; the message names the first method that it lacks.
+        ConfigError: ``value`` lacks a method; the message names the first that it lacks.
     """
     for method, function in vars(protocol).items():
         if callable(function) and not method.startswith("_") and not callable(_attribute(value, method)):
@@ -317,8 +319,8 @@ def _real(name: str, value: object) -> float:
 
 def _kind(value: object) -> str:
     """Return which kind of scalar of numpy or torch ``value`` is: ``int``, ``float``, ``bool``, or ``other``, also for
-    arrays that have dimensions; "" for an object without ``dtype``. It goes by attributes, so that neither numpy nor
-    torch has to be imported."""
+    arrays that have dimensions; "" for an object without ``dtype``. The kind is told by attributes, so that neither
+    numpy nor torch has to be imported."""
     dtype = _attribute(value, "dtype")
     if dtype is None:
         return ""
@@ -330,7 +332,7 @@ def _kind(value: object) -> str:
 
 
 def _attribute(value: object, name: str) -> Any:
-    """Return an attribute of ``value``; None if it has none, or if looking for it raises, whatever it raises."""
+    """Return an attribute of ``value``; None if there is no such attribute, or if looking for it raises any error."""
     try:
         return getattr(value, name, None)
     except Exception:

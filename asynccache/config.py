@@ -1,7 +1,7 @@
 """The settings of a cache: frozen values that are checked when they are built.
 
 A user writes a ``CacheConfig``. The rest of asynccache reads what ``CacheConfig.core()`` and ``CacheConfig.pools()``
-return; there enum members stand in the place of strings. This module imports neither torch nor anything that does I/O.
+return, where strings have become enum members. This module imports neither torch nor anything that does I/O.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ class PoolSpec:
     """One pool, with all that follows from the settings.
 
     ``bytes_per_page``: bytes of one page, all ``layers`` together; 0 for a logical pool, which has slots, but no memory
-    and nothing in storage. ``component``: the component whose slots index the pool: its own, or the one to which
-    ``indices_from`` leads. ``device_pages`` and ``host_pages``: how many slots that component has on each tier.
-    ``replicated``: the directions (``"tp"``, ``"cp"``) in which ranks hold the same bytes. ``shard``: a name for the
-    part of every page that this rank holds; it is part of the storage key. ``writes``: whether this rank is the one
-    that writes the pages to a store which several ranks share.
+    and nothing in storage. ``component``: the component whose slots index the pool. This is the pool's own component,
+    or for a sidecar the one to which ``indices_from`` leads. ``device_pages`` and ``host_pages``: how many slots that
+    component has on each tier. ``replicated``: the directions (``"tp"``, ``"cp"``) in which ranks hold the same bytes.
+    ``shard``: a name for the part of every page that this rank holds; it is part of the storage key. ``writes``:
+    whether this rank is the one that writes the pages to a store which several ranks share.
     """
 
     name: str
@@ -194,8 +194,8 @@ class PoolSpec:
 
         ``rank`` of ``ranks`` is its place among the tensor parallel ranks; ``cp`` and ``pp`` are pairs of its place and
         the number of context parallel ranks and of pipeline stages. A pool that is replicated in a direction is whole
-        on every rank of it, and the first of them writes it. A pool with ``covers`` says by that which stage it is of,
-        so its ``shard`` does not name the stage.
+        on every rank of it, and the first of them writes it. For a pool with ``covers`` the covered layers already tell
+        the stage, so its ``shard`` does not name it.
         """
         places = {"tp": (rank, ranks), "cp": cp}
         parts = [(name, *at) for name, at in places.items() if name not in self.replicated]

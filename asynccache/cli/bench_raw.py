@@ -31,11 +31,11 @@ class MeasuredClient(Protocol):
         ...
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Fill each buffer with what was put under its key, or raise any error."""
+        """Fill each buffer with the value that was put under its key, or raise any error."""
         ...
 
     async def aclose(self) -> None:
-        """Remove what was put, and close all connections and files."""
+        """Remove the pages that were put, and close all connections and files."""
         ...
 
 

@@ -74,14 +74,14 @@ class PassMeter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Measure the pass, which is what runs inside."""
+        """Measure the pass, that is, the code that runs inside of the ``with`` block."""
         cpu, wall = time.process_time(), time.perf_counter()
         yield
         self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Measure one call, which is what runs inside."""
+        """Measure one call, that is, the code that runs inside of the ``with`` block."""
         began = time.perf_counter()
         yield
         self.latencies.append(time.perf_counter() - began)
@@ -109,8 +109,8 @@ def summary(passes: Sequence[PassMeter], *, moves: bool = True) -> dict[str, Any
 
 
 class PageSet(NamedTuple):
-    """The pages of a measurement. ``source``: what is put; ``target``: where they are read to; both lie in ``memory``.
-    ``batch``: pages in one call."""
+    """The pages of a measurement. ``source``: the buffers that are written; ``target``: the buffers that are read into;
+    both lie in ``memory``. ``batch``: pages in one call."""
 
     page_bytes: int
     memory: memoryview
@@ -309,7 +309,7 @@ class StoreClient:
         self._insist(await self.store.exists([PageKey(POOL, key) for key in keys]))
 
     async def aclose(self) -> None:
-        """Delete what was put, so that the store is as it was. Cancelling may leave pages."""
+        """Delete the pages that were put, so that the store is as it was before. Cancelling may leave pages."""
         for at in range(0, len(self._put), BATCH_PAGES):
             await self.store.delete(self._put[at : at + BATCH_PAGES])
         if isinstance(self.store.backend, Collectable):
@@ -325,7 +325,7 @@ Client = MeasuredClient | StoreClient
 
 
 class Pass(NamedTuple):
-    """One variant in one round. ``name``: what the progress says of it."""
+    """One variant in one round. ``name``: its name in the lines of progress."""
 
     client: Client
     pages: PageSet
@@ -358,7 +358,7 @@ class Pass(NamedTuple):
     async def _drive(
         self, name: str, order: Sequence[int], call: Callable[[Sequence[int]], Awaitable[None]]
     ) -> PassMeter:
-        """Make the calls for all pages, ``concurrency`` calls at a time; returns what they took."""
+        """Make the calls for all pages, ``concurrency`` calls at a time; returns the times that they took."""
         meter, step = self.pages.meter(), self.pages.batch
         left = [order[at : at + step] for at in range(0, len(order), step)]
         batches = iter(left)

@@ -2,10 +2,10 @@
 
 A random model of about 50 million parameters (Qwen3's architecture, float32) runs on the CPU under the scheduler shim.
 The time counts from ``submit`` to the first token. Each request has the shared prefix and some tokens of its own. A
-round measures every way once, so that other work of the machine slows all alike. For L3 the cache is a new one, on a
-store that another cache has filled. It is checked that the whole prefix was a hit in the tier that is measured. "No
-cache" is transformers alone, which computes in chunks of the same size. Every thread that computes has computed
-something before it is timed.
+round measures each way to get the prefix once, so that other work of the machine slows all of them alike. For L3 the
+cache is a new one, on a store that another cache has filled. It is checked that the whole prefix was a hit in the tier
+that is measured. "No cache" is transformers alone, which computes in chunks of the same size. Every thread that
+computes has computed something before it is timed.
 """
 
 from __future__ import annotations

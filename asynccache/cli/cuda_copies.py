@@ -33,8 +33,8 @@ PATHS = {"dma": 0, "kernel": 1 << 62}
 NAMES = {"dma": "the copy engines", "kernel": "the kernel"}
 DIRECTIONS = (CopyDirection.OUT, CopyDirection.IN)
 MARGIN = 0.9
-"""The kernel is used where the copy engines reach less than this share of its rate: it has to be that much faster,
-since it takes multiprocessors from whoever computes."""
+"""The kernel is used where the copy engines reach less than this share of its rate. The kernel has to be so much faster
+because it takes multiprocessors from the engine."""
 
 Figures = dict[str, Any]
 Ways = Mapping[str, CudaDevice]
@@ -113,7 +113,7 @@ def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
 
 
 def crossover(rows: Sequence[Figures]) -> int:
-    """Return the ``kernel_below`` that these rows speak for: the least width, in bytes, from which on the copy engines
+    """Return the ``kernel_below`` that fits these rows best: the least width, in bytes, from which on the copy engines
     suffice."""
     slow = [row["width"] for row in rows if row["dma_gb_s"] < MARGIN * row["kernel_gb_s"]]
     return min((width for width in WIDTHS if width > max(slow, default=0)), default=2 * WIDTHS[-1])

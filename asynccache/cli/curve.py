@@ -42,8 +42,8 @@ class HitCurve(NamedTuple):
 class Stack:
     """The blocks in the order of their last touch: each block is a mark at the moment when it was touched.
 
-    The place of a block is the number of marks from its own to the latest: those of its own chunk are counted one by
-    one, and those of the chunks after it are added up from the chunks' sums.
+    The place of a block is the number of marks from its own to the latest: the marks of its own chunk are counted one
+    by one, and the marks of the chunks after it are added up from the chunks' sums.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast that is, and what will be
 used.
 
-Law: it never fails for what is missing. Without a GPU it says so in a sentence, and what the cache does then. With one
-it measures in some seconds how fast either path copies, and how soon a coroutine goes on.
+Law: the command never fails because something is missing. Without a GPU it says so in a sentence, and says what the
+cache does then. With a GPU it measures, in some seconds, how fast either path copies, and how soon a coroutine goes on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def examine(name: str) -> Report:
 
 
 def _examined(name: str) -> Report:
-    """Return what ``measured`` does of the GPU called ``name``; or ``error``, why it cannot be used."""
+    """Return the result of ``measured`` for the GPU called ``name``; or the entry ``error``, which says why it cannot
+    be used."""
     from asynccache.memory.cuda.device import open_device
 
     try:
@@ -74,7 +75,7 @@ def _examined(name: str) -> Report:
 
 
 async def measured(device: Any) -> Report:
-    """Return what ``device`` is and how fast it is, and close it. If this is cancelled, copies are left in flight,
+    """Return the properties and the speed of ``device``, and close it. If this is cancelled, copies are left in flight,
     which end by themselves."""
     from asynccache.cli.cuda_copies import by_path, measure, wake_up
 
@@ -153,9 +154,9 @@ def _software(report: Report) -> Iterator[str]:
 
 
 def _needed(versions: list[str]) -> Iterator[str]:
-    """Yield what driver the versions of CUDA need that cupy and torch are for, and what to install if these differ. A
-    driver serves programs for its own version of CUDA and for older ones; within one major version, for newer ones,
-    too."""
+    """Yield sentences on the driver that the CUDA versions of cupy and torch need, and on what to install if these
+    versions differ. A driver serves programs for its own version of CUDA and for older ones; within one major version,
+    for newer ones, too."""
     majors = {int(version.split(".")[0]) for version in versions}
     if majors:
         yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"

@@ -1,12 +1,13 @@
 """The stand-in for an inference engine: it writes and reads KV on the device, where a real engine would.
 
-It writes the bytes that ``pattern`` defines, and reading compares the pages with those bytes. The work is done in
-threads, in calls that release the GIL; on the loop's thread such a call would have to wait until it gets the GIL back.
-So a request's work is in flight while its task waits, and it goes on when that task is cancelled. The request then
-names the work's event when it releases its lease, as a real engine names the event of a kernel on a stream.
+The stand-in writes the bytes that ``pattern`` defines, and to read means to compare the pages with those bytes. The
+work is done in threads, in calls that release the GIL; on the loop's thread such a call would have to wait until it
+gets the GIL back. So a request's work is in flight while its task waits, and the work goes on when that task is
+cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
+kernel on a stream.
 
-``EngineStream`` is what a request holds, and ``Engine`` what it needs: the ``StandInEngine`` of this process, or in
-``ranked`` one whose work is sent to the processes of several ranks.
+Each request has an ``EngineStream``. An ``Engine`` does its work: the ``StandInEngine`` of this process, or in
+``ranked`` an engine that sends the work to the processes of several ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ NOTHING = Verdict(0, 0)
 
 class EngineJob(NamedTuple):
     """Work that an engine has begun. ``work``: the event or the number of the batch that ends with it, to be named to
-    the cache. ``verdict``: returns what came out, when the work has ended; cancelling that leaves the work running."""
+    the cache. ``verdict``: returns the result when the work has ended; cancelling it leaves the work running."""
 
     work: object
     verdict: Callable[[], Coroutine[Any, Any, Verdict]]

@@ -85,7 +85,8 @@ def _write(path: str, text: str, mode: str, option: str = "--json") -> None:
 class Progress:
     """Shows how far a command has come, on ``stream``: nothing for the first two seconds, then one line that is written
     over again on a terminal, and elsewhere a new line every few seconds. Call ``tell`` as often as there is news, and
-    ``end`` once. News that come too early for the stream are shown by a timer, unless newer ones come before that."""
+    ``end`` once. A line that comes too early after the last one is shown later, by a timer, unless a newer line comes
+    before that."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream

@@ -1,8 +1,8 @@
 """Ctrl-C during a run: every press is counted, and the run is told of it.
 
 The first press ends the run early and the second cancels the requests that run; both still give a report. The third
-press ends the command by KeyboardInterrupt, and what that leaves unfinished in the loop is not told. Mutable state: how
-often Ctrl-C was pressed, and what the next press does.
+press ends the command by KeyboardInterrupt; errors of the tasks that this leaves unfinished are not shown. Mutable
+state: how often Ctrl-C was pressed, and what the next press does.
 """
 
 from __future__ import annotations

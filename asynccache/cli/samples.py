@@ -1,8 +1,8 @@
 """Samples of a run's counters over time, a few hundred at most.
 
 A sample holds the counters' values and not their increases, so every other sample can be dropped without losing
-anything but detail. That is done, and the time between samples is doubled, whenever there are too many. Taking a sample
-costs the loop a fraction of a millisecond.
+anything but detail. Whenever there are too many samples, every other one is dropped and the time between samples is
+doubled. Taking a sample costs the loop a fraction of a millisecond.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
 
 
 def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
-    """Do what Ctrl-C asks for: the first press admits no more requests, the second cancels those that run."""
+    """React to Ctrl-C: after the first press no more requests are admitted, and the second cancels those that run."""
     if count == 1:
         runner.stop()
         watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"

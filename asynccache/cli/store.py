@@ -3,7 +3,7 @@
 The answer goes to standard output, as text or JSON. Progress goes to standard error if an action takes longer than two
 seconds. There is a coroutine for each action, which works on an open store and returns its report. The store is opened
 without any pool, so opening it changes nothing in it. Every answer of the store has a deadline. A listing as a whole
-has none, but each of its batches has. Imports no torch.
+has no deadline, but each of its batches has one. Imports no torch.
 """
 
 from __future__ import annotations

@@ -18,14 +18,13 @@ _SHOWN = 5
 class Tally:
     """Counters of one run.
 
-    requests: those that have arrived; served, cancelled, failed: how they ended.
-    entered_again: leases taken again after a failed load. cut_short: outputs that the cache had no room for.
-    tokens: prompt tokens of all requests whose prompt is complete; device, host, storage: those that hit, by tier.
-    blocks, blocks_hit, blocks_shared: full blocks of a trace; those that hit; those that earlier prompts have as well.
-    verified, mismatches: pages that were read back, and those that were wrong.
-    waits: seconds from asking for a lease until its pages were on the device.
-    first_token, first_token_without: seconds to the first token with the cache and, by the same model, without it.
-    slowdown: how many times as long the engine's work took because the machine was busy.
+    requests: those that have arrived; served, cancelled, failed: how many of them ended in this way. entered_again:
+    leases taken again after a failed load. cut_short: outputs that the cache had no room for. tokens: prompt tokens of
+    all requests whose prompt is complete; device, host, storage: those that hit, by tier. blocks, blocks_hit,
+    blocks_shared: full blocks of a trace; those that hit; those that earlier prompts have as well. verified,
+    mismatches: pages that were read back, and those that were wrong. waits: seconds from asking for a lease until its
+    pages were on the device. first_token, first_token_without: seconds to the first token with the cache and, by the
+    same model, without it. slowdown: how many times as long the engine's work took because the machine was busy.
     problems: sentences for the reader; any of them makes the run fail.
     """
 

@@ -43,7 +43,7 @@ class TraceRequest(NamedTuple):
 
 
 class TraceSurvey(NamedTuple):
-    """Figures of a trace that is served one request at a time by a cache that forgets nothing. Each field has one entry
+    """Figures of a trace, as if a cache that forgets nothing served it one request at a time. Each field has one entry
     for each request.
 
     shared_blocks: full blocks of its prompt that an earlier prompt has under the same prefix.
@@ -125,7 +125,7 @@ def _shown(value: object) -> str:
 
 
 def survey(trace: Sequence[TraceRequest]) -> TraceSurvey:
-    """Say of each prompt what it shares with earlier and later ones."""
+    """Return the blocks and tokens that each prompt shares with earlier and later ones."""
     seen: set[int] = set()
     partial: dict[tuple[int, int], int] = {}
     shared, fresh, paths = [], [], list(paths_of(trace))

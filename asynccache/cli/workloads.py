@@ -1,8 +1,8 @@
 """The workloads of ``stress``: conversations that share prompts, grow, branch and end, all drawn from a seed.
 
-A conversation gives one request at a time, and the next one only when that has ended, as a user or an agent would. More
-conversations are open than can run at once, and the source picks one of those that wait. So pages are evicted between
-two requests of a conversation and come back. Nothing in this module knows of a cache.
+A conversation gives one request at a time, and the next one only when the last one has ended, as a user or an agent
+would. More conversations are open than can run at once, and the source picks one of the conversations that wait. So
+pages are evicted between two requests of a conversation and come back. Nothing in this module knows of a cache.
 """
 
 from __future__ import annotations

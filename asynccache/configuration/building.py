@@ -27,8 +27,8 @@ DEFAULT = "default"
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong. ``sentence`` names the setting, its value and where it came from; ``hint``, if there is
-    one, says what to do."""
+    """One mistake in the settings. ``sentence`` names the setting, its value and where it came from; ``hint``, if there
+    is one, says what to do."""
 
     sentence: str
     hint: str = ""
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 class Effective(NamedTuple):
-    """A setting with the value that is in effect, and the place where that was set (``origin``)."""
+    """A setting with the value that is in effect, and the place where the value was set (``origin``)."""
 
     path: Path
     value: object
@@ -104,7 +104,7 @@ def read_config(
 
 def _matched(upper: SettingsTable, lower: SettingsTable) -> SettingsTable:
     """Return the settings of the environment, ``upper``, with the names of sidecars as ``lower`` writes them. Names of
-    environment variables have neither lower case nor dashes, so they cannot be compared as they are."""
+    environment variables have neither lower case nor dashes, so the two spellings cannot be compared directly."""
     names = {_folded(group): group for group in lower.groups if group[0] == "sidecars"}
 
     def renamed(path: Path) -> Path:
@@ -193,7 +193,7 @@ def _missing(table: SettingsTable) -> Iterator[Problem]:
 
 def _rows(table: SettingsTable) -> Iterator[tuple[Path, settings.Setting, str]]:
     """Yield every setting that a cache with the given components and sidecars has: its path, its row, and the origin of
-    its table in brackets. The fields of a class itself come before those that it inherits."""
+    its table in brackets. A class's own fields come before those that it inherits."""
     for name, row in settings.CACHE.items():
         yield (name,), row, ""
     for kind, rows in settings.COMPONENTS.items():

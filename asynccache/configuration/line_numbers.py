@@ -36,7 +36,8 @@ def line_numbers(text: str) -> dict[Path, int]:
 
 
 def line_of(path: Path, found: dict[Path, int]) -> int | None:
-    """Return the line of ``path``; if it has no entry, that of the nearest table or value around it; else None."""
+    """Return the line of ``path``, counted from 1. If ``path`` has no entry, return the line of the nearest table or
+    value around it; None if there is none."""
     return next((found[path[:n]] for n in range(len(path), 0, -1) if path[:n] in found), None)
 
 

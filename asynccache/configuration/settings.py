@@ -56,7 +56,8 @@ class Setting:
         written as text.
 
         Raises:
-            ConfigError: the value is unusable; the message says only what it must be.
+            ConfigError: the value is unusable. The message says only what the value must be; the caller adds the
+            setting's name.
         """
         if self.optional and (value is None or (isinstance(value, str) and value in ("none", ""))):
             return None
@@ -84,8 +85,8 @@ def _read(kind: type[Any], text: str) -> object:
 
 
 def _typed(kind: type[Any], value: Any) -> Any:
-    """Return ``value`` as Python's own type, or as the value of an ``Enum``'s member. A number may be one of numpy or
-    torch. A float is returned even if it is not finite, because the error about the setting's bounds is the better
+    """Return ``value`` as Python's own type, or as the value of an ``Enum``'s member. A number of numpy or torch is
+    allowed. A float is returned even if it is not finite, because the error about the setting's bounds is the better
     one."""
     try:
         if kind is float:

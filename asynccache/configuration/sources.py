@@ -1,6 +1,6 @@
 """Reads settings from their sources: a TOML file, the environment, Python.
 
-Each source becomes a flat ``SettingsTable`` from paths to values with their origins. Here it is only checked that
+Each source becomes a flat ``SettingsTable`` from paths to values with their origins. This module only checks that
 tables are where tables must be. ``building`` checks names and values.
 """
 
@@ -37,7 +37,7 @@ class WrittenValue(NamedTuple):
 
 
 class Misplaced(NamedTuple):
-    """A value where a table must be. ``what`` says so, as the end of a sentence."""
+    """A value where a table must be. ``what`` is the end of a sentence that says so."""
 
     path: Path
     value: WrittenValue
@@ -146,7 +146,7 @@ def _from_tree(content: Mapping[str, object], origin: Origin) -> SettingsTable:
 
 def _fill(table: SettingsTable, above: Path, keys: Path, content: Mapping[str, object], origin: Origin) -> None:
     """Add what stands in the table ``above``, which the source calls ``keys``. Names of settings may be written with
-    dashes; names of components, sidecars and options of a store are what they are."""
+    dashes; names of components, sidecars and options of a store are taken as they are written."""
     for key, value in content.items():
         path, written = (*above, key if len(above) == 1 else key.replace("-", "_")), (*keys, key)
         if len(path) == _DEPTH.get(path[0], 1):

@@ -1,6 +1,7 @@
 """Every invariant of the core, one function each. ``check`` proves them all after any call.
 
-For tests, simulated worlds and ``--audit``: it walks everything, so it is never on a hot path.
+The check walks every node, slot and operation. So only tests, simulated worlds and ``--audit`` make it, and it is never
+on a hot path.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _FILLS = {Kind.BACKUP_HOST: HOST, Kind.LOAD_BACK: DEVICE}
 
 
 def check(core: CacheCore, idle: bool = False) -> None:
-    """Check all laws, and raise ``InvariantViolation`` for the first that is broken, saying what breaks it. ``idle``:
-    also require that nothing is held and nothing is in flight."""
+    """Check all laws, and raise ``InvariantViolation`` for the first that is broken, with a message that names what
+    breaks it. ``idle``: also require that there is no hold, no lease and no operation in flight."""
     for law in LAWS:
         law(core)
     if idle:

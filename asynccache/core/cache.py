@@ -1,4 +1,5 @@
-"""CacheCore: the synchronous state machine behind the cache. It owns every integer and moves no byte.
+"""CacheCore: the synchronous state machine behind the cache. The core decides everything by numbers, and copies no
+data.
 
 One call is one transaction: it returns a frozen ``Plan`` (or a value that carries one) and leaves every invariant of
 ``audit.check`` true. The caller enqueues the plan's effects before anything else can run, performs them, and reports
@@ -49,8 +50,8 @@ class ShelfStatistics(NamedTuple):
 
 class Statistics(NamedTuple):
     """Counts. ``device`` and ``host`` are in the order of the components. ``operations``: how many are in flight, by
-    kind. ``evicted_device``, ``evicted_host``: pages since the start. ``lost_pages``: how many of these were only
-    copies, dropped although the write policy meant to keep them."""
+    kind. ``evicted_device``, ``evicted_host``: pages since the start. ``lost_pages``: how many of these evicted pages
+    were only copies, dropped although the write policy meant to keep them."""
 
     nodes: int
     leases: int
@@ -69,8 +70,8 @@ class CacheCore:
     """The core. It is not thread-safe, never blocks, and keeps no clock.
 
     ``release``, ``claim``, ``drop_claim`` and ``prefetch_revoke`` split, evict and back up nothing, so they may be
-    called at any time. What could go on because of them is left to ``follow_up``; ``behind`` is True while there is
-    such work.
+    called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
+    ``follow_up``, and ``behind`` is True while there is any.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -86,13 +87,14 @@ class CacheCore:
         self.explaining = Explaining(self.world, self._matching)
 
     def at(self, now: float) -> None:
-        """Tell the core that it is ``now``, in seconds of a clock that never goes back. The calls that follow are made
-        then; the eviction policy goes by that when it asks how long ago a use was. The core has no clock: no time
-        passes until somebody says so."""
+        """Set the core's time to ``now``, in seconds of a clock that never goes back. All calls that follow happen at
+        this time, and from it the eviction policy works out how long ago a page was used. The core has no clock of its
+        own: its time stands still until the next call of ``at``."""
         self.world.recency.time = int(now * 1e6)
 
     def match(self, space: bytes, key: bytes) -> Match:
-        """Return how far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
+        """Return how far ``key`` is cached in the namespace ``space`` (32 bytes). The only change is that the matched
+        pages become recent."""
         return self._matching.match(space, key)
 
     def explain(self, space: bytes, key: bytes) -> Explanation:
@@ -100,13 +102,15 @@ class CacheCore:
         return self.explaining.explain(space, key)
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
-        """Return the prefix hashes (32 bytes a page) that the tree has for the start of ``key``."""
+        """Return the prefix hashes that the tree has for the start of ``key``: 32 bytes a page, from the root; b"" if
+        there are none."""
         path, reached = self.world.find(space, key)
         return b"".join([node.hashes for node in path])[: reached // self.world.page_bytes * HASH_BYTES]
 
     def lease(self, ask: LeaseRequest) -> Grant | Wait | More:
-        """Pin the longest usable match, load back what of it is on the host, and take all new pages; or take nothing
-        and return ``Wait`` or ``More``.
+        """Pin the longest usable match, start a load_back of its pages that only the host has, and take all new pages.
+        Returns a ``Grant`` then. Otherwise nothing is taken: ``Wait`` says that the lease does not fit now, and
+        ``More`` that the call is to be repeated, since this slice of the work was not enough.
 
         Raises:
             CacheFull: the reservation exceeds the device.
@@ -114,7 +118,8 @@ class CacheCore:
         return self._leases.lease(ask)
 
     def check_possible(self, ask: LeaseRequest) -> None:
-        """Refuse what ``lease`` could never grant, so that a request need not wait in line to learn that.
+        """Check that ``lease`` could grant ``ask`` if the device were empty, so that a request that is too large need
+        not wait in line to learn that. Returns nothing, and changes nothing.
 
         Raises:
             CacheFull: the reservation exceeds the device.
@@ -123,13 +128,13 @@ class CacheCore:
 
     def extend(self, lease: CoreLease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
         """Grow the reservation to the positions ``reserve`` (FULL) and ``reserve_swa``, in tokens, and by ``states``
-        MAMBA slots. ``Wait``: it does not fit now; it may when operations end that make room or let go of device pages,
-        which are its ``ops``."""
+        MAMBA slots. ``Wait``: the growth does not fit now. The ``ops`` of the ``Wait`` are the operations that make
+        room or let go of device pages; try again when one of them ends."""
         return self._leases.extend(lease, reserve, reserve_swa, states)
 
     def advance(self, lease: CoreLease, position: int) -> Plan:
-        """Unpin or give back what has left the window when the next token is computed at ``position``; one page more is
-        kept."""
+        """Unpin or give back the SWA pages that are out of the window when the next token is computed at ``position``.
+        One page more than the window is kept."""
         return self._leases.advance(lease, position)
 
     def truncate(self, lease: CoreLease, length: int) -> Plan:
@@ -143,7 +148,7 @@ class CacheCore:
 
         ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: a position, at the
         end of a page, and a slot out of ``lease.states``. Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages
-        on the way are being loaded for somebody else; nothing was changed.
+        on this path are just being loaded for another request; nothing was changed.
 
         Raises:
             ConfigError: the key is shorter than what the lease has committed, or ``check_checkpoint`` refuses the
@@ -159,8 +164,9 @@ class CacheCore:
         """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
 
         Raises:
-            ConfigError: it is no pair of integers, its position is not the end of a page that is committed, or its slot
-                is not one of the lease's states: another lease's, or one that an earlier commit gave to the tree.
+            ConfigError: the checkpoint is no pair of integers, its position is not the end of a committed page, or its
+                slot is not one of the lease's states. The slot may belong to another lease, or an earlier commit gave
+                it to the tree.
         """
         if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
             raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
@@ -181,9 +187,9 @@ class CacheCore:
         return self._leases.pages(lease, kind)
 
     def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False) -> Plan:
-        """Give back everything that the lease holds; a second call does nothing. ``ended``: its conversation is over,
-        so what only that used goes first. ``retire``: its own pages come as ``Retire`` instead of being free at
-        once."""
+        """Give back everything that the lease holds; a second call does nothing. ``ended``: the conversation is over,
+        so pages that no other conversation used are evicted before all others. ``retire``: the lease's own pages come
+        as ``Retire`` in the plan instead of being free at once."""
         self._leases.release(lease, ended, retire)
         return self._given_back()
 
@@ -218,8 +224,8 @@ class CacheCore:
 
     def claim(self, holder: int, space: bytes, key: bytes) -> Plan:
         """Pin what the host has of the match of ``key``, for the request with the number ``holder``. The pins stay
-        until ``drop_claim``, or until somebody takes them away who could not go on otherwise. An earlier claim of this
-        request is replaced."""
+        until ``drop_claim``, or until the core needs their pages for a request that could not go on otherwise. An
+        earlier claim of this request is replaced."""
         path, reached = self.world.find(space, key)
         if path:
             self._transfers.claims.take(holder, path, self._matching.ends(path, reached).union)
@@ -231,14 +237,15 @@ class CacheCore:
         self._transfers.claims.confirm(holder, firm)
 
     def drop_claim(self, holder: int) -> Plan:
-        """Unpin what ``holder`` claims. Nothing happens if it has no claim, or none any more."""
+        """Unpin the pages that ``holder`` claims. Nothing happens if it has no claim, or if its claim was taken
+        away."""
         if holder not in self._transfers.claims.held:
             return self.world.plan()
         self._transfers.claims.drop(holder)
         return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome]) -> Plan:
-        """Apply outcomes of operations that are no prefetch.
+        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them.
 
         Raises:
             InvariantViolation: an operation is unknown, or had its outcome already.
@@ -266,13 +273,14 @@ class CacheCore:
         return More(self.world.plan()) if goes_on else self.world.plan()
 
     def survey(self, space: bytes | None = None) -> Survey:
-        """Begin a survey of every live node of the namespace ``space`` (None: of all), and return it. It answers in
-        slices what is unsaved, or which hashes there are."""
+        """Begin a survey of every live node of the namespace ``space`` (None: of all), and return it. Ask the survey
+        which pages are unsaved, or which hashes there are; it answers in slices."""
         return Survey(self.world, space)
 
     def invalidate(self, space: bytes | None) -> Plan | More:
-        """Forget the namespace ``space`` (None: all of them) on device and host. Leases, and what is in flight, finish
-        undisturbed in a part of the tree that nobody matches any more. That part goes as they let go of it."""
+        """Forget the namespace ``space`` (None: all of them) on device and host. Leases and operations in flight finish
+        undisturbed: their nodes stay, in a part of the tree that nobody matches any more, and leave it one by one when
+        nothing pins them."""
         return self._invalidation.invalidate(space, self._transfers.claims)
 
     def attach_storage(self, access: Access) -> Plan:
@@ -281,27 +289,27 @@ class CacheCore:
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Note whether storage takes too long with what it is to store. While it does, nobody waits for host pages that
-        this pins: who would have waited goes on without them."""
+        """Note whether storage takes too long to write its backups. While storage is late, no request waits for the
+        host pages that these backups pin; it goes on without them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()
 
     def detach_storage(self, access: Access) -> Plan:
         """Note that a store was detached. ``access``: what may be done with the stores that are left. No page counts as
-        stored any more; what is in flight finishes."""
+        stored any more. Operations in flight finish."""
         self.world.access = access
         self.world.forget_stored()
         return self.world.plan()
 
     def backfill(self, *, store: bool) -> Backfill:
-        """Begin a pass over the tree for a store that was attached, and return it. Each of its slices is a call of its
-        own."""
+        """Begin a pass over the tree for a store that was attached, and return it. Each slice of the pass is a call of
+        its own. ``store``: True if host pages are also written to that store."""
         return Backfill(self.world, self._transfers, store=store)
 
     def learned(self, now: float = 0.0) -> Learned | None:
         """Return what the eviction policy has learned from all requests together; None if it learns nothing. The time
-        is ``now``, in seconds, or what ``at`` was told last, if that is later. Changes nothing, so it may be called
+        is the later one of ``now``, in seconds, and the time last given to ``at``. Changes nothing, so it may be called
         from any thread."""
         return self.world.policy.learned(max(int(now * 1e6), self.world.recency.time))
 

@@ -1,7 +1,7 @@
 """Commits: whole pages move from a lease into the tree, and the write policy decides what is backed up.
 
-Pages of the lease that the tree has already are duplicates. Where the tree lacks them on the device, it takes over the
-lease's.
+Pages that the tree has already are duplicates, and the lease's slots for them are given back. Where the tree has such
+pages but not on the device, it takes over the lease's slots instead.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Committed(NamedTuple):
 
 
 def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
-    """Return the ids of the loads in flight, doomed ones too, for FULL of these nodes, or for SWA of those that end
-    after page ``window``."""
+    """Return the ids of the loads in flight, doomed ones too, that bring FULL of these nodes, or SWA of those nodes
+    that end after page ``window``."""
     loads: list[int] = []
     for node in path:
         states = (node.state[0], node.state[swa] if node.end > window else ABSENT)
@@ -122,8 +122,8 @@ class Commits:
         return Committed(world.plan(), lease.length, took)
 
     def _merge(self, work: _Commit, node: Node) -> Node:
-        """Merge the lease's pages into ``node``, which the tree has already, and return it. It takes over what it lacks
-        on the device; the lease's other pages there are duplicates."""
+        """Merge the lease's pages into ``node``, which the tree has already, and return the node. The node takes over
+        the pages that it lacks on the device; the lease's other pages for this node are duplicates."""
         start = node.parent.end  # type: ignore[union-attr]
         swa = self._swa
         if swa:
@@ -152,9 +152,9 @@ class Commits:
             self._world.shelves[c].slots.give(slots)
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. They are cut
-        where released SWA pages end, where the window begins, and where the part begins that is private to the
-        conversation."""
+        """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. The new nodes are
+        cut at three places: where released SWA pages end, where the window begins, and where the part begins that is
+        private to the conversation."""
         total = work.total
         if end.end >= total:
             return []
@@ -189,8 +189,8 @@ class Commits:
         return node
 
     def _move_hold(self, work: _Commit, end: Node) -> Hold:
-        """Have the lease hold the path to ``end``, and return its old hold, still pinned. This goes before filling new
-        nodes: a cell that is pinned when its data comes need not be put into an eviction order."""
+        """Have the lease hold the path to ``end``, and return its old hold, still pinned. The hold is moved before new
+        nodes are filled, because a cell that is pinned when its data comes need not be put into an eviction order."""
         lease = work.lease
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0

@@ -1,8 +1,8 @@
-"""Components, each of which decides some things for itself. The tree, the stages and the stores never ask which kind it
-is.
+"""Components: the kinds of KV. Each decides by itself where a match may end, so the tree, the stages and the stores
+never ask which kind a component is.
 
-A component is FULL, SWA or MAMBA. All of them answer the same questions: may a match end here, from which page on does
-such an end need the component's data, and is that data divided when a node splits. Positions are pages from the root.
+A component is FULL, SWA or MAMBA. All of them answer the same three questions. May a match end here? From which page on
+does such an end need the component's data? Is that data divided when a node splits? Positions are pages from the root.
 
 * FULL: a match may end at any page of an unbroken run from the root.
 * SWA: an end is valid where the unbroken run of window data before it covers the window, or reaches the root.
@@ -33,8 +33,8 @@ class Component(ABC):
 
     @abstractmethod
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        """Return the longest end, at most page ``end``, that this component allows a match along ``path``. ``host``:
-        whether data counts that only the host has."""
+        """Return the longest end, at most page ``end``, that this component allows a match along ``path``; in pages
+        from the root. ``host``: True if data that only the host has counts, too."""
 
     @abstractmethod
     def first_page(self, end: int) -> int:

@@ -1,18 +1,17 @@
-"""Finds out which of two ways to evict has found more of late: what was used least recently goes, or what by the curves
-of ``p2c`` is worth least.
+"""The duel between two ways to evict: which one has found more pages of late? One evicts the node that was used least
+recently, the other the node that is worth least by the curves of ``p2c``.
 
-Two small caches are simulated beside the real one. They hold no data: they know which nodes they would have. Both see
-the same *drawn* nodes, which are one in a power of two of all nodes, and have room for the same share of the real
-cache's room. One evicts what was used least recently, the other what is worth least. Both go on whatever the real cache
-does, so each can turn out to be better.
+Two small caches are simulated beside the real one. They hold no data, only the names of the nodes that such a cache
+would have. Both see the same *drawn* nodes, which are one in a power of two of all nodes, and have room for the same
+share of the real cache's room. Both go on whatever the real cache does, so each way can turn out to be better.
 
-The difference between what the two find is added up, within bounds. So the past counts for no more than the bound, and
-the latest requests decide which way leads. Where there is hardly a difference, the learned way leads once it has found
-as many pages as there is room for; it has that chance once, after the first lesson.
+The difference between how many pages the two find is added up, within bounds. So the past counts for no more than the
+bound, and the latest requests decide which way leads. Where there is hardly a difference, the learned way (by worth)
+takes the lead when it has found as many pages as there is room for. It has that chance once, after the first lesson.
 
-The curves were learned from one workload. When the workload changes, what was kept for it is asked for no more, and the
-small cache finds less than it used to, by more than chance. Then the learned way loses the lead at once, and has to win
-it anew.
+The curves were learned from one workload. When the workload changes, nobody asks for the pages that were kept for the
+old one, and the small cache finds fewer pages than before, by more than chance. Then the learned way loses the lead at
+once, and has to win it anew.
 """
 
 from __future__ import annotations
@@ -48,9 +47,10 @@ _LATELY: Final = 1 / 256
 
 class _Seen:
     """A drawn node as the small caches know it. ``number``: its number in ``Node.heat``. ``end``: in pages from the
-    root. ``lately``: True if the cache that evicts the least recently used has it. ``worthy``: True if the cache that
-    evicts what is worth least has it. The rest but ``pages`` is for the latter: ``kids`` counts the drawn nodes that
-    hang below this one there; without any, it waits in the queue of its class ``kind``."""
+    root. ``pages``: its size. ``lately``: True if the small cache that evicts the least recently used node has it.
+    ``worthy``: True if the small cache that evicts by worth has it. The other attributes belong to the cache that
+    evicts by worth: ``kids`` counts the drawn nodes that hang below this one there, and a node without such children
+    waits in the queue of its class ``kind``."""
 
     __slots__ = ("end", "kids", "kind", "lately", "number", "pages", "parent", "used", "worthy")
 
@@ -74,8 +74,8 @@ class _Usual:
         self._mean = self._square = self._short = 0.0
 
     def falls(self, share: float) -> bool:
-        """Note that a request has found ``share``, 0 to 1, of its pages. Returns True if so little is found of late
-        that it is no chance; what is usual is learned anew then."""
+        """Note that a request has found ``share``, 0 to 1, of its pages. Returns True if requests find so much less of
+        late that it cannot be chance. The usual share is learned anew then."""
         off = self._mean - share
         if self._requests >= _FEWEST:
             self._short = max(0.0, self._short + off / max(_LEAST_DEVIATION, self._square**0.5) - _SLACK)
@@ -123,8 +123,8 @@ class Duel:
         return len(self._seen)
 
     def begin(self) -> None:
-        """The curves were learned for the first time. The learned way leads once it has found as many pages as there is
-        room for, unless the other way has found more by then."""
+        """Note that the curves were learned for the first time. The learned way takes the lead when it has found as
+        many pages as there is room for, unless the other way has found more by then."""
         self._trial = True
 
     def draw(self) -> int:
@@ -212,8 +212,8 @@ class Duel:
 
     def _enter(self, node: Node, pages: int, one: _Seen | None) -> _Seen:
         """Return a new entry for a drawn node of so many pages. ``one``: the entry that has its number, if any. If the
-        node was split since, its last part keeps the number, and the first part gets a new one. So the part that was
-        not used stays what it was."""
+        node was split since, its last part keeps the number, and the first part gets a new one. So the entry of the
+        part that was not used does not change."""
         if one is not None:
             self._number += 1
             node.heat = self._number << HEAT | node.heat & (1 << HEAT) - 1
@@ -246,8 +246,8 @@ class Duel:
         one.kind, one.used = kind, now
 
     def _hang(self, one: _Seen, above: _Seen | None, now: int) -> None:
-        """Hang ``one`` below ``above``; None: below nothing. The node that it hung below may be evicted then, unless
-        others hang below that node or it is being used ``now``."""
+        """Hang ``one`` below ``above``; None: below nothing. The node that ``one`` hung below until now may be evicted
+        then, unless other nodes hang below it or it is being used ``now``."""
         parent, one.parent = one.parent, above
         if above is not None:
             above.kids += 1

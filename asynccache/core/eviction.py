@@ -1,12 +1,14 @@
-"""How recent every cell is, the queues in which candidates wait, and the policy that chooses among their ends.
+"""Eviction: how recent every cell is, the queues in which candidates wait, and the policy that chooses among the ends
+of the queues.
 
-A *candidate* is a cell that may be evicted now: nothing pins it and, of FULL, nothing below it is on the same tier.
-Each candidate waits in one ``Order``: one or more ``Queue``s, sorted by recency. A policy says in which queue a cell
-waits, and which of the oldest and newest cells of all queues goes. So a choice costs the same however many cells wait.
+A *candidate* is a cell that may be evicted now: nothing pins it, and if it is FULL's, no node below has FULL on the
+same tier. Each candidate waits in one ``Order``: one or more ``Queue``s, sorted by recency. A policy says in which
+queue a cell waits, and which of the oldest and newest cells of all queues goes. So a choice costs the same however many
+cells wait.
 
-A queue may be behind the truth: a cell that was used or pinned since stays where it was until the policy chooses it.
-Whoever asked for the choice looks then, and puts the cell where it belongs. So marking a use takes no more than one
-assignment.
+The order of a queue may be out of date: a cell that was used or pinned since stays where it was until the policy
+chooses it. The caller of the choice checks the cell then, and puts it where it belongs. So marking a use takes no more
+than one assignment.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class Recency:
 
     The stamp of a use is its time in microseconds, or one more than the last stamp if that is not later. Below these
     stamps are those of idle cells, which no match is likely to need, and below those the stamps of ended ones, whose
-    conversation is over. Among idle cells, and among ended ones, the one that has been so for longest is the coldest.
-    ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the last stamp.
+    conversation is over. Among idle cells, and among ended ones, the one that became idle or ended first is the
+    coldest. ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the last stamp.
     """
 
     __slots__ = ("now", "time")
@@ -156,7 +158,7 @@ class Queue:
 
 
 def withdraw(node: Node, place: int) -> None:
-    """Have ``node``'s cell at ``place`` wait no longer. Nothing happens if it does not wait."""
+    """Take ``node``'s cell at ``place`` out of the queue in which it waits. Nothing happens if it does not wait."""
     part = node.entry[place]
     if part is None:
         return
@@ -204,8 +206,8 @@ def _drop(part: Slice, at: int) -> bool:
 
 
 class Order:
-    """The queues of one order of one place. ``first``: what goes before all else, the coldest first. ``rest``: those
-    among whose ends the policy chooses then.
+    """The queues of one order of one place. ``first``: the queue of idle and ended cells, which go before all others,
+    the coldest first. ``rest``: the queues among whose ends the policy chooses when ``first`` is empty.
 
     ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, but not when that is
     because the cell has gone that the policy chose. A policy may clear it and keep in ``note`` what it worked out about
@@ -229,11 +231,11 @@ class Order:
 
 
 class Curve(NamedTuple):
-    """The things that a policy has learned of one kind of page, by age; ``Learned.edges`` says where an age begins.
+    """The figures that a policy has learned for one kind of page, by age; ``Learned.edges`` says where an age begins.
 
     ``used``: how many blocks were used again at that age. ``reached``: how many had reached it unused. ``again``: the
-    share, 0 to 1, that is used again before it is so old. ``worth``: of two pages, the one with the smaller worth is
-    evicted.
+    share of blocks, 0 to 1, that is used again before reaching that age. ``worth``: of two pages, the one with the
+    smaller worth is evicted.
     """
 
     name: str
@@ -249,8 +251,9 @@ class Learned(NamedTuple):
     ``edges``: the seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
     worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: how many nodes that left it
     remembers. ``returned``: how many blocks came back while they were remembered. A block is 512 tokens. ``leads``:
-    True if it now chooses by what it has learned; False if what was used least recently goes, since that has found no
-    less of late, or nothing is known yet. ``watched``: how many nodes it remembers to tell which of the two finds more.
+    True if the policy now chooses by what it has learned; False if it evicts the least recently used, because that has
+    found no less of late or nothing is known yet. ``watched``: how many nodes it remembers to tell which of these two
+    ways finds more.
     """
 
     curves: tuple[Curve, ...]
@@ -265,7 +268,8 @@ class Learned(NamedTuple):
 
 class Judged(NamedTuple):
     """A policy's judgement of one node. ``kind``: the name of its curve. ``age``: the seconds since its last use.
-    ``worth``: see ``Curve``; 0 if it is idle or ended, so that it goes before the policy is asked."""
+    ``worth``: see ``Curve``; 0 if the node is idle or ended, since such a node is evicted before the policy is
+    asked."""
 
     kind: str
     age: float
@@ -273,11 +277,13 @@ class Judged(NamedTuple):
 
 
 class EvictionPolicy:
-    """Has a say in which candidate is evicted. A policy overrides ``choose``, and of the rest what it wants to.
+    """An eviction policy: chooses which candidate is evicted. Every policy overrides ``choose``; the other methods have
+    defaults.
 
-    ``queues``: how many queues each order has for it. What is idle or ended waits in none of them and goes before.
-    ``learns``: whether it is to be told of uses, and of nodes that leave. ``full_only``: whether it chooses among pages
-    of FULL alone. Then it is asked about component 0 only, and of windows and states what was used least recently goes.
+    ``queues``: how many queues each order has for it. Idle and ended cells wait in none of these queues, and are
+    evicted before the cells in them. ``learns``: whether it is to be told of uses, and of nodes that leave.
+    ``full_only``: whether it chooses among pages of FULL alone. Then the policy is asked about component 0 only, and
+    among windows and states the least recently used is evicted.
 
     A policy that learns keeps what it knows of a node in ``node.heat``, an integer, and in ``node.used``, the stamp of
     the last use that it was told of; 0: it was told of none. Both are copied on a split. It must not change anything
@@ -300,8 +306,8 @@ class EvictionPolicy:
 
     def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
         """Return True if component ``c`` of ``node`` would go before that of ``other`` if both waited in one order.
-        ``share``: what part, up to 1, of the room that would be taken there for ``node`` is its own. ``now``: the time
-        in microseconds."""
+        ``share``: which part, 0 to 1, of the room that would be taken there for ``node`` is for ``node`` itself, and
+        not for its ancestors. ``now``: the time in microseconds."""
         return node.stamp[c] < other.stamp[c]
 
     def use(self, end: Node, forked: int, now: int) -> None:
@@ -324,12 +330,13 @@ class EvictionPolicy:
         microseconds."""
 
     def learned(self, now: int) -> Learned | None:
-        """Return what it has learned, for whoever wants to look; None if it learns nothing. ``now``: the time in
+        """Return what the policy has learned, for reports; None if it learns nothing. ``now``: the time in
         microseconds."""
         return None
 
     def judge(self, node: Node, age: int) -> Judged | None:
-        """Return what it thinks of ``node``, whose last use is ``age`` microseconds ago; None if it has no opinion."""
+        """Return the policy's judgement of ``node``, whose last use is ``age`` microseconds ago; None if it has no
+        opinion."""
         return None
 
 

@@ -1,4 +1,5 @@
-"""Why a prompt is a hit or a miss, page by page. Reads only: nothing is stamped, so asking changes no eviction."""
+"""Why a prompt is a hit or a miss, page by page. An explanation only reads the tree: it marks no use, so it changes no
+eviction."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class PromptRun(NamedTuple):
 
 
 class PagesToLoad(NamedTuple):
-    """How many pages (states for MAMBA) of one component are missing on the device, and a load_back would bring."""
+    """How many pages (states for MAMBA) of one component are missing on the device and would come with a load_back."""
 
     component: ComponentKind
     pages: int
@@ -48,9 +49,9 @@ class Explanation(NamedTuple):
 
     ``length``: the prompt's whole pages. ``device``, ``host``: how far a match is valid with the data of the device,
     and of device and host together. ``full``: how far FULL alone goes. ``tree``: how far the tree knows the prompt.
-    ``loads``: what using the match would bring from the host. ``ends``: the component that ends the match, None if
-    nothing does; ``why``: the same in words. ``gone``: what became of the page where the tree ends, as far as it is
-    remembered.
+    ``loads``: the pages that would be loaded back from the host for the match. ``ends``: the component that ends the
+    match, None if the match is not cut short. ``why``: the reason in words. ``gone``: what became of the page where the
+    tree ends, as far as it is remembered.
     """
 
     length: int

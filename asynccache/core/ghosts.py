@@ -1,8 +1,8 @@
 """The fate of pages that are not in the tree any more: a short memory, to tell why a request missed.
 
-A page is missed where the tree ends, so what is remembered is the first page of a node that left, under the node that
-it hung below. There are two generations, each half of what may be kept; when the younger one is full, the older one is
-dropped. So to remember a page costs one assignment, and nothing is ever searched for.
+A request misses at the page where the tree ends. So the first page of each node that left is remembered, together with
+the node that it hung below. There are two generations, each half of what may be kept; when the younger one is full, the
+older one is dropped. So to remember a page costs one assignment, and nothing is ever searched for.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Gone(IntEnum):
-    """From where a page left the tree: from that tier, and no other had it. NEVER: nothing is remembered of it. STORED:
-    it was in storage when it left."""
+    """The tier from which a page left the tree, when no other tier had it. NEVER: nothing is remembered of the page.
+    STORED: the page was in storage when it left."""
 
     NEVER = 0
     DEVICE = 1
@@ -25,8 +25,8 @@ class Gone(IntEnum):
 
 
 class Ghosts:
-    """Remembers up to ``limit`` nodes that left the tree. Nobody ever asks for one that hung below another that has
-    left."""
+    """Remembers up to ``limit`` nodes that left the tree. Only nodes whose parent is still in the tree can be found
+    again."""
 
     __slots__ = ("_half", "_old", "_young")
 
@@ -36,8 +36,9 @@ class Ghosts:
         self._old: dict[int, int] = {}
 
     def note(self, parent: Node, page: bytes, gone: int) -> None:
-        """Remember that the node below ``parent`` that began with ``page`` has left the tree. ``gone``: from where, a
-        ``Gone``. Roots are told apart by their digests: one may go and come again."""
+        """Remember that the node below ``parent`` that began with ``page`` has left the tree. ``gone``: a ``Gone``, the
+        tier that it left. A root is known by its digest, not its identity, since a root may be dropped and made
+        again."""
         young = self._young
         # The key is that of ``find``, but without a call, since every eviction pays for it.
         young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone

@@ -1,16 +1,16 @@
 """Holds: what a lease, a claim or a prefetch pins of the tree on one tier, and how these pins change.
 
-A hold pins what a match needs that ends in a given node: FULL on the path to that node, and of the other components the
-window or state before the end. It is taken and dropped as a whole. A *claim* is the hold on the host that a finished
-prefetch leaves behind for a request, until that request has its lease.
+A hold pins the cells that are needed by a match which ends in a given node: FULL on the path to that node, and of the
+other components the window or state before the end. A hold is taken and dropped as a whole. A *claim* is the hold on
+the host that a finished prefetch leaves behind for a request, until that request has its lease.
 
 Law of splits: a hold finds its nodes again only by ``end`` and the borders in ``lows``. When the node divides in which
 it ends, its object becomes the suffix, and the new prefix gets a copy of the counts that cover it. So the walk from the
 end node up to a border always finds the same pins.
 
-Law of claims: nothing waits for a claim for good. Whoever could not go on otherwise takes claims away (``let_go``), and
-a request that lost its claim only computes what it would have found. A claim pins nodes whose FULL is PRESENT on the
-host, so these nodes stay as long as the claim does.
+Law of claims: nothing waits for a claim for good. A request that could not go on otherwise takes claims away
+(``let_go``). The request that lost its claim only computes the pages that it would have found. A claim pins nodes whose
+FULL is PRESENT on the host, so these nodes stay as long as the claim does.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class Claims:
     def let_go(self, firm: bool) -> bool:
         """Take one claim away. Return False if there is none to take.
 
-        Claims of requests that stand in no line go first, the oldest of them before the others, since its request may
-        have been forgotten. ``firm``: whether claims of requests in line may go after those, the highest number first:
-        it came last and would be granted its lease last.
+        Claims of requests that do not stand in line go first, and the oldest of these before the others, since its
+        request may have been forgotten. ``firm``: True if claims of requests in line may go, too, after the others.
+        Among those the highest number goes first, because that request came last and would be granted its lease last.
         """
         holder = next((holder for holder in self.held if holder not in self._firm), None)
         if holder is None and firm:

@@ -14,7 +14,8 @@ HASH_BYTES: Final = 32
 
 
 class Adapter(str):
-    """An ``extra_key`` that belongs to a LoRA adapter: text like any other, with what KV events call the adapter.
+    """The ``extra_key`` of a LoRA adapter: a str like any other, which also has the name and number under which KV
+    events tell of the adapter.
 
     ``lora_name`` is the key itself, unless another name is given. ``lora_id`` is the adapter's number, or None. Only
     the events look at these two. Pages are found by the key alone, so two adapters with one key share their pages.

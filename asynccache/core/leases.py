@@ -1,4 +1,4 @@
-"""Leases: what a request holds while it runs. Granting is all or nothing.
+"""Leases: the part of the cache that a request has while it runs. A lease is granted as a whole or not at all.
 
 A lease pins the path its prompt matched and owns the pages of everything after it. ``commits`` moves whole pages from
 the lease into the tree.
@@ -29,9 +29,9 @@ class LeaseRequest(NamedTuple):
 
     ``space``: the digest of its namespace. ``limit``: no match goes further. ``reserve``, ``reserve_swa``: the
     positions up to which FULL and SWA pages are taken, but no further than ``chunk`` and ``chunk_swa`` beyond the end
-    of the match. ``states``: how many MAMBA slots are taken. ``load``: whether anything may be moved for it, by
-    load_back or as a private copy. ``shorter``: whether less than the longest match will do. ``shared``: how many
-    tokens of ``key`` other conversations have, too; EVERYTHING: that is not known.
+    of the match. ``states``: how many MAMBA slots are taken. ``load``: True if pages may be copied for the lease, by a
+    load_back or as a private copy. ``shorter``: True if a match shorter than the longest one will do. ``shared``: how
+    many tokens of ``key`` other conversations have, too; EVERYTHING: their number is not known.
     """
 
     space: bytes
@@ -51,16 +51,18 @@ class CoreLease:
     """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
     in tokens.
 
-    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that are its own, and the page with which they
-    begin. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages exist up to here.
+    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
+    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
+    exist up to here.
 
-    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went then. ``loads``: the operations
-    that must be DONE before its pages are good. ``loaded_tokens``: how much its own load brings of FULL. ``valid``:
-    None, or how much is still good after a load failed. ``length``: how much is committed so far.
+    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
+    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
+    lease's own load brings. ``valid``: None, or how many tokens are still good after a load failed. ``length``: how
+    many tokens are committed so far.
 
     ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
-    which on it is private to its conversation; NOWHERE: that is not known. ``border``: the page before which decoding
-    needs no window any more.
+    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
+    decoding needs no window any more.
     """
 
     __slots__ = (
@@ -92,7 +94,7 @@ class Grant(NamedTuple):
 
 
 def retire(world: World, slots: list[bytes], adoption: bool) -> None:
-    """Keep these device slots, by component, from being taken until the engine is done with them. ``adoption``: see
+    """Retire these device slots, by component: nobody takes them until the engine is done with them. ``adoption``: see
     ``Retire``."""
     op = world.ledger.open(RETIRE)
     op.slots = slots
@@ -161,16 +163,16 @@ class Leases:
         return -(-tokens // self._page_size)
 
     def _ways(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
-        """Return the match ends to try, in pages, best first. With each goes whether to cut the node in which its
-        window begins, so that a pin takes no more than the window."""
+        """Return the match ends to try, in pages, best first, as pairs. The second value is True if the node in which
+        the window of that end begins is to be cut, so that a pin takes no more than the window."""
         targets = self._targets(ask, path, ends)
         if not self._swa:
             return [(target, False) for target in targets]
         return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
-        """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, for the match
-        itself may be what takes the room."""
+        """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, because the
+        pages of the match themselves may take the room that the request needs."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -185,8 +187,8 @@ class Leases:
     def _try(
         self, ask: LeaseRequest, root: Node, path: list[Node], ends: Ends, target: int
     ) -> tuple[Room, CoreLease | None]:
-        """Pin the match up to page ``target``, and make room for loads and new pages. Return what came of that, and the
-        lease; None if it does not fit, and then nothing stays pinned."""
+        """Pin the match up to page ``target``, and make room for loads and new pages. Return the outcome and the lease.
+        The lease is None if it does not fit; nothing stays pinned then."""
         world = self._world
         end = path[-1] if path else root
         hold = take_hold(world, end, target)
@@ -212,7 +214,7 @@ class Leases:
         """Return the path up to page ``target``, after splitting nodes at ``target`` and at page ``private``. The node
         in which the window of that end begins is split there in three cases: its SWA must be loaded, so that no more
         than the window is; ``exact``, so that no more is pinned; ``target`` lies inside a node, where texts fork, so
-        that what this end needs is apart from what is before it."""
+        that the pages which this end needs are in a node of their own."""
         world = self._world
         path = path[:]
         while path and path[-1].parent.end >= target:  # type: ignore[union-attr]
@@ -235,8 +237,8 @@ class Leases:
         return path
 
     def _loads(self, path: Sequence[Node], target: int) -> list[tuple[Node, int]]:
-        """Return what the match lacks on the device and the host has: nodes, root first, with a bit for each
-        component."""
+        """Return the nodes, root first, of which the match needs data that the device lacks and the host has; each with
+        a bit for each such component."""
         count = self._count
         firsts = [c.first_page(target) for c in self._world.components]
         floor = min(firsts[1:], default=NOWHERE)
@@ -295,7 +297,7 @@ class Leases:
         return lease
 
     def _await_arrivals(self, lease: CoreLease, path: Sequence[Node], target: int) -> None:
-        """Have the lease hear of every load that brings pages which it matched."""
+        """Note the lease in every load that brings pages of its match, so that it hears when such a load fails."""
         loads: dict[int, None] = {}
         for node in path:
             if node.ops and any(
@@ -419,8 +421,8 @@ class Leases:
         self._world.leave(lease.hold.end.root)
 
     def _leave_clones(self, lease: CoreLease) -> bytes:
-        """Return the lease's state slots that can be given back. One that a clone still writes to is handed to that
-        clone, until its outcome."""
+        """Return the lease's state slots that can be given back. A slot that a clone still writes to is handed to the
+        clone's operation, which keeps it until its outcome."""
         for op_id in lease.loads:
             op = self._world.ledger.ops.get(op_id)
             if op is not None and op.kind is CLONE:
@@ -430,9 +432,9 @@ class Leases:
         return lease.states
 
     def _end_tail(self, node: Node, private: int) -> None:
-        """Have what only this conversation used go before all else, since it is over: the nodes from ``node`` upwards
-        that begin at page ``private`` or after it; if that is NOWHERE, those without a fork at their end or below. The
-        walk ends at a node that somebody else pins."""
+        """Mark the nodes that only this conversation used as ended, so that they are evicted before all others. These
+        are the nodes from ``node`` upwards that begin at page ``private`` or after it. If ``private`` is NOWHERE, they
+        are the nodes without a fork at their end or below. The walk ends at a node that another lease pins."""
         while node.parent is not None:
             if len(node.children or ()) > 1 if private == NOWHERE else node.parent.end < private:
                 return

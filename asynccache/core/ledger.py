@@ -1,11 +1,11 @@
-"""The books of what is given out: operations in flight, with the fragments of the tree that each one covers, and the
-free slots of each component on each tier.
+"""The ledger: the operations in flight, with the fragments of the tree that each one covers, and the free slots of each
+component on each tier.
 
 An operation opens once, is given exactly one outcome, and closes. It covers fragments, root first. A fragment is a
 node, and when that node splits, both pieces take its place. So an operation always covers exactly the pages that it was
-opened for. A fragment also says what the operation pins there, which is unpinned when it closes.
+opened for. A fragment also says which cells the operation pins there. They are unpinned when the operation closes.
 
-Slots are integers, handed out and taken back in bulk. The free ones are a stack of runs, each a slot list: a run that
+Slots are integers, handed out and taken back in bulk. The free slots are a stack of runs, each a slot list. A run that
 was given back is handed out again as it is, so most takes and gives move one reference.
 """
 

@@ -1,4 +1,4 @@
-"""Matching: how far a prompt is cached, on which tier, and what that makes recent."""
+"""Matching: how far a prompt is cached, on which tier, and which cells become recent by that."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class Ends:
 
 
 class Matching:
-    """Finds matches in one world. It changes nothing but how recent cells are, and the eviction orders that go by
-    that."""
+    """Finds matches in one world. A match changes only how recent cells are, and so the eviction orders."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -99,9 +98,9 @@ class Matching:
         return lacking
 
     def touch(self, node: Node, end: int) -> None:
-        """Mark as used just now what a match that ends at page ``end`` needs: FULL and MAMBA of the node that ``end``
-        lies in, and SWA of the nodes of the last window, the first of them first. ``node``: that node, or one below
-        it."""
+        """Mark the cells that a match ending at page ``end`` needs as used just now: FULL and MAMBA of the node that
+        ``end`` lies in, and SWA of the nodes of the last window, the first of them first. ``node``: that node, or one
+        below it."""
         recency = self._world.recency
         while node.parent is not None and node.parent.end >= end:
             node = node.parent
@@ -112,8 +111,8 @@ class Matching:
             self._touch_end(node, end)
 
     def _touch_end(self, node: Node, end: int) -> Node:
-        """Mark as used just now what a match that ends at page ``end``, in ``node``, needs of SWA and MAMBA. Return the
-        node above all those that were marked."""
+        """Mark the cells of SWA and MAMBA that a match ending at page ``end``, in ``node``, needs as used just now.
+        Return the node above all marked ones."""
         recency, swa = self._world.recency, self._swa
         self._world.reprieve(node)
         if self._mamba:

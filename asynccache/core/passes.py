@@ -1,11 +1,11 @@
 """Passes over all nodes, in slices: a question to every live node (``Survey``), the forgetting of namespaces
-(``Invalidation``), and what the tree knows made known to a store that was attached just now (``Backfill``).
+(``Invalidation``), and the report of all pages to a store that was just attached (``Backfill``).
 
 Laws:
-* A survey and a backfill visit every node once that is there from their beginning to their end, even if nodes split,
-  leave and come between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
-* Nobody matches below a dead root, and what hangs there goes leaf by leaf as it comes free.
-* What comes during a backfill goes to the store by itself.
+* A survey and a backfill visit each node once that is in the tree from their beginning to their end, even if nodes
+  split, leave and come between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
+* Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more.
+* Pages that come into the tree during a backfill go to the store by the usual way, not by the backfill.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SURVEY_SLICE = 512
 
 class Walk:
     """A walk over the live nodes below ``roots``, a node at a time. ``todo``: the nodes to visit, each with the node
-    that it was found below, so that what was split off it since is found, too."""
+    that it was found below, so that the pieces that were split off it since are found, too."""
 
     def __init__(self, roots: Iterable[Node]) -> None:
         self.todo: list[tuple[Node, Node]] = []
@@ -63,8 +63,9 @@ class Unsaved(NamedTuple):
 
 
 class Survey:
-    """One walk over the nodes of the namespace ``space``, or of all namespaces (None). Ask one question of it, again
-    and again: it answers ``More`` until the walk is over, and then the result."""
+    """One walk over the nodes of the namespace ``space``, or of all namespaces (None). A survey is for one question:
+    call ``unsaved`` or ``hashes`` again and again. The answer is ``More`` until the walk is over, and then the
+    result."""
 
     def __init__(self, world: World, space: bytes | None) -> None:
         self._world = world
@@ -145,7 +146,7 @@ class Invalidation:
         return steps
 
     def _dead_nodes(self) -> Iterator[Node]:
-        """Yield all nodes below dead roots. Nodes may leave and split meanwhile."""
+        """Yield all nodes below dead roots, each after its children. Nodes may leave and split between two steps."""
         for root in tuple(self._world.dead_roots):
             yield from self._leaves(root)
 
@@ -178,8 +179,8 @@ class Filled(NamedTuple):
 
 
 class Backfill:
-    """One pass. It names every page to the KV events. ``store``: True if what the host has is also stored, even if
-    another store has it."""
+    """One backfill. The pass announces every page in KV events. ``store``: True if the host's pages are also written to
+    storage, even those that another store has."""
 
     def __init__(self, world: World, transfers: Transfers, *, store: bool) -> None:
         self._world = world
@@ -189,7 +190,7 @@ class Backfill:
         self._walk = Walk(world.roots.values())
 
     def some(self, ops: int, pages: int) -> Filled:
-        """Do the next slice, which begins about ``ops`` operations on about ``pages`` pages of FULL and no more."""
+        """Do the next slice. It begins at most about ``ops`` operations, on at most about ``pages`` pages of FULL."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
         for _ in range(_BACKFILL_SLICE):
             if not self._walk.todo:

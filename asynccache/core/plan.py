@@ -1,9 +1,9 @@
 """Plans, the decisions of core calls: effects for the runtime to perform, and the operations that ended.
 
 Values only. Every core call returns one frozen ``Plan``. The runtime enqueues its effects before the next ``await``,
-performs them, and answers each ``op`` with exactly one ``Outcome``; for a ``Retire`` that is DONE once the engine's
-events have fired. Slot lists are ``bytes`` of little-endian int32 page ids, in token order. Hashes are 32 bytes a page,
-joined.
+performs them, and answers each ``op`` with exactly one ``Outcome``. The outcome of a ``Retire`` is DONE, once the
+engine's events have fired. Slot lists are ``bytes`` of little-endian int32 page ids, in token order. Hashes are 32
+bytes a page, joined.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class LoadBack(NamedTuple):
 
 
 class Clone(NamedTuple):
-    """Copy within the device: a request's private copy. ``after``: the id of the LoadBack that fills its source, or 0
-    if the source is there."""
+    """Copy within the device: a request's private copy. ``after``: the id of the LoadBack that fills the source; 0 if
+    the source is on the device already."""
 
     op: int
     moves: tuple[Move, ...]
@@ -90,8 +90,8 @@ class Publish(NamedTuple):
     """A KV event: FULL pages appeared on ``medium`` (``stored``), or left it.
 
     ``parent``: the hash of the page before them, b"" at the root. ``tokens``: their int32 bytes, b"" if they left.
-    ``space``: the digest of their namespace. For STORAGE the event says that the pages were written to a store or read
-    from one, perhaps not all of them; the store itself knows which it has.
+    ``space``: the digest of their namespace. For STORAGE the event says that pages were written to a store or read from
+    one, but perhaps not all of them. Only the store knows which ones it has.
     """
 
     medium: Medium
@@ -103,7 +103,7 @@ class Publish(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """A KV event: all that was published of every medium is forgotten."""
+    """A KV event: no page is on any medium any more, whatever was published before."""
 
 
 Event = Publish | Cleared

@@ -1,9 +1,10 @@
-"""Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
+"""Prefetch: storage to host. Which pages an end needs from storage is pure arithmetic; the rest is bookkeeping of host
+slots.
 
 A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
 the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it holds the anchor
-and the windows that it may complete, and its slots are its own. It begins when the host has
-room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
+and the windows that it may complete, and its slots are its own. A prefetch begins when the host has room for all pages
+that it may bring. So a prefetch that waits for room holds nothing, and one that has begun never waits for room.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from asynccache.core.world import World, split_at
 class PrefetchShape(NamedTuple):
     """The geometry of one prefetch, in tokens.
 
-    ``anchor``: where its FULL pages begin. ``covered``: where a match ends without it. ``length``: the whole pages of
-    the key. ``window``: the reach of SWA; 0 if there is no SWA. ``swa``: the runs of SWA that are there before the
-    anchor, each from a position to a position, the first run first. ``mamba``: whether there is MAMBA.
+    ``anchor``: where its FULL pages begin. ``covered``: where a match ends without the prefetch. ``length``: how many
+    tokens the whole pages of the key have. ``window``: the reach of SWA; 0 if there is no SWA. ``swa``: the runs of SWA
+    that are there before the anchor, each from a position to a position, the first run first. ``mamba``: whether there
+    is MAMBA.
     """
 
     page_size: int
@@ -86,7 +88,8 @@ def usable_end(
 
 
 class Begin(Enum):
-    """The answer to whether a prefetch may begin now. Whatever it says, a prefetch may join another one (``Join``)."""
+    """The caller's word on whether a prefetch may begin now. In all three cases a prefetch may join another one
+    (``Join``)."""
 
     LATER = "others wait before it"
     NEXT = "it may, but waits for room"
@@ -108,7 +111,7 @@ class Join(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """There is nothing that could be fetched and is worth it. ``reason``: why, in a few words."""
+    """No prefetch: storage has nothing more to give, or too little to be worth it. ``reason``: why, in a few words."""
 
     reason: str
 
@@ -206,9 +209,9 @@ class Prefetches:
         return [min(want, room) for want, room in zip(wants, [max(0, host[0] - anchor), *host[1:]], strict=True)]
 
     def _has_room(self, path: Sequence[Node], wants: Sequence[int], begin: Begin) -> bool:
-        """Return True if a prefetch may begin: the host has room for ``wants``, beside what other prefetches may still
-        take and without evicting ``path``; or nothing will give room back that it could wait for; or it has waited long
-        enough."""
+        """Return True if a prefetch may begin, which is so in three cases. The host has room for ``wants``, beside the
+        slots that other prefetches may still take and without evicting ``path``; or there is nothing to wait for that
+        would give room back; or the prefetch has waited long enough."""
         world = self._world
         if path:
             world.pin_full(path[-1], HOST)
@@ -358,7 +361,8 @@ class Prefetches:
             self._drop(self.active[op], Status.FAILED)
 
     def commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int]) -> tuple[int, ...]:
-        """See ``CacheCore.prefetch_commit``. Return the backups that must end first; none if it is done."""
+        """See ``CacheCore.prefetch_commit``. Return the ids of the backups that must end first; none if the commit is
+        done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
             self.revoke(op)

@@ -1,5 +1,5 @@
-"""The eviction policy ``p2c``. What goes first is what is least likely to be used again, for the room that it takes and
-the time that it would take it.
+"""The eviction policy ``p2c``. The page that goes first is the one least likely to be used again, in proportion to the
+room that it takes and the time for which it would take that room.
 
 Nodes that were used once, twice or often, and nodes that requests fork from, are used again after very different times.
 The policy learns these times while it runs; nothing need be known before.
@@ -10,16 +10,17 @@ The policy learns these times while it runs; nothing need be known before.
   it. What was evicted is remembered for a while as a *ghost*, so that it counts if it is used after all.
 * **Worth.** From its hazards follows what a page of a class is worth at an age: the best ratio, over all horizons, of
   the probability that it is used until then to the time that it is expected to be held for that.
-* **Choice.** The worth of a class rises and then falls with age. So of a queue that is sorted by age the oldest or the
-  newest cell is worth least, and of sixteen candidates the one that is worth least is worth least of all.
+* **Choice.** The worth of a class rises and then falls with age. So in a queue that is sorted by age either the oldest
+  or the newest cell is worth least. The eight classes give sixteen such ends, and the cheapest of these is the cheapest
+  cell of all.
 * **Duel.** The policy chooses by worth only as long as that has found no less of late than giving up the oldest would
   have; see ``duel``. Otherwise the oldest goes.
 
 Amounts are blocks of 512 tokens, so that curves do not depend on the page size. Counts fade, so that a new workload is
 learned anew. Before a hundred requests have been seen, all is worth the same, and the oldest goes.
 
-What is learned is of nodes, and every request that passes through a node uses it. The window or state at a node's end
-is used only by a match that ends there. So its worth is not known, and windows and states go by recency.
+The curves are about nodes, and every request that passes through a node uses it. But the window or state at a node's
+end is used only by a match that ends there. So the worth of windows and states is not known, and they go by recency.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ class Curves:
 
 
 def _again(used: Sequence[float], reached: Sequence[float]) -> list[float]:
-    """Return, for each bin, the share that is used again before it: from how much was used in the bins before it, and
-    how much had reached them (Kaplan and Meier, 1958)."""
+    """Return, for each bin, the share of blocks, 0 to 1, that is used again before it. The share is estimated from how
+    much was used in the bins before, and how much had reached them (Kaplan and Meier, 1958)."""
     found, unused = [], 1.0
     for use, there in zip(used, reached, strict=True):
         found.append(1.0 - unused)

@@ -1,14 +1,15 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
 On the device, what was condemned ahead of time goes first, then the coldest, whether the host has a copy of it or not.
-If it is an only copy, its backup is started and awaited, unless that would be the first to leave the host again. If the
-host has no room for the backup, the device drops it where storage has it. Else what is in flight on the host is awaited
-(what storage takes only while storage is not late), and then claims are let go. To drop an only copy that the host
-would keep is the last resort, and is counted.
+If the coldest cell is an only copy, its backup is started and awaited, unless the new copy would be the first to leave
+the host again. If the host has no room for the backup, there are three steps. The device drops the cell if storage has
+it. Else operations in flight on the host are awaited (writes to storage only while storage is not late), and then
+claims are let go. The last resort is to drop an only copy that the host would keep; such drops are counted.
 
-On the host, copies of what stays on the device go first, so that both tiers together hold as much as they can; then
-what the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched. For
-a copy that can wait or that a drain makes, either all that must go may go, or nothing goes (``make_gently``).
+On the host, copies of pages that stay on the device go first, so that both tiers together hold as many pages as they
+can. Then the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
+touched. A backup that can wait, or that a drain makes, evicts from the host only if every cell that must go for it may
+go; otherwise nothing is evicted (``make_gently``).
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class RoomMaker:
         return Room.FREE
 
     def make_gently(self, needs: Sequence[int], cost: Cost) -> bool:
-        """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If one
-        would have to go that is no copy that ``cost`` names, evict nothing and return False."""
+        """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If a
+        cell would have to go that ``cost`` does not allow to go, evict nothing and return False."""
         world, count = self._world, self._world.count
         reach = [shelf.reachable() for shelf in world.shelves[count:]]
         if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach, cost):
@@ -119,8 +120,8 @@ class RoomMaker:
 
     def _is_refused(self, needs: Sequence[int], reach: Sequence[int], cost: Cost) -> bool:
         """Return True if the last refusal holds for ``needs``, too: no less is wanted at the same cost, no more can be
-        reached, nothing was used since, and the node that was in the way still is. When all is saved, many backups ask
-        in a row, and each would choose in vain what the first one chose."""
+        reached, nothing was used since, and the same node is still in the way. During a drain many backups ask in a
+        row, and without this test each would repeat the first one's search in vain."""
         if self._refusal is None:
             return False
         node, wanted, reached, now, cost_then = self._refusal
@@ -135,7 +136,8 @@ class RoomMaker:
         above: list[tuple[Node, list[int]]],
     ) -> tuple[bool, Node | None]:  # fmt: skip
         """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
-        ``taken``. Return whether it is enough, and if not, the node that may not go gently; None if no other waits.
+        ``taken``. Return True if they are enough. Else return False and the node that may not go gently; None if no
+        cell is left.
 
         As in an eviction, a node whose last child is taken waits among the others. Each parent is added to ``above``,
         with the stamps that it had."""
@@ -171,7 +173,8 @@ class RoomMaker:
 
     def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
-        only copy on the device, it and what else is needed are saved first; then return what to wait for."""
+        only copy on the device, start its backup and those of the other cells that must go, and return what to wait
+        for."""
         node = self.coldest(place, LATE)
         if node is None:
             return Room.SHORT
@@ -187,15 +190,16 @@ class RoomMaker:
         return Room.FREE
 
     def is_expendable(self, node: Node, place: int) -> bool:
-        """Return True if nothing that is wanted is lost when this cell leaves the device: there is no host, or it has a
-        copy, or it should not or could not have one."""
+        """Return True if nothing that is wanted is lost when this cell leaves the device. That is so if there is no
+        host, or if the host has a copy, or should not or could not have one."""
         world = self._world
         return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
 
     def is_outdone(self, node: Node, place: int) -> bool:
-        """Return True if all that the host would have to give up for a copy of this device cell would outlive the copy
-        there. Then no copy is made. Return False if storage is to have one. Of a leaf all goes with the cell: the first
-        component without a copy decides, for on the host those after it would go with that one, too."""
+        """Return True if every cell that the host would have to give up for a copy of this device cell would outlive
+        that copy. Then no copy is made. Return False if storage is to have a copy. A leaf leaves with all its
+        components. Its first component without a copy decides, because on the host the components after it would go
+        with that one, too."""
         world = self._world
         if world.access is Access.WRITE and not self._is_stored(node, place):
             return False
@@ -212,8 +216,8 @@ class RoomMaker:
         return world.shelves[host].policy.sooner(node, other, place, world.recency.time, self._share(node))
 
     def _share(self, node: Node) -> float:
-        """Return what part, up to 1, of the room that a copy of ``node`` takes on the host is its own. The rest is for
-        the nodes above it that the host lacks, too."""
+        """Return which part, 0 to 1, of the room that a backup of ``node`` takes on the host is for ``node`` itself.
+        The rest is for the nodes above that the host lacks, too."""
         above, place = node.parent, self._world.count
         while above is not None and above.parent is not None and above.state[place] == ABSENT:
             above = above.parent
@@ -230,8 +234,8 @@ class RoomMaker:
 
     def _may_go_gently(self, node: Node, cost: Cost) -> bool:
         """Return True if storage has the host copy of ``node``, and ``cost`` allows for it. A copy that was made so
-        that its device cell can go is no spare one: whoever waits for that would have it saved anew, and find it gone
-        again, as often as there are backups that can wait."""
+        that its device cell can go is not spare. If it went, the request that waits for the device cell would start its
+        backup anew, and again find the copy gone, as often as there are backups that can wait."""
         if node.condemned and cost is Cost.SPARE:
             return False
         count, stored = self._world.count, self._world.stored(node)
@@ -350,8 +354,8 @@ class RoomMaker:
         return 0 if self._world.is_candidate(node, place - component) else component
 
     def _count(self, node: Node, tier: int, first: int, component: int) -> None:
-        """Count that ``component`` goes, with ``first`` and those between. What was given up on purpose is not lost,
-        nor what goes with it."""
+        """Count that ``component`` goes, with ``first`` and those between. Cells that were given up on purpose, and
+        those that go with them, do not count as lost."""
         world = self._world
         pages = world.pages(node, component)
         if tier == HOST:

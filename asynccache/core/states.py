@@ -8,8 +8,8 @@
     LEAVING  -> ABSENT    the I/O has its outcome, DONE or FAILED; only now are the slots free
     PRESENT  -> ABSENT    evicted
 
-Any other step is a bug. Whoever changes a state asks ``MAY`` before, so such a step changes nothing. States are small
-integers and no Enum, because they are read on every step of a walk.
+Any other step is a bug. Code that changes a state asks ``MAY`` first, so an illegal step raises an error and changes
+nothing. States are small integers and no Enum, because they are read on every step of a walk.
 """
 
 from __future__ import annotations

@@ -69,11 +69,11 @@ class Transfers:
     # backup_host
 
     def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> bool:
-        """Start the backup of ``node`` and of every ancestor that lacks one. Returns False if that must wait, else
-        True, also if there was nothing to start. What the host could never hold is left out.
+        """Start the backup of ``node`` and of every ancestor that lacks one. Returns False if the backup must wait,
+        else True, also if there was nothing to start. Pages that the host could never hold are left out.
 
-        ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing, but not
-        as long as nodes end after this page. ``cost``: what the host may give up for it.
+        ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing and ends
+        at this page or before. ``cost``: what the host may give up for the backup.
         """
         chain = self._lacking(node, floor)
         if not chain:
@@ -83,9 +83,9 @@ class Transfers:
         return self._open_backup(chain, cost)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """Make ``save`` at the cost of spare copies. If the backup must wait, it is tried again later when storage is
-        to have it, or when too many backups are in flight. Any other node can wait until it is among the coldest of the
-        device, since before that a copy on the host would only take room."""
+        """Make ``save`` at the cost of spare copies. A backup that must wait is tried again later in two cases: storage
+        is to have the pages, or too many backups were in flight. Any other node can wait until it is among the coldest
+        of the device, because before that a copy on the host would only take room."""
         if self.save(node, floor, Cost.SPARE):
             self.deferred.pop(node, None)
         elif self._world.access is Access.WRITE or self._is_busy():
@@ -195,8 +195,8 @@ class Transfers:
         return needs, fitting
 
     def _has_host_room(self, end: Node, needs: Sequence[int], cost: Cost) -> bool:
-        """Make room on the host, if there is too little, but not at the cost of what ``end`` hangs on. Returns True if
-        there is room now. ``needs``: slots by component."""
+        """Make room on the host, if there is too little, but never by evicting ``end`` or a node above it. Returns True
+        if there is room now. ``needs``: slots by component."""
         place, crowded = self._count, False
         for need, promised in zip(needs, self.promised, strict=True):
             shelf = self._world.shelves[place]
@@ -238,7 +238,7 @@ class Transfers:
 
     def store(self, nodes: Iterable[Node], again: int = 0) -> None:
         """Start storing what ``nodes`` have on the host and storage lacks. ``again``: the number of an operation; if it
-        is not 0, all that they have on the host is stored, but for what that operation or a later one is storing."""
+        is not 0, all host pages of the nodes are stored, except those that this operation or a later one is storing."""
         world, count = self._world, self._count
         if world.access is not Access.WRITE:
             return
@@ -258,10 +258,10 @@ class Transfers:
         world.effect(BackupStorage(op.id, tuple(pages)))
 
     def store_again(self) -> None:
-        """Try again some of the nodes that storage did not take, if it has just taken others and has nothing else to
-        do. So a store that is away, or too slow, is left alone, and one that is back gets these nodes by and by. They
-        are few enough at a time to be no burden to the host. A node that would be one by itself is not in ``unstored``
-        (``_stored``), and is left to the next drain."""
+        """Try again some of the nodes that storage did not take, if storage has just taken others and has nothing else
+        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes by and by.
+        The nodes of one try are few, so that they pin little of the host. A node that is too large even alone is not in
+        ``unstored`` (see ``_stored``), and is left to the next drain."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False
@@ -286,8 +286,8 @@ class Transfers:
 
     def save_coldest(self) -> None:
         """Condemn the coldest leaves of the device, and start backups of those that are to have one, until free and
-        condemned pages pass the watermark. Where every page has its copy already nobody will have to wait, and nothing
-        is done.
+        condemned pages pass the watermark. Nothing is done where every page has its copy already, because then no
+        eviction has to wait.
 
         What is condemned takes room on both tiers, so the watermark is a share of the smaller one.
         """
@@ -340,8 +340,8 @@ class Transfers:
         return True
 
     def _stored(self, op: Operation, done: bool, fragments: Sequence[Fragment]) -> None:
-        """Note what storage has of an operation that has ended. If it failed, some pages may be in storage even so, and
-        its nodes are noted for another try, but for those that fill more than a quarter of the host."""
+        """Note what storage has of an operation that has ended. Some pages of a failed operation may be in storage even
+        so. Its nodes are noted for another try, except those that fill more than a quarter of the host."""
         for node, moves, _ in fragments:
             if done:
                 self._world.note_stored(node, moves, op)
@@ -434,7 +434,7 @@ class Transfers:
         self._fail_from_start(op)
 
     def _fail_from_start(self, op: Operation) -> None:
-        """Have the leases of ``op`` hear that nothing is good any more from the first page on that it covers."""
+        """Tell the leases of ``op`` that their pages are invalid from the first page that ``op`` covers."""
         self._fail_leases(op, min(_start(node) for node, _, _ in op.fragments) * self._world.config.page_size)
 
     def _fail_leases(self, op: Operation, valid: int) -> None:

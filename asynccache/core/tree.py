@@ -1,4 +1,5 @@
-"""The radix tree's shape: nodes, the walk down, and nothing about slots, pins or policies.
+"""The shape of the radix tree: nodes, and the walk down from the root. Slots, pins and policies are none of its
+concern.
 
 A node's key is a run of whole pages; children are found by their first page. ``end`` is the position after the node,
 in pages from the root. A node that left the tree has no parent, like a root, and never comes back.
@@ -21,9 +22,9 @@ class Node:
 
     The *place* of a cell is its index in these lists: first the components on the device, then the components on the
     host. ``state``; ``slots``, bytes of int32; ``pins``, the counts that keep the data; ``entry``, the slice of an
-    eviction queue in which the cell waits, or None. ``stamp`` has one entry for each component, for both tiers. These
-    are lists, one for each attribute, because making an object for each cell would cost a commit more than all else
-    that it does with them.
+    eviction queue in which the cell waits, or None. ``stamp`` has one entry for each component, for both tiers. There
+    is one list for each attribute and no object for a cell, because making such objects would take more time than all
+    the rest of a commit.
 
     ``hashes``: the prefix hashes of its pages, 32 bytes each, or b"" if they are not known. ``kids_device``,
     ``kids_host``: how many children have FULL in any state but ABSENT on that tier. ``ops``: the operations that cover
@@ -32,9 +33,9 @@ class Node:
     leases have committed through this node while it had no host copy, and the id of the last of them. ``unsavable``:
     its last backup to the host failed, so it may be dropped without waiting for another.
 
-    ``condemned``: a bit for each component whose device cell was chosen to go next; nothing is lost then, or nothing
-    will be once a backup in flight has ended. FULL's bit stands for the whole leaf. The bits are cleared when a request
-    wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy.
+    ``condemned``: a bit for each component whose device cell was chosen to go next. Evicting such a cell loses nothing,
+    or will lose nothing once a backup in flight has ended. FULL's bit stands for the whole leaf. The bits are cleared
+    when a request wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy.
     """
 
     __slots__ = (

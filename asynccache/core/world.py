@@ -1,4 +1,4 @@
-"""Where the core's mutable state lives, and the few steps that change it.
+"""The world: the core's mutable state, and the few steps that change it.
 
 Every change of a cell goes through ``fill``, ``arrive``, ``doom`` or ``vacate``, every pin through ``pin``/``unpin``,
 and every split through ``split``. These keep the sums (evictable pages, children per tier) exact, so nothing is
@@ -6,8 +6,8 @@ recounted.
 
 Pins. FULL: a node counts the pins that end at it plus its pinned children; the count reaches the parent only when it
 leaves or returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node
-alone. A pin of component c comes with pins of all components before it, so what is pinned is never dragged along by an
-eviction.
+alone. A pin of component c comes with pins of all components before it. So a pinned cell never goes along with another
+cell that is evicted.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Shelf:
     """One component on one tier. ``slots``: its slots. ``evictable``: how many of them eviction could free. ``orders``:
     the cells that may be evicted, those that go EARLY and those that go LATE.
 
-    On the device, what was condemned goes early. On the host, copies of what stays on the device go early. ``policy``
+    On the device, condemned cells go early. On the host, copies of pages that stay on the device go early. ``policy``
     chooses among the rest. The policy of the cache chooses only where pages leave the last tier, and among windows and
-    states only if it wants to. What leaves a device above a host is not lost, and there the least recently used goes:
-    so the pages of a path leave the device together. Otherwise the host, where data is closed towards the root, would
-    also have to hold pages above them that are still on the device.
+    states only if it wants to. Pages that leave a device for a host are not lost, so there the least recently used
+    goes, and the pages of a path leave the device together. Otherwise the host, where data is closed towards the root,
+    would also have to hold pages above them that are still on the device.
     """
 
     __slots__ = ("evictable", "orders", "policy", "slots")
@@ -190,9 +190,9 @@ class World:
             node.stored = self.era << _BITS | self.stored(node) | mask
 
     def forget_stored(self) -> None:
-        """Have no page count as stored: a store was detached, and nobody knows which pages it alone had. What
-        operations in flight put into a store does not count either. All that changes is the era, so no node need be
-        touched."""
+        """Forget for every page that it is stored: a store was detached, and nobody knows which pages only that store
+        had. Pages that operations in flight put into a store do not count either. Only the era changes, so no node need
+        be touched."""
         self.era += 1
         self._era_began = self.ledger.next
 
@@ -329,8 +329,8 @@ class World:
 
     def condemn(self, node: Node, c: int) -> None:
         """Note that the device cell of component ``c``, a candidate or about to be one, is the next to go. From now on
-        its copy on the host is no mere duplicate, so the copy does not go early. If ``c`` is FULL, the leaf ``node``
-        goes whole."""
+        its copy on the host is more than a duplicate, so the copy does not go early. If ``c`` is FULL, the leaf
+        ``node`` goes whole."""
         if not node.condemned >> c & 1:
             node.condemned |= 1 << c
             if not c:
@@ -338,8 +338,8 @@ class World:
             self._reorder_all(node)
 
     def reprieve(self, node: Node) -> None:
-        """Undo ``condemn`` for all components: somebody wants ``node`` after all, or it has lost the copy that made it
-        expendable."""
+        """Undo ``condemn`` for all components: a request wants ``node`` after all, or the node has lost the host copy
+        that made it expendable."""
         if node.condemned:
             if node.condemned & 1:
                 self.condemned_pages -= self.pages(node, 0)

@@ -1,4 +1,4 @@
-"""Turns what a cache tells into the events that subscribers get. Pure: no clock, no socket, no thread.
+"""Turns the notices of a cache into the events that subscribers get. Pure: no clock, no socket, no thread.
 
 The core knows which pages are on device and host, and the hashes of all pages. Only the store knows which keys it
 holds, and a key does not tell the page's hash. So a page on STORAGE is announced, once, when both are known: the core
@@ -44,8 +44,8 @@ class Announcer:
         return f"Announcer({len(self._announced)} of {len(self._stored_keys)} stored keys announced)"
 
     def forget(self) -> AllBlocksCleared:
-        """Begin anew, because events were lost or the cache is empty now. Returns the event that tells subscribers so:
-        for them every page has gone until it is announced again."""
+        """Forget all that was announced, because events were lost or the cache is empty now. Returns the event that
+        tells subscribers so: for them every page has gone until it is announced again."""
         self._announced.clear()
         return AllBlocksCleared()
 
@@ -97,8 +97,8 @@ class Announcer:
             yield BlockRemoved(gone, Medium.STORAGE.value)
 
     def _new_runs(self, hashes: bytes) -> Iterator[tuple[int, int]]:
-        """Yield the runs of pages that are to be announced on STORAGE: the index of the first page, and that past the
-        last."""
+        """Yield the runs of pages that are to be announced on STORAGE: for each the index of its first page, and the
+        index after its last."""
         start, count = 0, len(hashes) // HASH_BYTES
         for page in range(count):
             if not self._is_news(hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]):
@@ -109,8 +109,8 @@ class Announcer:
             yield start, count
 
     def _is_news(self, page_hash: bytes) -> bool:
-        """Note that this page is announced on STORAGE. Returns True if it is to be: the store holds it, and it was not
-        announced before."""
+        """Return True if this page is to be announced on STORAGE: the store holds it, and it was not announced before.
+        The page counts as announced from then on."""
         assert self._cache is not None
         if self._cache.key_of is None:
             return False

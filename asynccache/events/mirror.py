@@ -21,7 +21,8 @@ class Mirror:
         """Apply the events of one batch.
 
         Raises:
-            ConfigError: it is no batch, or one of its events is unusable; then none of them was applied.
+            ConfigError: ``batch`` is no ``EventBatch``, or one of its events is unusable. Then none of its events was
+            applied.
         """
         events = checks.instance("batch: events", checks.instance("batch", batch, EventBatch).events, (list, tuple))
         for event in events:
@@ -33,7 +34,7 @@ class Mirror:
         """Apply one event.
 
         Raises:
-            ConfigError: it is no event, or its block hashes or its medium are unusable.
+            ConfigError: ``event`` is no block event, or its block hashes or its medium are unusable.
         """
         _check("event", event)
         self._note(event)

@@ -22,7 +22,7 @@ class Opened(NamedTuple):
 
 
 class StorageReport(NamedTuple):
-    """The store holds these storage keys from now on (``there``), or no longer."""
+    """A report of storage keys. ``there``: True if the store holds them from now on, False if it no longer does."""
 
     there: bool
     keys: Sequence[bytes]

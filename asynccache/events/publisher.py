@@ -4,11 +4,11 @@
     ROUTER  is asked for all batches from a sequence number on. It answers each as (topic, number, payload), then
             ("", -1, ""). In the older layout, which has no topic here, that first frame is left out.
 
-A notice costs the cache one append to a queue, and one byte that wakes the thread for each batch. A subscriber that
-reads too slowly loses messages at ZeroMQ's high-water mark and sees a gap in the sequence numbers. It can ask for the
-last ``keep`` batches again. If they do not reach back far enough, the answer begins with a batch with AllBlocksCleared.
-So a gap is filled or announced, and never passed over in silence. AllBlocksCleared is also sent when the thread falls
-so far behind that notices are dropped.
+A notice costs the cache one append to a queue; for each batch one byte is written, too, which wakes the thread. A
+subscriber that reads too slowly loses messages at ZeroMQ's high-water mark and sees a gap in the sequence numbers. It
+can ask for the last ``keep`` batches again. If they do not reach back far enough, the answer begins with a batch with
+AllBlocksCleared. So a gap is filled or announced, and never passed over in silence. AllBlocksCleared is also sent when
+the thread falls so far behind that notices are dropped.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class History:
         self._bytes = 0
 
     def add(self, number: int, payload: bytes) -> None:
-        """Add a batch, and drop the oldest ones that are too many."""
+        """Add a batch, and drop the oldest ones until the limits are kept."""
         self._batches.append((number, payload))
         self._bytes += len(payload)
         while len(self._batches) > self._keep or (self._bytes > self._keep_bytes and len(self._batches) > 1):
@@ -87,12 +87,10 @@ class ZmqPublisher:
     Args:
         endpoint: the address that the PUB socket is bound to. For a port ``*`` the system chooses one; the attribute
             ``endpoint`` has it then.
-        replay: the address of the ROUTER socket, likewise; None: batches cannot be asked for again.
-        topic: the topic of every message.
-        rank: the data-parallel rank that every batch names; None: it names none.
-        layout: how events are written, see ``Layout``.
-        replay_topic: whether a replayed batch begins with the topic. By default it is as in the versions of vLLM that
-            write events in ``layout``: True for MAP, False for ARRAY.
+        replay: the address of the ROUTER socket, written like ``endpoint``; None: batches cannot be asked for again.
+        topic: the topic of every message. rank: the data-parallel rank that every batch names; None: it names none.
+        layout: how events are written, see ``Layout``. replay_topic: whether a replayed batch begins with the topic. By
+        default it is as in the versions of vLLM that write events in ``layout``: True for MAP, False for ARRAY.
         keep: how many batches are kept for replay, at most.
         keep_bytes: how many bytes they have, at most.
         gather: seconds that a batch waits for more events before it is sent.
@@ -147,10 +145,10 @@ class ZmqPublisher:
         return f"ZmqPublisher({self.endpoint!r}, {self._number} batches, {len(self._backlog)} notices wait)"
 
     def __call__(self, notice: Notice) -> None:
-        """Queue a notice, which is published soon. It never blocks.
+        """Queue a notice, which the thread publishes soon. The call never blocks.
 
         Raises:
-            ConfigError: ``notice`` is none of those that a cache passes to ``on_event``.
+            ConfigError: ``notice`` is of no type that a cache passes to ``on_event``.
         """
         checks.instance("notice", notice, _NOTICES)
         if self._closing or self.error is not None:
@@ -175,8 +173,8 @@ class ZmqPublisher:
         self.close()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what waits and end the thread. After ``timeout`` seconds it returns even if some is unsent. Calling it
-        twice is fine."""
+        """Send the notices that wait, and end the thread. After ``timeout`` seconds the call returns even if some are
+        unsent. Calling it twice is fine."""
         timeout = checks.number("timeout", timeout, 0, threading.TIMEOUT_MAX)
         if self._closing:
             return
@@ -190,7 +188,7 @@ class ZmqPublisher:
             self._awaken.send(b"\0")
 
     def stats(self) -> PublisherStats:
-        """Return the counters. It may be called in any thread."""
+        """Return the counters. May be called from any thread."""
         return PublisherStats(
             self._number, self._events, self._bytes, self._replays, self._lost, len(self._backlog)
         )

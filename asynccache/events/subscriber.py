@@ -1,5 +1,5 @@
-"""The receiving end of KV events: batches in order. Missing ones are asked for again; those that cannot be had are
-replaced by a batch with AllBlocksCleared."""
+"""The receiving end of KV events: batches in order. Missing batches are asked for again; batches that cannot be had are
+replaced by one with AllBlocksCleared."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Received(NamedTuple):
 class Subscriber:
     """Reads the batches of one publisher. Not thread-safe.
 
-    A publisher that was started again begins at number 0, and is noticed by a number that was received before. If it
-    has sent more batches by then than its predecessor, the restart cannot be noticed.
+    A publisher that was started again begins at number 0, and is noticed by a number that was received before. If the
+    new publisher has sent more batches than its predecessor before the subscriber receives one, the restart cannot be
+    noticed.
 
     Args:
         endpoint: the address of the publisher's PUB socket.
@@ -77,12 +78,12 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def catch_up(self) -> Iterator[Received]:
-        """Ask the publisher for all batches that were not received yet and yield them. For subscribers that join
-        late."""
+        """Ask the publisher for all batches that were not received yet, and yield them. This is for a subscriber that
+        joins late."""
         yield from self._replayed(None)
 
     def receive(self, timeout: float) -> Iterator[Received]:
-        """Yield the batches as they come; it ends when none has come for ``timeout`` seconds."""
+        """Yield the batches as they come. The iteration ends when none has come for ``timeout`` seconds."""
         timeout = checks.number("timeout", timeout, 0, MOST_SECONDS)
         return self._received(timeout)
 

@@ -1,8 +1,8 @@
 """The events and how they are encoded: msgspec structs with a tag, in a batch that is encoded as an array.
 
 vLLM has encoded its events in two ways, under the same names: first as arrays (``["BlockStored", ...]``), as SGLang
-still does, and later as maps (``{"type": "BlockStored", ...}``). A reader of the one refuses the other, so users choose
-the layout. The names of the fields and their order are vLLM's (``vllm/distributed/kv_events.py``).
+still does, and later as maps (``{"type": "BlockStored", ...}``). A reader of one layout refuses the other, so users
+choose the layout. The names of the fields and their order are vLLM's (``vllm/distributed/kv_events.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Blocks that follow each other in a prompt have appeared on ``medium``.
 
     ``parent_block_hash``: the block before the first of them, or None. ``token_ids``: the tokens of all of them.
-    ``extra_keys``: for each block what distinguishes it from blocks with the same tokens: the name of its adapter, if
-    it has one, and its ``extra_key`` (in hex if that is bytes).
+    ``extra_keys``: for each block the texts that distinguish it from blocks with the same tokens: the name of its
+    adapter, if it has one, and its ``extra_key`` (in hex if that is bytes).
     """
 
     block_hashes: list[int]

@@ -1,7 +1,8 @@
-"""The CPU device: worker threads as streams. The embedded default, and an honest double of a GPU.
+"""The CPU device: worker threads as streams. It is the default when asynccache runs embedded, and in tests it stands in
+for a GPU.
 
-A stream is one thread with an ordered queue. Between streams there is no order but by ``wait_event``. Events fire
-later, from the stream's thread; those that fire in a burst cost each loop that waits for them one hop. Nothing blocks
+A stream is one thread with an ordered queue. Only ``wait_event`` orders one stream after another. Events fire later,
+from the stream's thread. Several events that fire together wake each loop that waits for them only once. No call blocks
 the caller.
 
 Where the mutable state lives: in a stream's queue (filled from any thread, emptied by its own), and in the signals.
@@ -51,7 +52,7 @@ class CpuStream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Hold later work of this stream until ``event`` is done. Does not block the caller.
+        """Hold later work of this stream until ``event`` is done. The call does not block.
 
         Raises:
             ConfigError: the event belongs to another kind of device.
@@ -65,7 +66,7 @@ class CpuStream:
     def copy(
         self, steps: Iterable[batch.Step], hitches: Mapping[int, batch.Hitch], layers: int = 0
     ) -> Sequence[CpuEvent]:
-        """Enqueue one batch, and return an event after each of its ``layers`` steps; none if that is 0."""
+        """Enqueue one batch, and return an event after each of its ``layers`` steps; no events if ``layers`` is 0."""
         events = [CpuEvent(self._bells, self.name) for _ in range(layers)]
         self._thread.submit(partial(self._copy, steps, hitches, events))
         return events
@@ -115,7 +116,7 @@ def _own(stream: Stream) -> CpuStream:
 
 
 class CpuDevice:
-    """Host memory as a device. ``faults``: what it does wrong on purpose."""
+    """Host memory as a device. ``faults``: the copies that are late, torn or failing on purpose."""
 
     def __init__(self, name: str = "cpu", *, faults: Faults | None = None) -> None:
         self.name = name
@@ -141,7 +142,7 @@ class CpuDevice:
         return HostGate(self._bells, self._gates)
 
     def engine_event(self, event: object) -> Event:
-        """Return ``event``, if it is one of a CPU device.
+        """Return ``event``, which must be an event of a CPU device.
 
         Raises:
             ConfigError: it is not.

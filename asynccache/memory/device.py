@@ -3,7 +3,7 @@
 A device runs copies in order on each stream and in no order between streams, except where ``wait_event`` says so. It
 knows pools of pages and page ids; it never sees a tree, a lease or an operation.
 
-The names of devices are ``cpu``, ``cuda``, ``cuda:N``, and with options behind it, as in a store's URL,
+The names of devices are ``cpu``, ``cuda`` and ``cuda:N``. Options may follow, as in a store's URL:
 ``cuda:0?blocks=16``. This module needs no torch, so a command line can be checked before anything is loaded.
 """
 
@@ -37,8 +37,8 @@ class Event(Protocol):
         Cancelling stops the waiting, never the work.
 
         Raises:
-            CopyFailed: that work failed: at least what was submitted since the stream's previous event. A device whose
-                errors are sticky goes on failing.
+            CopyFailed: work that was submitted since the stream's previous event failed. On a device whose errors are
+            sticky (a GPU) all later events raise it, too.
         """
         ...
 
@@ -54,8 +54,8 @@ class Stream(Protocol):
 
     def wait_event(self, event: Event) -> None:
         """Hold later work of this stream, on the device, until ``event`` is done. Does not block the caller. An event
-        that is done already, of whatever kind, holds nothing. A failed one lets the work go on: whoever awaits it
-        learns of the failure."""
+        that is done already, of whatever kind, holds nothing. A failed event lets the work go on; only those who await
+        the event learn of the failure."""
         ...
 
 
@@ -90,13 +90,13 @@ class Device(Protocol):
         ...
 
     def release(self, stream: Stream) -> None:
-        """Take no more work for ``stream``. It is given back when all that it was given before is done."""
+        """Take no more work for ``stream``. The stream is given back when all its work is done."""
         ...
 
     def engine_event(self, event: object) -> Event:
         """Return ``event``, which an engine names, as one that every stream of this device can wait for. An event of
-        the device's own is returned as it is. An event of another kind is taken as of now: what is recorded in it later
-        does not count. May be called from any thread.
+        the device's own is returned as it is. An event of another kind stands for the work that is recorded in it now;
+        a later recording does not count. May be called from any thread.
 
         Raises:
             ConfigError: the device's streams cannot wait for it; the message names it and says what they can wait for.

@@ -1,12 +1,12 @@
-"""How a batch of page copies moves its bytes between arrays in host memory, and what goes wrong in it on request.
+"""Batches of page copies between arrays in host memory, and the faults that a test can ask for.
 
 This is for devices whose memory is host memory; the checks of page ids are for others, too. A batch is a list of steps
 (a load has one for each layer), a step a list of transfers, a transfer a list of pieces: index lists of 256 KiB or runs
-of up to 1 MiB, which one numpy call copies without the GIL. Nothing here knows time, and no copy knows threads; pauses
-are yielded to whoever runs the batch.
+of up to 1 MiB, which one numpy call copies without the GIL. This module neither sleeps nor starts threads: pauses are
+yielded to the thread that runs the batch.
 
-Faults are late, torn and failing copies, drawn from one seed. Fates are drawn when a batch is submitted, so the same
-calls in the same order meet the same faults, however the threads behind them run.
+Faults are late, torn and failing copies, drawn from one seed. The faults of a batch are drawn when it is submitted, so
+the same calls in the same order meet the same faults, however the threads behind them run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ GATHER_BYTES = 256 << 10
 """Bytes that one numpy call copies by an index list: they pass through a temporary, which should stay in a CPU core's
 own cache."""
 DIRECT_BYTES = 256 << 10
-"""From so many bytes on, a run of neighbours is worth a call of its own, which needs no temporary."""
+"""Bytes from which on a run of neighbours is worth a call of its own, which needs no temporary."""
 RUN_BYTES = 1 << 20
 """Bytes of the longest run: longer ones are cut, so that no call keeps its thread for much longer than 0.2 ms."""
 
 
 class CheckedCopy(NamedTuple):
-    """A PageCopy whose ids were checked, and have become integers of the kind that was asked for, which nobody
-    changes."""
+    """A PageCopy whose ids were checked and converted to the type of integer that was asked for. Nobody changes these
+    arrays."""
 
     device: DevicePool
     host: HostPool | None
@@ -71,7 +71,7 @@ class InjectedFault(Exception):
 
 
 class Fires(Protocol):
-    """An event as the one who runs the batch sees it."""
+    """An event as seen by the thread that runs the batch."""
 
     def fire(self, error: Exception | None) -> None:
         """The work has ended, with ``error`` or well. Firing twice does nothing."""
@@ -174,8 +174,8 @@ def _slices(src: int, dst: int, count: int, row_bytes: int) -> list[Piece]:
 def perform(
     steps: Iterable[Step], hitches: Mapping[int, Hitch], events: Sequence[Fires]
 ) -> Generator[float, None, Exception | None]:
-    """Run a batch, yielding each pause in seconds. If there are ``events``, ``events[i]`` fires after step ``i``. After
-    an error nothing more is moved; the events that are left report it, and it is returned. Else None is returned."""
+    """Run a batch, yielding each pause in seconds. If there are ``events``, ``events[i]`` fires after step ``i``.
+    Returns None, or the first error. After an error nothing more is moved, and the events that are left report it."""
     try:
         for i, step in enumerate(steps):
             hitch = hitches.get(i)
@@ -194,7 +194,8 @@ def perform(
 
 
 def _move_torn(step: Step, hitch: Hitch) -> Iterator[float]:
-    """Move a step in two halves with a pause between them: who reads without waiting finds half of every page."""
+    """Move a step in two halves with a pause between them. A reader that does not wait for the event finds half of
+    every page."""
     yield hitch.before
     move([_columns(t, slice(None, t.dst.shape[-1] // 2)) for t in step])
     yield hitch.between
@@ -236,7 +237,7 @@ class Faults:
 
 
 class Fates:
-    """Draws what happens to each batch. Thread-safe: batches may be submitted from any thread."""
+    """Draws the faults of each batch. Thread-safe: batches may be submitted from any thread."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -1,7 +1,7 @@
 """Pools, their memory, and the mover that copies between them: per layer on the device, page-first on the host.
 
-A pool is memory and its shape, nothing else: who holds which slot is the core's business, and moving bytes is the
-device's. A logical pool (``bytes_per_page`` 0) has slots and no buffer; whoever moves or stores pages skips it.
+A pool is memory and its shape, nothing else. The core decides who has which slot, and the device moves the bytes. A
+logical pool (``bytes_per_page`` 0) has slots and no buffer; moves and stores skip it.
 
 The ``Mover`` performs the core's moves on a device: it owns the pools of every tier in memory and the streams between
 them. A move names a component. The mover expands it to every pool that the component's slots index, its own pool and
@@ -168,7 +168,8 @@ def anonymous_tensor(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def prefer_huge_pages(memory: mmap.mmap) -> None:
-    """Ask the system for huge pages, before ``memory`` is touched."""
+    """Ask the system for huge pages. To be called before ``memory`` is touched. Nothing happens on a system without
+    them."""
     with suppress(OSError, AttributeError):  # a kernel or a system without them: small pages work too
         memory.madvise(mmap.MADV_HUGEPAGE)
 
@@ -248,11 +249,10 @@ class Mover:
         host_align: int = 1,
     ) -> None:
         """``device_tensors``: an engine's own tensors, one per layer, for the pools that it has allocated itself.
-        ``host_align``: host pages start at multiples of so many bytes (a store's direct I/O may want 4096).
+        ``host_align``: host pages start at multiples of this, in bytes (a store's direct I/O may want 4096).
 
         Raises:
-            ConfigError: pools do not fit in memory, or tensors do not fit their pool. Nothing is allocated then; if the
-                memory ran out on the way, nothing of it is kept.
+            ConfigError: pools do not fit in memory, or tensors do not fit their pool. No memory stays allocated then.
         """
         given = device_tensors or {}
         if unknown := given.keys() - {spec.name for spec in pools}:
@@ -268,8 +268,8 @@ class Mover:
         self._backups, self._loads, self._clones = _streams(device, "backup_host", "load_back", "clone")
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue a backup_host, device to host, once ``after`` (the engine's writes) is done. Return an event after
-        it."""
+        """Enqueue a backup_host, device to host, which starts once the events ``after`` (the engine's writes) are done.
+        Return the event of its end."""
         copies = self._copies(moves)
         if not copies:
             return HAPPENED
@@ -278,8 +278,8 @@ class Mover:
         return self._backups.record()
 
     def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LayerEvents:
-        """Enqueue a load_back: host to device, layer by layer, once ``after`` is done, the engine's work on the pages
-        that are written. Return its events."""
+        """Enqueue a load_back, host to device, layer by layer. It starts once the events ``after`` are done: the
+        engine's work on the pages that will be overwritten. Return the load's events."""
         copies = self._copies(moves)
         if not copies:
             return LayerEvents((HAPPENED,) * self.layers)
@@ -287,8 +287,8 @@ class Mover:
         return LayerEvents(tuple(self.device.load(self._loads, copies, self.layers)))
 
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue private copies on the device, once ``after`` is done: the loads that bring what they read, and the
-        engine's work on the pages that they read and write. Return an event after them."""
+        """Enqueue private copies on the device. They start once the events ``after`` are done: the loads that bring the
+        source pages, and the engine's work on source and destination pages. Return the event of their end."""
         copies = self._copies(moves)
         if not copies:
             return HAPPENED
@@ -297,8 +297,8 @@ class Mover:
         return self._clones.record()
 
     def engine_stream(self, stream: object) -> Stream:
-        """Return ``stream`` as one that can wait for this device's events. That is an engine's own stream (torch, cupy)
-        where the device takes those, and otherwise a ``Stream``, as it is.
+        """Return ``stream`` as one that can wait for this device's events. A device that takes an engine's own streams
+        (torch, cupy) wraps them. Any other device takes only a ``Stream``, which is returned as it is.
 
         Raises:
             ConfigError: it is no such stream.
@@ -320,8 +320,8 @@ class Mover:
             self.device.release(stream)
 
     async def drain(self, patience: float) -> None:
-        """Wait for the copies on their way, at most ``patience`` seconds: one may wait for an engine that never comes.
-        To be called before ``close``. Cancelling it stops the waiting, and no copy."""
+        """Wait for the copies in flight, but at most ``patience`` seconds, since a copy may wait for an event that an
+        engine never fires. To be called before ``close``. Cancelling stops the waiting, and no copy."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 for stream in (self._backups, self._loads, self._clones):

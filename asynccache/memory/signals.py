@@ -1,7 +1,8 @@
-"""How a thread that has done something wakes coroutines of any loop: signals, and the bells that answer them. And the
-thread of a stream, which does one work after the other.
+"""Signals, by which a thread wakes coroutines of any loop; bells, which wake the coroutines of one loop; and the thread
+of a stream, which does one piece of work after the other.
 
-Law: nothing here blocks a loop, and whatever is rung before a loop answers costs it one hop together.
+Law: nothing here blocks a loop, and all coroutines for which a bell is rung before its loop answers are woken by one
+callback of the loop.
 
 Where the mutable state lives: a signal's state and waiters under the signal's lock, a bell's list under the bell's.
 Everything may be called from any thread; ``wait`` is a coroutine of whatever loop runs it.
@@ -33,7 +34,7 @@ HAPPENED = Happened()
 
 
 class Bell:
-    """Wakes coroutines of one loop. Whatever is rung before the loop answers costs one hop together."""
+    """Wakes coroutines of one loop. All that are rung for before the loop answers are woken by one callback."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -103,12 +104,13 @@ def call_all(callbacks: Iterable[Work]) -> None:
 
 
 class Signal:
-    """Something that happens once, well or not. Any number of coroutines and threads may wait for it."""
+    """An event that happens once, in success or failure. Any number of coroutines and threads may wait for it."""
 
     def __init__(
         self, bells: Bells, source: str, lock: threading.Lock | threading.Condition | None = None
     ) -> None:
-        """``source``: the stream it belongs to, for messages. ``lock``: one that it shares with others."""
+        """``source``: the name of the stream that the signal belongs to, for messages. ``lock``: a lock to share with
+        other signals; None: the signal has its own."""
         self._bells = bells
         self._source = source
         self._lock = lock or threading.Lock()
@@ -195,8 +197,8 @@ class HostGate(Signal):
 
 
 class WorkThread:
-    """The thread of a stream, which does what it is given, in that order. ``first``, ``last``: what it does before all
-    that, and after it. None of this may raise."""
+    """The thread of a stream, which does the work that it is given, in order. ``first``, ``last``: work to do before
+    all other, and after it. No work may raise."""
 
     def __init__(self, name: str, first: Work | None = None, last: Work | None = None) -> None:
         self._name = name
@@ -231,7 +233,7 @@ class WorkThread:
         self._thread.join()
 
     def queued(self) -> int:
-        """Return how many works wait, about."""
+        """Return about how many pieces of work wait."""
         return self._queue.qsize()
 
     def _run(self) -> None:

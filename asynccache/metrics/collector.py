@@ -51,8 +51,8 @@ class PublisherFields(Protocol):
 class CacheCollector(Collector):
     """Collects the metrics of one cache: ``registry.register(CacheCollector(cache))``.
 
-    If it is called in another thread than that of the cache's event loop, the loop may change some counters while
-    others are being read, so figures that should add up may differ a little.
+    A registry may call the collector in another thread than that of the cache's event loop. Then the loop may change
+    some counters while others are being read, so figures that should add up may differ a little.
 
     Args:
         cache: the cache; it need not be open yet.
@@ -78,7 +78,8 @@ class CacheCollector(Collector):
         return f"CacheCollector({self._name!r})"
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering this does not call ``collect``: the cache need not be open then."""
+        """Return nothing, so that a registry does not call ``collect`` when the collector is registered: the cache need
+        not be open then."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

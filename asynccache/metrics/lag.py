@@ -1,4 +1,5 @@
-"""Measures how late the event loop is, by a timer that compares the time at which it fires with the time it was due."""
+"""Measures how late the event loop is: a timer compares the time at which it fires with the time at which it was
+due."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class LoopLag:
             self._timer = None
 
     def histogram(self) -> Histogram:
-        """Return a histogram of how late the timer was, each time it has fired so far."""
+        """Return a histogram of how late the timer was, in milliseconds, with one value for each time that it fired."""
         return Histogram(BOUNDS_MS, tuple(self._counts), self._total)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:

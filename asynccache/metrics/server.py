@@ -5,8 +5,8 @@
     GET  /statistics   all counters, as JSON
     POST /explain      {"tokens": [...], "extra_key": null}; for short prompts also GET /explain?tokens=1,2,3
 
-It answers one request on each connection and then closes it. It is not made for the public: do not give it a public
-address. Still, no client can delay the cache or other clients for long:
+The server answers one request on each connection and then closes the connection. It is not made for the public: do not
+give it a public address. Still, no client can delay the cache or other clients for long:
 
 * A request that has not arrived completely within ``PATIENCE`` seconds is answered with 408. A client that does not
   read its answer within as many seconds is disconnected.
@@ -115,7 +115,7 @@ class Exposed:
         """Begin to listen. Cancelling it leaves nothing open.
 
         Raises:
-            ConfigError: it cannot listen at this address.
+            ConfigError: the server cannot listen at this address.
         """
         try:
             self._server = await asyncio.start_server(self._talk, self._host, self.port, limit=_CHUNK)
@@ -207,8 +207,8 @@ async def _read(reader: asyncio.StreamReader) -> HttpRequest:
     """Read one request from a connection.
 
     Raises:
-        Refused: it is too long, is no HTTP, or uses what is not served.
-        ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError: it is no HTTP.
+        Refused: the request is too long, is no HTTP, or uses a part of HTTP that is not served. ValueError,
+        asyncio.IncompleteReadError, asyncio.LimitOverrunError: the bytes are no HTTP.
     """
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     words = head[0].split()
@@ -238,8 +238,8 @@ async def _deliver(answer: HttpResponse, reader: asyncio.StreamReader, writer: a
     """Send the response. Returns when the system has sent all of it.
 
     Raises:
-        TimeoutError: the client did not take it within ``PATIENCE`` seconds.
-        OSError: the client has disconnected.
+        TimeoutError: the client did not take the response within ``PATIENCE`` seconds. OSError: the client has
+        disconnected.
     """
     async with asyncio.timeout(PATIENCE):
         writer.transport.set_write_buffer_limits(0)  # so that drain() returns only when all is sent

@@ -1,9 +1,9 @@
 """Causal language models of transformers with their KV in asynccache's pages.
 
-Each name is imported when it is first asked for. Without transformers (the extra ``hf``) that raises
-``ModuleNotFoundError`` with the command that installs it, and with a version of transformers that lacks what is used,
-``ImportError`` with the same command. ``ContinuousBatching`` is written against one version; with another one it raises
-``ConfigError``, which names both.
+Each name is imported when it is first asked for. Without transformers (the extra ``hf``) the import raises
+``ModuleNotFoundError`` with the command that installs it. With a version of transformers that lacks a name used here,
+it raises ``ImportError`` with the same command. ``ContinuousBatching`` is written against one version; with another one
+it raises ``ConfigError``, which names both.
 """
 
 from __future__ import annotations

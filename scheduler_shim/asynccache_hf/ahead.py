@@ -1,12 +1,12 @@
-"""Prompts that wait for each other: a prompt that begins as one before it, which is being computed, waits for that
-one's pages.
+"""Prompts that wait for each other. When a prompt begins like an earlier one that is still being computed, it waits for
+the pages of the earlier one.
 
-Otherwise requests that come together would each compute what they share: a lease sees what is in the cache when it is
-taken, and while the first of them is computed nothing is.
+Otherwise requests that come together would each compute the tokens that they share. A lease finds only pages that are
+in the cache when it is taken, and while the first request is being computed its pages are not there yet.
 
-Laws: a prompt waits only for those that came before it, so there is always one that waits for nobody; and it holds
-nothing while it waits. It waits for one at a time, the first of those that share most with it: whoever shares less
-shares that with this one, too.
+Laws. A prompt waits only for earlier prompts, so there is always one that waits for nobody. A prompt has no lease while
+it waits. It waits for one other prompt at a time, the first of those that share most with it: the tokens shared with
+any other prompt are among those.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ Beginning = tuple[str | bytes | None, int]
 
 
 def numbers(tokens: Sequence[int], page_size: int) -> list[int]:
-    """A number for the first whole page of ``tokens``, for the first two, and so on: the same for all that begin alike.
-    Others have the same once in 2**64 or so; so it may say who waits or who goes together, and not what is found."""
+    """Return a number for the first whole page of ``tokens``, one for the first two pages, and so on. Prompts that
+    begin alike have the same numbers. Different beginnings have the same number about once in 2**64 times. So the
+    numbers may decide which prompts wait or go together, but not which pages a prompt finds."""
     own, size = np.asarray(tokens, np.int32).tobytes(), 4 * page_size
     found: list[int] = []
     for at in range(0, len(own) - size + 1, size):
@@ -31,17 +32,18 @@ def numbers(tokens: Sequence[int], page_size: int) -> list[int]:
 
 
 def findable(tokens: Sequence[int], page_size: int) -> int:
-    """Pages of ``tokens`` that a lease may find: the last token of a prompt is computed in any case."""
+    """Return how many pages of ``tokens`` a lease may find. The last token of a prompt is always computed, so its page
+    does not count."""
     return (len(tokens) - 1) // page_size
 
 
 class UncomputedPrompt:
-    """A prompt that has come and is not computed yet. ``reached``: so many of its tokens nobody has to wait for, since
-    they are cached, or about to be loaded."""
+    """A prompt that has come and is not computed yet. ``reached``: how many of its first tokens are cached, or about to
+    be loaded; it waits for nobody because of these."""
 
     def __init__(self, prompts: UncomputedPrompts, beginnings: Sequence[Beginning], most: int) -> None:
-        """``beginnings``: its first page, its first two, and so on. ``most``: how many of its pages others may compute
-        for it."""
+        """``beginnings``: the numbers of its first page, of its first two, and so on. ``most``: how many of its pages
+        other prompts may compute for it."""
         self.beginnings = beginnings
         self.most = most
         self.reached = 0
@@ -54,7 +56,8 @@ class UncomputedPrompt:
         self._tell()
 
     async def turn(self) -> None:
-        """Return when nobody ahead is computing what this one begins with. Cancelling it changes nothing."""
+        """Return when no earlier prompt is computing pages that this one begins with. Cancelling the wait changes
+        nothing."""
         while (found := self._prompts.ahead_of(self)) is not None:
             other, shared = found
             while not other._gone and other.reached < shared:
@@ -80,7 +83,8 @@ class UncomputedPrompts:
         self._alike: dict[Beginning, dict[UncomputedPrompt, None]] = {}  # in the order in which they came
 
     def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> UncomputedPrompt:
-        """``tokens``, in the namespace ``extra_key``, are the next to be computed. ``leave`` has to follow."""
+        """Add the prompt ``tokens`` in the namespace ``extra_key``, which is the next to be computed, and return it.
+        The caller must call ``leave`` later."""
         beginnings = [(extra_key, number) for number in numbers(tokens, self._page_size)]
         prompt = UncomputedPrompt(self, beginnings, findable(tokens, self._page_size))
         for beginning in beginnings:

@@ -1,12 +1,14 @@
-"""One step's attention over pages: each request's new tokens against its own past, wherever that lies.
+"""One step's attention over pages: the new tokens of each request attend to that request's own past, in whatever pages
+it lies.
 
-transformers' continuous batching holds the tokens of all requests of a step against the keys of all of them, and a
-mask takes most of it back. Here requests are grouped: those with one new token, of about the same length, are one call
-with a row each; one with more is a call of its own. What is attended to is read through an index of places; a
-request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the same index.
+transformers' continuous batching computes attention between the tokens and keys of all requests of a step, and masks
+most of the result. Here requests are grouped instead. Requests of about the same length with one new token each are one
+call, with a row for each; a request with several new tokens is a call of its own. Keys and values are read through an
+index of places; a request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the
+same index.
 
-transformers asks an attention function by name. Those that take part (``IMPLEMENTATIONS``) are registered anew, and do
-as before unless they are given ``PagedAttention`` pages as their ``cache``.
+transformers asks an attention function by name. The functions of ``IMPLEMENTATIONS`` are replaced by wrappers, which do
+the same as before unless they are given ``PagedAttention`` pages as their ``cache``.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
 
 PADDED = 2
-"""A request may be read as if it were so many times as long, to be computed in one call with longer ones."""
+"""How many times its own length a request may be padded to, so that it is computed in one call with longer ones."""
 
 
 class StepRow(NamedTuple):
-    """One request in a step: it computes its tokens ``start`` to ``stop``. ``places``: by component, where each of its
-    tokens is kept."""
+    """One request in a step, which computes the request's tokens ``start`` to ``stop``. ``places``: by component, where
+    each of its tokens is kept."""
 
     places: Mapping[str, torch.Tensor]
     start: int
@@ -45,9 +47,10 @@ class StepRow(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Requests that are computed in one call, each as one row of it. ``tokens``: which of the step's tokens those are,
-    ``[rows * new]``. ``read``: the places of what each attends to, ``[rows * seen]``; None: one request that attends to
-    its new tokens only. ``mask``: ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
+    """Requests that are computed in one call, each as one row of it. ``tokens``: the numbers of their tokens in the
+    step, ``[rows * new]``. ``read``: the places of the tokens that each row attends to, ``[rows * seen]``; None: one
+    request that attends to its new tokens only. ``mask``: ``[rows, 1, new, seen]``, true where a token attends; None:
+    to all before it."""
 
     tokens: torch.Tensor
     rows: int
@@ -63,7 +66,7 @@ class StepPlan(NamedTuple):
 
 
 def planned(rows: Sequence[StepRow], component: str, window: int | None) -> StepPlan:
-    """How the step is computed by the layers of a component whose window has so many tokens."""
+    """Return how the layers of ``component`` compute the step. ``window``: its window in tokens; None: it has none."""
     starts, at = [], 0
     for row in rows:
         starts.append(at)
@@ -82,9 +85,9 @@ def attend(
     scaling: float | None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     scratch: ScratchMemory | None = None,
 ) -> torch.Tensor:
-    """Keep ``key`` and ``value`` (``[1, heads, tokens, width]``) in the pages; what ``query`` makes of all that it
-    attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have
-    them. ``scratch``: for what is read."""
+    """Write ``key`` and ``value`` (``[1, heads, tokens, width]``) to the pages, and return the attention of ``query``
+    over all tokens that it attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have them.
+    ``scratch``: memory for the keys and values that are read."""
     slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
     made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     for group in plan.groups:
@@ -116,7 +119,8 @@ class PagedAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
         given: Mapping[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention: ``[1, heads, tokens, width]`` in, ``[1, tokens, heads, width]`` out."""
+        """Compute one layer's attention. ``query``, ``key`` and ``value`` are ``[1, heads, tokens, width]``; the result
+        is ``[1, tokens, heads, width]``."""
         layer = module.layer_idx
         plan = self._plans[self._components[layer]]
         options = options_of(given, module)
@@ -124,8 +128,8 @@ class PagedAttention:
 
     @property
     def mask(self) -> Any:
-        """The mask that the model is given, so that it makes none of its own: requests are kept apart by their
-        places."""
+        """The mask to give to the model, so that it makes none of its own. Its content is never read, because requests
+        are kept apart by their places."""
         none = torch.empty(1, 1, 1, 1)
         return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
 
@@ -187,12 +191,12 @@ def take_part() -> None:
 
 
 def _seen(row: StepRow, window: int | None) -> int:
-    """How many tokens it attends to, the new ones included."""
+    """Return how many tokens ``row`` attends to, the new ones included."""
     return row.stop if window is None else min(row.stop, row.stop - row.start + window - 1)
 
 
 def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
-    """Runs of ``ones`` (in the order of their lengths), none of which has to be read as much too long."""
+    """Yield runs of ``ones``, in the order of their lengths, such that no request of a run is padded too much."""
     group: list[int] = []
     for i in ones:
         if group and seen[i] > PADDED * seen[group[0]]:

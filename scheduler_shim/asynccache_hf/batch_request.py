@@ -1,5 +1,5 @@
-"""``BatchRequest``: what a caller of ``ContinuousBatching`` holds. It may be read and aborted by any thread, and in any
-event loop."""
+"""``BatchRequest``: a request to ``ContinuousBatching`` as its caller sees it. It may be read and aborted by any
+thread, and in any event loop."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BatchPrompt(NamedTuple):
 
 
 class BatchRequest:
-    """One prompt that is being continued. ``output``: its new tokens so far; ``finish``: how it ended, or None;
-    ``error``: what it failed of, or None; ``hits``: the prompt's cached tokens by tier, or None while it waits for
-    room. Iterating gives the tokens as they are made."""
+    """One prompt that is being continued. ``output``: its new tokens so far. ``finish``: how the request ended; None:
+    it has not. ``error``: the error with which it failed; None: it has not failed. ``hits``: the prompt's cached tokens
+    by tier; None while the request waits for room. Iterating yields the tokens as they are made."""
 
     def __init__(self, request_id: str, asked: BatchPrompt, abort: Callable[[BatchRequest], None]) -> None:
         self.id = request_id
@@ -46,8 +46,8 @@ class BatchRequest:
         return f"<BatchRequest {self.id}: {len(self.asked.tokens)} tokens, {len(self.output)} generated, {how}>"
 
     def abort(self) -> None:
-        """The caller wants no more of it: it ends soon, as ``Finish.ABORTED``, with the tokens that it has. What is
-        over stays as it is. Does not wait."""
+        """End the request soon, as ``Finish.ABORTED``, with the tokens that it has. A request that is over stays as it
+        is. The call does not wait."""
         if self.finish is None:
             self._abort(self)
 
@@ -62,7 +62,7 @@ class BatchRequest:
                 raise TimeoutError(f"request {self.id} is not over after {timeout} s")
 
     def result(self, timeout: float | None = None) -> list[int]:
-        """The whole output. Blocks the thread until the request is over.
+        """Return the whole output. Blocks the thread until the request is over.
 
         Raises:
             TimeoutError: it is not over after ``timeout`` seconds; it goes on.
@@ -83,8 +83,8 @@ class BatchRequest:
         return self._ended()
 
     def __iter__(self) -> Iterator[int]:
-        """The output from its first token on; blocks the thread for each. Any number of readers. Raises what the
-        request failed of."""
+        """Yield the output from its first token on; blocks the thread until each token is there. There may be any
+        number of readers. A request that failed raises its error after the last token."""
         at = 0
         while True:
             with self._news:
@@ -97,7 +97,7 @@ class BatchRequest:
             at += 1
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """The same in an event loop. Cancelling a reader aborts nothing."""
+        """Yield the output in an event loop, as ``__iter__`` does in a thread. Cancelling a reader aborts nothing."""
         at = 0
         with self._heard() as news:
             while True:
@@ -118,7 +118,7 @@ class BatchRequest:
 
     @contextmanager
     def _heard(self) -> Iterator[Callable[[], Awaitable[None]]]:
-        """A function whose result, awaited, says that there is something new since it was awaited last."""
+        """Give a function that returns an awaitable, which ends when the request has news since the last time."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

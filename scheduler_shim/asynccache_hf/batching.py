@@ -1,10 +1,11 @@
 """``ContinuousBatching``: transformers' continuous batching on the cache's pages.
 
-Three threads: one has the event loop of the cache, where each request has a task; one is transformers' own, which
-generates; and there are those of whoever calls. A request's task takes a lease when the request arrives, or when what
-it shares with one before it is computed; it waits until its pages are on the device, and only then hands the request to
-transformers: what waits for room, for a load or for another request is nothing that a step could see. The task
-publishes the prompt as it is computed, and all of it in the end.
+There are three kinds of threads. One has the event loop of the cache, where each request has a task; one is
+transformers' own, which generates; the others are the callers'. A request's task takes a lease when the request
+arrives, or, if the request shares a beginning with an earlier one, when that beginning is computed. The task waits
+until the pages are on the device, and only then hands the request to transformers. So no step ever sees a request that
+waits for room, for a load or for another request. The task publishes the prompt while it is being computed, and the
+whole text in the end.
 
 Law: a lease is released when transformers will not touch its pages again, and not before.
 """
@@ -56,9 +57,10 @@ class ContinuousBatching(CachedModel):
 
         ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most that one step computes, of
         all requests. ``generation_config``: of transformers, for all requests; the model's own if there is none.
-        ``seed``: of sampling. ``name`` names the weights, which are digested without it; ``on_event`` is the
-        ``AsyncCache``'s, and is called in the cache's thread; ``settings`` go to ``Layout.cache_config``. A model with
-        ``eager`` attention is ``model.generate``'s again when this is closed.
+        ``seed``: of sampling. ``name`` names the weights; without it a digest of the weights is computed. ``on_event``
+        is passed to the ``AsyncCache``, and is called in the cache's thread. ``settings`` go to
+        ``Layout.cache_config``. A model with ``eager`` attention must not be used by ``model.generate`` before this
+        object is closed.
 
         Raises:
             ConfigError: the model cannot be served like this, or a setting is unusable. Nothing is left open.
@@ -101,9 +103,9 @@ class ContinuousBatching(CachedModel):
         self, prompts: Iterable[Sequence[int]], *, max_new_tokens: int | None = None,
         eos_token_id: int | Sequence[int] | None = None, extra_key: str | bytes | None = None, **options: Any,
     ) -> list[BatchRequest]:  # fmt: skip
-        """All ``prompts`` (lists of tokens), each continued; returns when the last one is over. A request that failed
-        has its ``error``, and does not disturb the others. Arguments as for ``add_request``. When it is interrupted,
-        all are aborted.
+        """Continue all ``prompts`` (lists of tokens), and return their requests, in the same order, when the last one
+        is over. A request that failed has its ``error``, and does not disturb the others. The arguments are those of
+        ``add_request``. If the call is interrupted, all requests are aborted.
 
         Raises:
             ConfigError: an argument is unusable; none was begun.
@@ -125,11 +127,12 @@ class ContinuousBatching(CachedModel):
         self, tokens: Sequence[int], *, max_new_tokens: int | None = None,
         eos_token_id: int | Sequence[int] | None = None, extra_key: str | bytes | None = None, **options: Any,
     ) -> BatchRequest:  # fmt: skip
-        """Begin to continue ``tokens``; returns at once.
+        """Begin to continue the prompt ``tokens``. Returns its request at once.
 
-        ``max_new_tokens``, ``eos_token_id`` (one or several; -1: none): as in the generation configuration without
-        them. ``extra_key``: the namespace of the prompt. ``options``: of sampling, by request, where the generation
-        configuration samples and says a value for all: ``temperature``, ``top_k``, ``top_p``.
+        ``max_new_tokens``, ``eos_token_id`` (one or several; -1: none): by default those of the generation
+        configuration. ``extra_key``: the namespace of the prompt. ``options``: options of sampling for this request
+        alone, allowed if the generation configuration samples and sets the option for all requests: ``temperature``,
+        ``top_k``, ``top_p``.
 
         Raises:
             ConfigError: an argument is unusable.
@@ -157,8 +160,9 @@ class ContinuousBatching(CachedModel):
         return self.ask(statistics)
 
     def close(self) -> None:
-        """End what is not over (its error is ``CacheClosed``), save what is not saved yet, for as long as the cache's
-        ``close_deadline`` says, and end the threads. May be repeated, and called by several threads at once."""
+        """End all requests that are not over (their error is ``CacheClosed``), save the pages that are not saved yet,
+        for at most the cache's ``close_deadline`` seconds, and end the threads. May be called again, and by several
+        threads at once."""
         with self._door:
             self._closing = True
         super().close()
@@ -274,7 +278,8 @@ class ContinuousBatching(CachedModel):
                 self._prompts.leave(prompt)
 
     async def _run(self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt) -> Finish:
-        """From here on nothing but the end of the request at transformers ends it here."""
+        """Run a request whose pages are loaded. From here on its task ends only when transformers has ended the
+        request."""
         request, asked = served.request, served.request.asked
         self._counts = self._counts.plus(len(asked.tokens), lease.hits)
         request.hits = lease.hits
@@ -302,8 +307,9 @@ class ContinuousBatching(CachedModel):
     async def _prompt_published(
         self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt
     ) -> Exception | None:
-        """Publish the prompt as it is computed, until all of it is, or the request is over. Returns the error, if that
-        could not be: then the request is taken from transformers, which still has its pages."""
+        """Publish the prompt while it is being computed, until all of it is published or the request is over. Returns
+        None, or the error that prevented this. The caller must then cancel the request at transformers, which still
+        uses its pages."""
         tokens = served.request.asked.tokens
         at = lease.cached
         try:
@@ -316,8 +322,8 @@ class ContinuousBatching(CachedModel):
                     return None
                 else:
                     await served.next_news()
-            # What the prompt's last window has left goes. What decoding leaves stays until the end: its places are in
-            # the hands of another thread for the whole request.
+            # SWA pages that the window has left at the prompt's end are given back. Those that it leaves while decoding
+            # stay until the end, because another thread uses their places for the whole request.
             lease.advance(at)
         except Exception as error:
             self._manager.cancel_request(served.request.id)
@@ -328,9 +334,9 @@ class ContinuousBatching(CachedModel):
 
 
 class _ServedRequest:
-    """A request, and what the thread that generates has said of it. ``computed``: tokens of the prompt that are.
-    ``ended``: no step will touch its pages again. ``answer``: all its tokens, or its error; None where it was
-    cancelled."""
+    """A request, and the news of it from the thread that generates. ``computed``: how many tokens of the prompt are
+    computed. ``ended``: True when no step will touch its pages again. ``answer``: all its tokens, or its error; None if
+    it was cancelled."""
 
     def __init__(self, request: BatchRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
@@ -365,7 +371,7 @@ def _generation(model: Any, given: Any) -> Any:
     """The generation configuration of all requests.
 
     Raises:
-        ConfigError: it asks for what continuous batching does not do.
+        ConfigError: the configuration asks for something that continuous batching cannot do.
     """
     settings = copy.deepcopy(model.generation_config if given is None else given)
     for name, usual, why in (

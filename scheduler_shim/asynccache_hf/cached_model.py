@@ -16,7 +16,7 @@ from asynccache_hf.layout import Layout
 R = TypeVar("R")
 
 USUAL_LENGTH = 20
-"""Tokens that transformers generates up to where nothing says how many."""
+"""The number of new tokens that transformers generates where no setting limits them."""
 
 
 class Counts(NamedTuple):
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     storage: int = 0
 
     def plus(self, prompt: int, hits: Hits) -> Counts:
-        """With a prompt of so many tokens, and what was found of it."""
+        """Return these counts with one more prompt of ``prompt`` tokens, of which ``hits`` were found."""
         return Counts(self.prompt + prompt, self.device + hits.device, self.host + hits.host,
                       self.storage + hits.storage)  # fmt: skip
 
@@ -41,8 +41,8 @@ def most_new_tokens(settings: Any, length: int) -> Any:
 
 
 def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
-    """The configuration of a cache for such a model. A prefix of one page is worth fetching, unless ``settings`` (of
-    ``Layout.cache_config``) say otherwise.
+    """Return the configuration of a cache for a model with this ``layout``. A prefix of one page is fetched from
+    storage, too, unless ``settings`` (those of ``Layout.cache_config``) say otherwise.
 
     Raises:
         ConfigError: a setting is unusable.
@@ -70,8 +70,8 @@ class LoopThread:
         return not self._ending
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
-        """Return what ``work`` returns, or raise what it raises. Blocks the thread of whoever calls; when that is
-        interrupted, ``work`` is cancelled, and its end is not waited for.
+        """Return what ``work`` returns, or raise what it raises. Blocks the calling thread. If that is interrupted,
+        ``work`` is cancelled, and its end is not awaited.
 
         Raises:
             CacheClosed: the loop has ended.
@@ -101,7 +101,8 @@ class LoopThread:
             raise CacheClosed("the cache is closed") from None
 
     def close(self) -> None:
-        """End the loop, and cancel what still runs in it; return when the thread has ended. Twice is once."""
+        """End the loop, cancel the tasks that still run in it, and return when the thread has ended. A second call does
+        nothing."""
         with self._door:
             first, self._ending = not self._ending, True
             if first:
@@ -131,7 +132,7 @@ class CachedModel:
         """Opens the cache and binds the model to it.
 
         Raises:
-            Exception: the error of opening or of binding. Nothing is left open then.
+            Exception: the cache could not be opened, or the model could not be bound to it. Nothing is left open then.
         """
         self._model = model
         self._layout = layout
@@ -172,8 +173,8 @@ class CachedModel:
         return self._cache.closed if self._loop.alive else "the cache is closed"
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in
-        the cache's thread. Blocks the thread of whoever calls.
+        """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. ``question`` is
+        called in the cache's thread. Blocks the calling thread.
 
         Raises:
             CacheClosed: the cache is closed.
@@ -185,8 +186,8 @@ class CachedModel:
         return self._loop.call(asked())
 
     def close(self) -> None:
-        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated, and
-        called by several threads at once: each of them returns when this has ended."""
+        """Save the pages that are not saved yet, for at most the cache's ``close_deadline`` seconds, and close the
+        cache. May be called again, and by several threads at once: each call returns when the cache is closed."""
         with self._closer:
             if self._loop.alive:
                 self._close()

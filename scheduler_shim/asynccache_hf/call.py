@@ -1,4 +1,5 @@
-"""One forward call of a transformers model: models differ in what they call their cache, and in what else they take."""
+"""One forward call of a transformers model. Models differ in the name of the argument that takes the cache, and in
+their other arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 def parameters(model: Any) -> frozenset[str]:
-    """The names of what ``forward`` of the model's class takes."""
+    """Return the names of the parameters of the model's ``forward``."""
     return _names(type(model).forward)
 
 
@@ -38,8 +39,9 @@ def cache_name(model: Any) -> str:
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any, keep: int = 1, start: int = 0) -> torch.Tensor:
-    """Compute ``ids`` (one-dimensional) at the positions from ``start`` on, after what is in ``cache``, which grows by
-    them; the logits of the last ``keep`` tokens (0: of all), ``[tokens, vocabulary]``.
+    """Compute the tokens ``ids`` (one-dimensional) at the positions from ``start`` on, after the tokens that are in
+    ``cache``, and add them to ``cache``. Return the logits of the last ``keep`` tokens (0: of all), ``[tokens,
+    vocabulary]``.
 
     Positions are passed wherever the model takes them: some models count from 0 in every call otherwise.
 
@@ -54,7 +56,8 @@ def run(model: Any, ids: torch.Tensor, cache: Any, keep: int = 1, start: int = 0
 
 
 def run_alone(model: Any, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
-    """The same logits by one call over all of ``ids``, without a cache: what every other way is held against."""
+    """Return the same logits, computed by one call over all of ``ids`` without a cache. Every other way to compute them
+    is compared with this one."""
     out = model(input_ids=ids.unsqueeze(0), use_cache=False, **_common(model, keep))
     return torch.as_tensor(out.logits)[0, -keep:]
 

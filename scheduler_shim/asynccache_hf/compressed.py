@@ -1,11 +1,12 @@
 """Compressed attention: beside its window a layer keeps one entry per ``compress_rate`` tokens, for the whole prefix.
 
-Written against what the cache class keeps, for each of its compressors by name: ``compressed_kv`` the entries;
-``buffer_kv`` and ``buffer_gate`` the tokens that do not fill an entry yet; where there is one, ``overlap_kv`` and
-``overlap_gate`` of the last entry's tokens, which the next entry needs too.
+The module is written for these attributes of transformers' cache class, each a dict by the compressor's name:
+``compressed_kv`` has the entries; ``buffer_kv`` and ``buffer_gate`` the tokens that do not fill an entry yet; where
+there is one, ``overlap_kv`` and ``overlap_gate`` of the last entry's tokens, which the next entry needs too.
 
-Laws: an entry belongs to the page of its last token. What goes on from a page's end sits in the window's page, so it
-leaves and returns with it. In the middle of a page it is nowhere but in the request that computes there (its *tail*).
+Laws. An entry belongs to the page of its last token. The state with which a compressor goes on from a page's end is in
+the window's page, so it is evicted and loaded with that page. In the middle of a page this state is only in the request
+that computes there (its *tail*).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The inside of transformers' continuous batching: no other module uses a name of it.
+"""The internals of transformers' continuous batching. No other module uses a name of them.
 
 transformers decides which requests a step computes, runs the model, chooses tokens and ends requests. Four of its
 classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
@@ -8,7 +8,7 @@ refused when this module is imported (``check_version``).
 
 The attention of a step is computed by ``asynccache_hf.attending``.
 
-Law: whatever becomes of a request, its ``RequestPages.over`` is called once, when no step will touch its pages again.
+Law: however a request ends, its ``RequestPages.over`` is called once, when no step will touch its pages again.
 """
 
 # ruff: noqa: E402
@@ -82,9 +82,10 @@ def check_model(model: Any, layout: Layout) -> None:
 
 @dataclass(slots=True)
 class RequestPages:
-    """A request's pages: ``cached`` tokens need no computing. ``places``: by component, where each token is kept.
-    ``prompt``: its length, until all of it is computed. ``computed`` is called after each step that computes some of
-    them, with how many are; ``over`` when the request is; by the thread that generates."""
+    """A request's pages. ``cached``: how many tokens need no computing. ``places``: by component, where each token is
+    kept. ``prompt``: the prompt's length, until all of it is computed. The thread that generates calls ``computed``
+    after each step that computes tokens of the prompt, with how many are computed so far, and ``over`` when the request
+    is over."""
 
     cached: int
     places: Mapping[str, torch.Tensor]
@@ -180,7 +181,7 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
-        """A request is part of the next step."""
+        """Note that a request is part of the next step. transformers calls this for each of them."""
         self._rows.append(StepRow(self.held[request_id].places, past_length, past_length + query_length))
 
     def begin(self) -> None:
@@ -198,7 +199,8 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
 
 
 class _CancellingScheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
-    """Tells who was cancelled. A cancellation may come before its request, from another queue: it waits for it."""
+    """Also reports which requests were cancelled. A cancellation may arrive before its request, from another queue; it
+    is kept until the request comes."""
 
     def clear_cancelled_requests(self) -> list[Any]:
         asked = set(self._requests_to_cancel)
@@ -210,7 +212,7 @@ class _CancellingScheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
 
 
 class StepProcessor(api.ContinuousBatchProcessor):  # type: ignore[misc]
-    """Steps. An error of the model fails the requests of the step that it was in, and no others."""
+    """Computes the steps. An error of the model fails the requests of the step that it was in, and no others."""
 
     @torch.no_grad()
     def _generation_step(self, model: Any) -> None:
@@ -251,7 +253,7 @@ class RequestOutcome(NamedTuple):
 
 
 class _OutcomeRouter(api.OutputRouter):  # type: ignore[misc]
-    """Hands every output to ``tell``; one that is the last ends what is held."""
+    """Hands every output to ``tell``. After a request's last output its pages are given up."""
 
     def __init__(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> None:
         super().__init__()
@@ -326,10 +328,11 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
     def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool,
                held: RequestPages, options: Mapping[str, Any]) -> None:  # fmt: skip
-        """A request for the next step. ``wake`` has to follow, when all are there that are to be computed together.
+        """Queue a request for the next step. The caller must call ``wake`` after it has submitted all requests that are
+        to be computed together.
 
         Raises:
-            RuntimeError: the thread that generates has ended; says of what.
+            RuntimeError: the thread that generates has ended; the message says why.
         """
         assert self.page_cache is not None
         self.page_cache.held[request_id] = held
@@ -344,11 +347,11 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         ))  # fmt: skip
 
     def wake(self) -> None:
-        """The thread that generates looks for requests now, if it is asleep."""
+        """Wake the thread that generates, if it is asleep, so that it looks for requests."""
         self._wake_up_loop.set()
 
     def end(self) -> None:
-        """End the thread, fail what it has, and give the model its attention implementation back."""
+        """End the thread, fail the requests that it has, and give the model its attention implementation back."""
         if self._generation_thread is not None:
             self.stop(block=True, hard_stop=True)
         if self._original_attn_impl is not None:

@@ -1,8 +1,8 @@
 """``describe``: from a model to the pools that its cache needs, or a refusal that says why.
 
-What a layer keeps is asked of its cache class after a short run of the model; nothing is known by a model's name. The
-model is then tried on pages (``asynccache_hf.trial``): one that computes anything else there than in one call without a
-cache is refused.
+The layers' data is read from their cache classes after a short run of the model; no model is known by its name. The
+model is then tried on pages (``asynccache_hf.trial``). A model that computes other results there than in one call
+without a cache is refused.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ PROBE_TOKENS = 8
 def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Layout:
     """The layout of a causal language model's cache in pages of ``page_size`` tokens.
 
-    ``name`` names the weights; without it they are digested, which reads all of them once. The model is run over a few
-    pages, or somewhat more than its longest window, several times.
+    ``name`` names the weights; without it a digest of all weights is computed, which reads them once. The model is run
+    several times, over a few pages or somewhat more than its longest window.
 
     Raises:
         ConfigError: the model keeps something that this engine does not understand, or computes something else on pages
@@ -61,7 +61,8 @@ def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Lay
 
 
 def described(model: Any, page_size: int, name: str | None) -> tuple[Layout, ExpectedLogits]:
-    """The same, and the logits that the model was held against. Raises as ``describe``."""
+    """Return the layout, as ``describe`` does, and the logits that the model was compared with. Raises the errors of
+    ``describe``."""
     page_size = checks.integer("page_size", page_size, 1)
     if name is not None:
         checks.text("name", name, empty=False)
@@ -112,8 +113,8 @@ def _probe(model: Any) -> Any:
 
 
 def _empty(model: Any) -> Any:
-    """An empty cache: of a class of the model's own that is understood, as it makes one where it is given none, or else
-    transformers' own for its configuration.
+    """Return an empty cache. It is of the model's own cache class, which the model uses when it is given no cache, if
+    this module understands that class; otherwise it is transformers' own cache for the model's configuration.
 
     Raises:
         ConfigError: transformers cannot make one.
@@ -132,7 +133,7 @@ def _empty(model: Any) -> Any:
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of what it says, with its class where that says more."""
+    """Return the first line of the error's message, with the error's class if the message alone says too little."""
     line = next(iter(str(error).splitlines()), "")
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}".rstrip(": ")
 
@@ -182,7 +183,7 @@ def longest(config: Any) -> int | None:
     Two kinds of rotary embedding turn every position's key by an angle that depends on how long the whole sequence is:
     ``longrope`` has one set of angles up to a length and another one beyond, ``dynamic`` changes them with each token
     beyond. Up to that length a prefix is a prefix; beyond, its keys would have to be computed anew, and transformers
-    does that. So pages are served up to there, and what is longer is refused.
+    does that. So pages serve requests up to that length, and longer requests are refused.
     """
     text = config.get_text_config(decoder=True)
     given, most = getattr(text, "rope_parameters", None), int(getattr(text, "max_position_embeddings", 0) or 0)

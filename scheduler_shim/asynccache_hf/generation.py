@@ -18,8 +18,8 @@ from asynccache import AsyncCache, Hits, Lease, LoadFailed, PrefetchHandle, chec
 from asynccache_hf.paged import PagedModel
 
 LOAD_ATTEMPTS = 8
-"""How often what is cached is copied to the device for one request, if that fails: as often as by the scheduler. The
-copies on the host stay, so every lease finds them again."""
+"""How many leases one request takes at most because its cached pages could not be copied to the device; the scheduler
+has the same limit. The copies on the host stay, so every lease finds them again."""
 
 
 class Generated(NamedTuple):
@@ -42,8 +42,8 @@ async def loaded_lease(
     cache: AsyncCache, tokens: Sequence[int], new_tokens: int, extra_key: str | bytes | None,
     handle: PrefetchHandle | None = None,
 ) -> Lease:  # fmt: skip
-    """A lease for ``tokens`` and ``new_tokens`` more, granted, with all that is cached on the device. ``handle``: a
-    prefetch of its tokens. Cancelling leaves nothing behind.
+    """Return a granted lease for ``tokens`` and ``new_tokens`` more, whose cached pages are on the device. ``handle``:
+    a prefetch of the tokens. Cancelling gives everything back.
 
     Raises:
         CacheFull: the pages can never be had.
@@ -81,8 +81,8 @@ class Generator:
     async def generate(
         self, tokens: Sequence[int], new_tokens: int, *, extra_key: str | bytes | None = None
     ) -> Generated:
-        """``new_tokens`` (1 or more) tokens that follow ``tokens``. Cancelling it waits for the forward call that runs,
-        then gives everything back.
+        """Generate ``new_tokens`` (1 or more) tokens that follow ``tokens``, and return them. Cancelling waits for the
+        forward call that runs, and then gives everything back.
 
         Raises:
             CacheFull: the pages can never be had.
@@ -100,7 +100,7 @@ class Generator:
             self._thread.start(self._model.forward, Batch((), (request_id,)))
 
     async def _run(self, lease: Lease, request_id: int, tokens: Sequence[int], new_tokens: int) -> Generated:
-        """Compute the prompt up to each of its stops, publishing what is whole, and then token by token."""
+        """Compute the prompt up to each of its stops, publish its whole pages, and then compute token by token."""
         layout, prompt = self._model.layout, len(tokens)
         own = np.concatenate([np.asarray(tokens, np.int32), np.zeros(new_tokens, np.int32)])
         wanted = due(lease, prompt, layout.page_size) if layout.recurrent else set()

@@ -22,8 +22,8 @@ COMPONENTS = ("full", "swa", "mamba")
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool: ``layer_bytes`` are those of a page, or a state, in one of its layers. ``covers``: for each of them
-    the layer of the model that it belongs to."""
+    """One pool: ``layer_bytes`` are those of a page, or a state, in one of its layers. ``covers``: for each of the
+    pool's layers the layer of the model that it belongs to."""
 
     name: str
     source: str
@@ -114,8 +114,8 @@ class Layout:
 
     def with_draft(self, draft: Layout) -> tuple[Layout, Layout]:
         """Return two layouts for speculative decoding: that of a cache that has room for a draft model's KV too, and
-        the one that the draft runs on. What it keeps of every token is a sidecar of FULL, what its windows keep one of
-        SWA.
+        the one that the draft runs on. The draft's data of every token is a sidecar of FULL, and the data of its
+        windows a sidecar of SWA.
 
         Raises:
             ConfigError: the draft's cache does not follow this model's.

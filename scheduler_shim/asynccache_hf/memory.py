@@ -1,8 +1,8 @@
 """The data that a pool's page holds for one layer of the model, and how it is read and written there.
 
 Law: a *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
-entry (its rate), the state at a page's end (the page). It sits in the page in which its last token does, so a whole
-page has everything that was complete when it ended, and a page never changes once it is whole.
+entry (its rate), the state at a page's end (the page). A unit is in the page of its last token. So a whole page has
+every unit that was complete at the page's end, and it never changes again.
 """
 
 from __future__ import annotations
@@ -81,13 +81,15 @@ def aligned(size: int) -> int:
 
 
 class ScratchMemory:
-    """Memory for copies that are soon over: to write to fresh memory each time costs more than the copy."""
+    """Memory for short-lived copies. It is used again and again, because writing to fresh memory each time would take
+    longer than the copy."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def rows(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """``count`` rows as those of ``like``; what was in them before is gone."""
+        """Return ``count`` rows of the width and dtype of the rows of ``like``. Their content is undefined, and rows
+        that were returned before for this width and dtype are overwritten."""
         key = (like.dtype, like.shape[1])
         held = self._tensors.get(key)
         if held is None or len(held) < count:
@@ -164,8 +166,8 @@ class TrackMemory:
             self._flat[field.name][places] = values[field.name].flatten(1)
 
     def take(self, places: torch.Tensor, scratch: ScratchMemory | None = None) -> dict[str, torch.Tensor]:
-        """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field. ``scratch``: where to,
-        if it can be; the next copy to it takes the place of this one."""
+        """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field. ``scratch``: memory to
+        copy to, if possible; the next copy to it overwrites this one."""
         count, fields = len(places), self._track.fields
         if self._whole is None:
             return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in fields}

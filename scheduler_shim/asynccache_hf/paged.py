@@ -1,8 +1,8 @@
 """``PagedModel``: forward calls of a transformers model whose cache lives in pages.
 
-Law: the pages are the only truth. Every call builds the model's cache from pages and writes what is new back. From one
-call to the next a request carries over what cannot be in a page that is not whole yet, and nothing else; so whoever has
-whole pages can go on from there.
+Law: the pages are the only truth. Every call builds the model's cache from pages and writes the new data back. From one
+call to the next a request carries over only the data that a page has not before it is whole (its tails). So any request
+that has whole pages can go on from their end.
 
 There are two ways to make a call. ``FilledCache`` is for any model: transformers' own cache for one request, filled
 from pages, and what the model adds to it is written back. ``PackedRows`` is for models whose layers all keep keys and
@@ -49,8 +49,8 @@ Tails = Sequence[Any]
 
 class FilledCache:
     """transformers' cache of one request (``cache``), filled with what precedes ``start``. Whatever a model adds to it,
-    in one call or in many, ``save`` writes to the pages. By part: the layer of the cache in ``layers``, and what was
-    overheard of it in ``heard``."""
+    in one call or in many, ``save`` writes to the pages. ``layers`` and ``heard`` have, for each part, the layer of the
+    cache and the calls of it that were overheard."""
 
     def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Pages], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
@@ -70,8 +70,8 @@ class FilledCache:
         return CallSpan(self._tables, self.start, stop, self._page_size)
 
     def save(self, stop: int, heard: Sequence[Any] | None = None) -> None:
-        """Write what was added, up to ``stop`` tokens, where the cache now ends. ``heard``: by part, instead of what
-        this one's own cache heard."""
+        """Write the data that was added, up to token ``stop``, where the cache now ends, to the pages. ``heard``: for
+        each part the calls to use instead of those that this object has overheard."""
         for each, layer, calls in zip(self._bound, self.layers, heard or self.heard, strict=True):
             each.part.save(layer, each.slots, self._span(stop), calls)
 
@@ -169,17 +169,17 @@ class PagedModel:
 
     @torch.inference_mode()
     def compute(self, chunk: Chunk, keep: int = 1) -> torch.Tensor:
-        """Run the model over ``chunk`` and write its part of the cache; the logits of the last ``keep`` tokens (0: of
-        all). Blocks the thread.
+        """Run the model over ``chunk``, write the chunk's data to the pages, and return the logits of the last ``keep``
+        tokens (0: of all). Blocks the thread.
 
         Raises:
-            ConfigError: the chunk reaches further than the model's positions mean the same (``layout.limit``).
+            ConfigError: the chunk reaches beyond ``layout.limit``.
         """
         return self._computed([chunk], keep)[0]
 
     def open(self, tables: Mapping[str, Pages], start: int, tails: Tails | None = None) -> FilledCache:
-        """transformers' cache of what the pages have before ``start``. ``tables``: the page tables, by component.
-        ``tails``: the data that is not in a page; None: ``start`` is a page's end."""
+        """Return transformers' cache, filled with the tokens before ``start`` from the pages. ``tables``: the page
+        tables, by component. ``tails``: the data that is not in a page; None: ``start`` is a page's end."""
         tails = [None] * len(self._bound) if tails is None else tails
         return FilledCache(copy.deepcopy(self._empty), self._bound, tables, start, tails, self.layout.page_size)
 
@@ -210,7 +210,8 @@ class PagedModel:
         return logits
 
     def _run(self, cache: Any, chunk: Chunk, keep: int) -> torch.Tensor:
-        """All tokens of ``chunk`` in one call; after a state one by one, where the model takes no more at a time."""
+        """Run the model over all tokens of ``chunk`` in one call. A model that can go on from a recurrent state only by
+        single tokens (``Layout.one_by_one``) gets them one by one."""
         ids = torch.as_tensor(chunk.tokens[chunk.start : chunk.stop].astype(np.int64), device=self._model.device)
         if not (self.layout.one_by_one and chunk.start):
             return run(self._model, ids, cache, keep, chunk.start)
@@ -228,7 +229,7 @@ class PagedModel:
         """Return the tails that were kept where the request stopped; None if a page ended there.
 
         Raises:
-            RuntimeError: it did not stop where it is to go on.
+            RuntimeError: the request's previous chunk did not stop where this one begins.
         """
         if chunk.start % self.layout.page_size == 0 or not self._has_tails:
             return None

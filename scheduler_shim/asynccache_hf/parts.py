@@ -1,7 +1,8 @@
-"""How one kind of cached layer goes to pages and comes back, for every kind that the engine understands.
+"""The parts of a cached layer: for each kind of data that this package understands, how it is written to pages and read
+back.
 
-A part is written against a cache class of transformers, never against a model: it puts back what is in the pages
-through the class's own methods, and overhears what a forward call hands to them. Parts keep nothing between calls.
+A part is written for a cache class of transformers, never for a model. It restores data from the pages through the
+class's own methods, and overhears the arguments that a forward call passes to these. Parts keep nothing between calls.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class CallSpan(NamedTuple):
 class LayerPart(ABC):
     """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``TrackMemory``, in that
     order. ``keeps``: its data in words. ``window``: the tokens of a sliding window; None: there is none. ``has_tail``:
-    whether going on within a page takes what is not in it."""
+    True if a request that goes on within a page needs data that is not in the page."""
 
     tracks: tuple[Track, ...]
     keeps: str
@@ -49,23 +50,25 @@ class LayerPart(ABC):
 
     @abstractmethod
     def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: Any) -> None:
-        """Put what precedes ``span.start`` (not 0) into a fresh cache layer; ``tail`` is None at a page's start."""
+        """Put the data before ``span.start`` (not 0) into a fresh cache layer. ``tail`` is None if a page begins at
+        ``span.start``."""
 
     def tail(self, layer: Any) -> Any:
-        """Return the data that it takes to go on within a page and that is not in the page; None if it takes none."""
+        """Return the data that a request needs to go on within a page and that is not in the page; None if it needs
+        none."""
         return None
 
     @abstractmethod
     def watch(self, layer: Any) -> Any:
-        """Begin to overhear; ``save`` gets what this returns."""
+        """Begin to overhear the layer's calls, and return the object that ``save`` takes as ``heard``."""
 
     @abstractmethod
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Any) -> None:
-        """Write what the forward call made into the pages."""
+        """Write the data that the forward call has added into the pages."""
 
 
 def overhear(layer: Any, method: str) -> Calls:
-    """The list that the arguments of every later call of ``method`` are appended to."""
+    """Return a list to which the arguments of every later call of ``method`` are appended."""
     calls: Calls = []
     original = getattr(layer, method)
 

@@ -1,10 +1,11 @@
-"""``PrefixCache``: ``model.generate`` that begins where an earlier prompt has been before.
+"""``PrefixCache``: ``model.generate`` that does not compute again the beginning that a prompt shares with an earlier
+one.
 
 A call takes a lease for each row, fills transformers' own cache from the leases' pages, lets transformers generate, and
-publishes what that cache has in the end. Rows that begin at one place are one call of transformers (``rows``). The
-event loop of the cache is in a thread of its own; the model runs in the thread of whoever calls.
+publishes what that cache has in the end. Rows of which equally many tokens are cached are one call of transformers
+(``rows``). The event loop of the cache is in a thread of its own; the model runs in the calling thread.
 
-Law: pages go back when transformers has returned, whatever came of it.
+Law: pages are given back when transformers has returned, also if it raised an error.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class PrefixCache(CachedModel):
         **settings: Any,
     ) -> None:
         """Describes the model (which runs it a few times) and opens a cache. ``storage`` is the URL of a store, as
-        ``file:/var/tmp/kv``; ``name`` names the weights, which are digested without it; ``on_event`` is the
-        ``AsyncCache``'s, and is called in the cache's thread; ``settings`` go to ``Layout.cache_config``.
+        ``file:/var/tmp/kv``; ``name`` names the weights; without it a digest of the weights is computed. ``on_event``
+        is passed to the ``AsyncCache``, and is called in the cache's thread. ``settings`` go to
+        ``Layout.cache_config``.
 
         Raises:
             ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
@@ -99,15 +101,15 @@ class PrefixCache(CachedModel):
         """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.
         ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
 
-        Rows of one length are generated in one call where the cache ends at one place for them, they share nothing
-        beyond that, and there is room for them at a time. Otherwise, and where they are sampled, each has a call of its
-        own, so a draw of random numbers goes to another row than in a batch.
+        Rows of one length are generated in one call if equally many of their tokens are cached, they share no page
+        beyond these, and there is room for all of them together. Otherwise, and if tokens are sampled, each row has a
+        call of its own. So random numbers go to other rows than in a batch of transformers.
 
-        Blocks the thread. A prompt that has no room in the cache, that cannot be copied to the device, or is longer
-        than its model's positions mean the same, is generated without the cache.
+        Blocks the thread. A prompt is generated without the cache if the cache has no room for it, if its pages cannot
+        be copied to the device, or if it is longer than ``Layout.limit``.
 
         Raises:
-            ConfigError: an argument that a cache of prefixes cannot do; names it.
+            ConfigError: an argument asks for something that a cache of prefixes cannot do; the message names it.
             CacheClosed: the cache is closed.
         """
         ids = _tokens(input_ids, options)
@@ -146,8 +148,8 @@ class PrefixCache(CachedModel):
         self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any,
         extra_key: str | bytes | None,
     ) -> list[Any]:  # fmt: skip
-        """Return the output of each of ``rows``, which are computed several at a time. Those that get no lease together
-        go alone; those that were left behind by others of their call are a call of their own."""
+        """Return the output of each of ``rows``, which are computed several at a time. A row that gets no lease
+        together with others is computed alone. Rows for which a call had no room are a call of their own."""
         texts = [row.tolist() for row, _ in rows]
         handles = self._loop.call(fetching(self._cache, texts, extra_key))
         made: dict[int, Any] = {}
@@ -238,8 +240,8 @@ class PrefixCache(CachedModel):
 
     @contextmanager
     def _beginning(self, cache: Any, start: int) -> Iterator[None]:
-        """See to it that the first call with ``cache`` computes what follows ``start``. transformers does by itself
-        where the cache has a length; one of recurrent states alone, called ``cache_params``, has none."""
+        """Have the first call with ``cache`` compute only the tokens after ``start``. transformers does so by itself if
+        the cache has a length. A cache of recurrent states alone, the argument ``cache_params``, has none."""
         name, first = cache_name(self._model), [True]
         if name == "past_key_values" or not start:
             yield
@@ -258,8 +260,9 @@ class PrefixCache(CachedModel):
             hook.remove()
 
     def _prefilled(self, lease: Lease, tokens: Sequence[int]) -> int:
-        """How far the prompt is computed when transformers takes over. A state is seen at the end of a call only, so
-        calls of our own end where one is to be kept."""
+        """Compute the prompt as far as checkpoints of states are due in it, and return how many tokens are computed
+        when transformers takes over. A state can be read only at the end of a call, so a call of our own ends where
+        each checkpoint is due."""
         at = lease.cached
         if not self._layout.recurrent:
             return at

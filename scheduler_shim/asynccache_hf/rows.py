@@ -1,7 +1,7 @@
 """Rows of one batch in one call of ``generate``: transformers' own cache of several requests, filled from their pages.
 
-They have to begin at one place, since a batch has one length; and no two of them should share what is not cached yet,
-since each would compute it. Which rows these are is decided before anything is leased.
+Equally many tokens of these rows must be cached, since a batch has one length. No two of them should share pages that
+are not cached yet, since each would compute these. The rows of a call are chosen before any lease is taken.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def can_be_together(layout: Layout) -> bool:
 
 def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int) -> list[list[int]]:
     """Return which of ``texts`` are rows of one call, call after call, if ``begins[i]`` tokens of ``texts[i]`` are
-    cached. Those of one call have one length, begin at one place, and share no page beyond it. What a call computes is
-    cached for the calls after it: so it is said here, from the tokens alone. What is evicted meanwhile may have it
-    otherwise.
+    cached. The texts of one call have one length, equally many cached tokens, and share no page beyond these. The pages
+    that a call computes are cached for the calls after it, and this is taken into account. The answer is from the
+    tokens alone, so evictions in between may make it wrong.
     """
     marks, most = [numbers(text, page_size) for text in texts], [findable(text, page_size) for text in texts]
     pages = [begin // page_size for begin in begins]
@@ -55,14 +55,15 @@ def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int)
 async def fetching(
     cache: AsyncCache, texts: Sequence[list[int]], extra_key: str | bytes | None
 ) -> list[PrefetchHandle]:  # fmt: skip
-    """Begins to fetch what is stored of each. Whoever calls cancels the handles in the end."""
+    """Begin to prefetch each of ``texts``, and return the handles. The caller must cancel them in the end."""
     return [cache.prefetch(tokens, extra_key) for tokens in texts]
 
 
 async def begins(
     cache: AsyncCache, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], extra_key: str | bytes | None
 ) -> list[int]:
-    """How many tokens of each are cached when all is fetched. Takes nothing, and counts nothing."""
+    """Return how many tokens of each text are cached, when all prefetches have ended. No lease is taken, and no hit is
+    counted."""
     for handle in handles:
         await handle
     return [(await cache.match(text[:-1], extra_key)).host for text in texts]
@@ -77,9 +78,9 @@ async def leased(
     cache: AsyncCache, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], new_tokens: int,
     extra_key: str | bytes | None,
 ) -> list[Lease]:  # fmt: skip
-    """Leases of ``texts``, from the first on, of as many as have room now and begin where the first does, with all that
-    is cached on the device; none, if a load failed. Who waited for room with leases in hand could wait for ever.
-    Cancelling it leaves nothing."""
+    """Return leases of the first of ``texts``: of as many as have room now and have equally many cached tokens, all of
+    which are on the device. Return no lease if a load failed. Only leases that need not wait are taken, because waiting
+    for room while holding leases could last for ever. Cancelling gives all leases back."""
     leases: list[Lease] = []
     loaded = False
     try:

@@ -6,12 +6,13 @@ import torch
 from asynccache_shim.model import Sampling
 
 COLDEST = 1e-5
-"""The smallest temperature that is divided by: the likeliest token has all the chance there is long before."""
+"""The smallest temperature to divide by. At much higher temperatures than this the likeliest token is already
+certain."""
 
 
 def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
-    """A token for ``position``. With a seed it depends on logits, seed and position alone, so a request that is
-    interrupted and computed again draws the same."""
+    """Draw the token for ``position``. With a seed the draw depends on logits, seed and position alone, so a request
+    that is interrupted and computed again draws the same token."""
     if sampling.temperature <= 0:
         return int(logits.argmax())
     logits = logits.float().cpu()

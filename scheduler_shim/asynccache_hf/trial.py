@@ -1,12 +1,13 @@
 """The trial that a model passes before it is accepted: on pages it computes what one call without a cache computes.
 
-One call over all tokens, without a cache, in the model's own dtype, is what everything is held against: a model may
-well agree with itself call by call and be wrong from the second one on. The trial reaches beyond the longest window and
-over a page's end after it; requests go on from pages at two places, and in calls of several tokens and of one.
+Everything is compared with one call over all tokens, without a cache, in the model's own dtype. A comparison of calls
+with a cache would not do: a model may agree with itself call by call and still be wrong from the second call on. The
+trial reaches beyond the longest window and over a page's end after it; requests go on from pages at two places, and in
+calls of several tokens and of one.
 
-It also finds out how the model may be called: one whose recurrent layers begin anew in every call of several tokens is
-right if a call that goes on computes one token (``Layout.one_by_one``), and one whose layers are all plain attention
-may compute several requests in one call (``Layout.packed``).
+The trial also finds out how the model may be called. A model whose recurrent layers begin anew in every call of several
+tokens is right if a call that goes on computes one token (``Layout.one_by_one``). A model whose layers are all plain
+attention may compute several requests in one call (``Layout.packed``).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MORE = 3
 
 TOLERANCE = {torch.float64: 4e-3, torch.float32: 4e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """The difference that logits may have, relative to their spread: rounding in another order of additions stays well
-below it, a state or a key that is wrong well above. In half precision it is the mean over tokens that counts: there a
-token whose experts are nearly even may be sent to other ones."""
+below it, a state or a key that is wrong well above. In half precision the mean over tokens counts, because a token
+whose experts have nearly equal scores may be sent to other experts."""
 
 
 class TrialEnds(NamedTuple):
@@ -46,7 +47,7 @@ class TrialEnds(NamedTuple):
 
 
 class TrialDifference(NamedTuple):
-    """How much a way to compute differs, and the token at which it does most."""
+    """How much the logits of one way to compute differ, and the token at which they differ most."""
 
     error: float
     at: int

@@ -1,5 +1,5 @@
-"""The trial of a model under continuous batching: several requests in a step compute what one call without a cache
-computes, cold, over a part of another's pages, and token by token."""
+"""The trial of a model under continuous batching: several requests in a step must compute the same as one call without
+a cache. They begin with nothing cached, begin on a part of another request's pages, and go on token by token."""
 
 from __future__ import annotations
 

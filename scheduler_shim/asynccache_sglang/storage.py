@@ -2,7 +2,7 @@
 
 ``--hicache-storage-backend dynamic`` imports ``AsyncCacheStorage`` from here. SGLang first hands over its host pools.
 Then its prefetch and backup threads call, each of them one batch at a time, and wait for the answer. Every call has a
-deadline; pages that are not known about by then are misses. No call raises because a store fails.
+deadline; pages for which no store has answered by then are misses. No call raises because a store fails.
 
 Mutable state: the pools that SGLang registered, and the stores that were opened for them, behind ``_lock``.
 """

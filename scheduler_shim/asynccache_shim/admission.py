@@ -1,5 +1,5 @@
-"""The order of requests, whom to retract, where a chunk ends, how many pages a request takes, and whether it may be
-admitted: plain functions on numbers.
+"""Plain functions on numbers that decide five things: the order of requests, which one to retract, where a chunk ends,
+how many pages a request takes, and whether it may be admitted.
 
 There are two gates. The first is an estimate from the match, before anything is pinned (``demand``, ``passes``). The
 second is the lease itself, which either takes all that it is asked for (``LeaseOffer``) or refuses.
@@ -120,8 +120,8 @@ def demand(shape: CacheShape, extend: int, remaining_chunk: int, more: int, matc
 
 
 def passes(need: SlotCounts, room: SlotCounts, growing: int) -> bool:
-    """The first gate: whether ``need`` fits into ``room``, the free and evictable slots, with one page left for each of
-    the ``growing`` requests that run."""
+    """The first gate. Return True if ``need`` fits into ``room``, the free and evictable slots, with one page left for
+    each of the ``growing`` requests that run."""
     return (
         need.full + growing <= room.full
         and (not need.swa or need.swa + growing <= room.swa)

@@ -1,11 +1,12 @@
-"""The queue of jobs: a job arrives, and its pages are prefetched for as long as the cache's policy allows; it is taken
-through both gates, and waits until load_back has brought its pages; it is retracted, and arrives again.
+"""The queue of jobs; a *job* is a request as the scheduler keeps it (``ScheduledRequest``). When a job arrives, its
+pages are prefetched for as long as the cache's policy allows. Then it passes both gates, and waits until load_back has
+brought its pages. A job that is retracted arrives again.
 
 Laws:
 * A prefetch never holds up the admission of another request. If the cache has no room for the prefetch now, it waits in
   the cache's own line.
-* Jobs are admitted in their order (``admission.by_rank``). A job that waits for pages is not overtaken; one that waits
-  for storage is.
+* Jobs are admitted in their order (``admission.by_rank``). A job that waits for pages is not overtaken; a job that
+  waits for storage may be overtaken.
 * While any job holds pages, no job waits for pages; it is tried again in the next step. When no job holds pages, the
   first one waits in the cache's line, for backups and for other users of the cache. It gives up its place to a job that
   comes before it in the order.

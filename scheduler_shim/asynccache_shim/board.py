@@ -119,8 +119,8 @@ class Board:
             self.freed += 1
 
     async def publish(self, job: ScheduledRequest) -> None:
-        """Commit what ``job`` has computed, so that other requests can hit it, and the job itself when it is admitted
-        again. Cancelling commits all of it or nothing."""
+        """Commit the pages that ``job`` has computed, so that other requests can hit them, and so can the job itself
+        when it is admitted again. Cancelling commits all of it or nothing."""
         lease, computed = job.lease, job.computed
         if lease is None or job.request.state is State.LOADING or computed <= lease.cached:
             return

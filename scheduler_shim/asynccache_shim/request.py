@@ -1,4 +1,5 @@
-"""A request as its caller holds it: made of tokens, limits, priority and namespace; it gives a stream of tokens.
+"""A request as its caller sees it. The caller makes it from tokens, limits, priority and namespace, and reads a stream
+of tokens from it.
 
 Laws:
 * A request knows nothing of the cache, and the cache never sees it. The scheduler writes ``state``, ``match``, ``hits``
@@ -147,7 +148,7 @@ class Request:
 
     def __aiter__(self) -> AsyncIterator[int]:
         """Iterate over the output, from its first token on. There may be any number of readers; cancelling one does not
-        abort the request. What the request failed with is raised after the last token."""
+        abort the request. If the request failed, its error is raised after the last token."""
         return _OutputReader(self)
 
     async def done(self) -> list[int]:

@@ -19,8 +19,8 @@ from asynccache_shim.scheduled_request import ScheduledRequest
 
 
 async def grow_all(board: Board) -> tuple[dict[int, int], int]:
-    """Extend the leases of the running jobs for this step. Returns where each job stops, by its number, and what is
-    left of the step's token budget.
+    """Extend the leases of the running jobs for this step. Returns the position at which each job stops, by the job's
+    number, and how many tokens of the step's budget are left.
 
     Jobs that decode come first, because they take one token each and their readers wait for it. Cancelling leaves the
     leases as they are by then.

@@ -1,4 +1,4 @@
-"""The model's thread: it runs one call at a time, and whoever waits for a call waits until it has returned.
+"""The model's thread, which runs one call at a time. A task that waits for a call waits until the call has returned.
 
 Law: a task that is cancelled while it waits still waits for the call to return. So no page is given back while a model
 may still read or write it.

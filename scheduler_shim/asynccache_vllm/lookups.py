@@ -1,11 +1,12 @@
-"""The table of which keys the stores have, and of how long each request has waited to know. Plain functions of a time.
+"""The table of the keys that the stores have, and of the time that each request has waited for the stores' answers.
+Nothing here reads a clock: the caller passes the time.
 
 In every step of its scheduler, vLLM asks for each key of a request by itself, until none of the answers is "later".
 The keys are collected until the step ends; then the stores are asked for all of them in one call, a ``ChunkQuestion``.
 
 Laws:
-* A request waits at most ``timeout`` seconds in all for the stores' answers. Only the time counts from the end of the
-  step in which it asked until the stores answered, however long the engine's next step takes. Keys that are unknown
+* A request waits at most ``timeout`` seconds in all for the stores' answers. The time counts from the end of the step
+  in which the request asked until the stores answered, however long the engine's next step takes. Keys that are unknown
   after that are misses for this request, also in later steps, until it is preempted.
 * A hit is remembered for ``HIT_KEPT`` seconds. A miss or a failure is remembered for ``MISS_KEPT`` seconds, or until
   the

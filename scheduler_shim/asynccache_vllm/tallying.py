@@ -56,7 +56,7 @@ class ChunkCounts:
         return taken
 
     def complaint(self, now: float) -> str:
-        """Return what failed since the last complaint, as text for the log; empty if nothing failed, or if the last
+        """Return the failures since the last complaint, as text for the log; empty if nothing failed, or if the last
         complaint was less than ``COMPLAINT_EVERY`` seconds ago."""
         if not self._complaint or now - self._complained < COMPLAINT_EVERY:
             return ""

@@ -62,14 +62,14 @@ def packed(pieces: Sequence[PageRun], *, verifies: bool) -> bytes:
 
 
 def unpacked(payload: bytes) -> tuple[bool, list[PageRun]]:
-    """Return what a payload says: True to verify pages or False to fill them, and the pages."""
+    """Return the order in a payload: True to verify pages or False to fill them, and the pages."""
     verifies, parts = _decoder.decode(payload)
     return verifies, [PageRun(kind, np.frombuffer(ids, np.int32).copy(), np.frombuffer(values, np.uint64).copy(), first)
                       for kind, ids, values, first in parts]
 
 
 def complaint(verdict: Verdict) -> str:
-    """Return what a rank says when pages are wrong."""
+    """Return the text with which a rank reports wrong pages."""
     return f"{verdict.wrong} {_WRONG}{'; '.join(verdict.what[:2])}"
 
 

@@ -1,4 +1,5 @@
-"""The program of one rank, ``python -m ... RANK``: it connects, has its pools and stores, and does what batches say.
+"""The program of one rank, ``python -m ... RANK``: it connects, opens its pools and stores, and fills or verifies the
+pages that each batch names.
 
 Its duty comes as JSON on standard input, the secret of the link in the environment. When it ends, it writes its account
 as JSON to standard output. Law: the process never outlives the command, because a rank that loses the head ends.
@@ -42,8 +43,8 @@ class Rank:
         self._random = random.Random(f"delays {duty.seed}/{duty.rank}")
 
     async def run(self) -> None:
-        """Connect, do what batches say until the head closes, and complete the account. The head finds out by itself if
-        this is cancelled."""
+        """Connect, carry out the batches until the head closes, and complete the account. If this is cancelled, the
+        head notices by itself."""
         before, meter = asyncio.all_tasks(), Meter()
         meter.start()
         try:
@@ -102,7 +103,8 @@ class Rank:
 
 
 def main() -> int:
-    """Run the rank, and return the exit status: 0; 2 for an error of asynccache, which is told on standard error."""
+    """Run the rank, and return the exit status: 0, or 2 for an error of asynccache, which is written to standard
+    error."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -49,8 +49,8 @@ class RankedSession(Session):
         }  # fmt: skip
 
     async def _carried_out(self, config: CacheConfig, source: Source) -> dict[str, Any]:
-        """Start the ranks, serve all requests, and end the ranks. Pages count as verified that ranks have verified, and
-        not those that they were asked to."""
+        """Start the ranks, serve all requests, and end the ranks. Only pages that ranks have really verified count as
+        verified, and not those that they were asked to verify."""
         settings, secret = self._settings, secrets.token_hex()
         self._topology = topology = Topology(settings.tp, settings.cp, settings.pp)
         shards = [shard_config(config, topology, rank) for rank in range(topology.ranks)]
@@ -107,8 +107,8 @@ class RankedSession(Session):
 
 
 async def _watch_over(crew: Crew, cache: AsyncCache) -> None:
-    """Close the cache when a rank ends. This runs until the cache is open: such a rank will not come, and the cache
-    would wait for it."""
+    """Close the cache when a rank ends. This watch runs until the cache is open, because the cache would wait for ever
+    for a rank that has ended."""
     await crew.ends(1)
     crew.note_ends()
     await cache.aclose(0.0)

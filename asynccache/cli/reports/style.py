@@ -1,6 +1,6 @@
 """The style sheet of the pages: light, dark on a screen whose reader wants that, and paper.
 
-What is drawn in a colour has the class of that colour, such as ``l1``, which sets the variable ``--c``.
+An element that is drawn in a colour has the class of that colour, such as ``l1``, which sets the variable ``--c``.
 """
 
 KINDS = ("l1", "l2", "l3", "plain")

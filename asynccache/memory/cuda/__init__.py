@@ -1,6 +1,6 @@
 """The CUDA device: streams and events as awaitables, and copies that keep the bus busy.
 
-Law: cupy is imported in ``cupy_driver`` alone, and that when a device is opened. Everything else goes through the small
+Law: cupy is imported in ``cupy_driver`` alone, when a device is opened. Everything else goes through the small
 ``driver_protocol.CudaDriver`` protocol, so all of it runs against a simulated driver on a machine without a GPU.
 
 ```

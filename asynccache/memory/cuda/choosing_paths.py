@@ -1,11 +1,11 @@
 """Turns page copies into calls of the driver. Runs in a stream's submitter; nothing here calls the driver itself.
 
-A page copy is rows: row ``i`` of each layer. There are two paths. Neighbouring rows that lie behind each other on both
-sides are one piece, since the driver never merges them. Pieces of ``CudaSettings.kernel_below`` bytes and more go by
-the copy engines, which take nothing from whoever computes. Shorter ones, if there are enough of them for a launch to
-pay, go by the copy kernel, straight from or to pinned memory.
+A page copy is rows: row ``i`` of each layer. Rows that lie behind each other in both source and destination are joined
+into one piece, since the driver never merges them. There are two paths. Pieces of ``CudaSettings.kernel_below`` bytes
+and more go by the copy engines, which take no multiprocessors from the engine. Shorter pieces go by the copy kernel,
+straight from or to pinned memory, if there are enough of them for a launch to pay.
 
-A step is a list of calls, so that whoever runs it can stop half-way. Copies of pieces go in groups of at most
+A step is a list of calls, so that the stream that runs it can stop half-way. Copies of pieces go in groups of at most
 ``GROUP``: larger ones only make the driver hold its locks for longer.
 """
 
@@ -36,8 +36,8 @@ ALL = slice(None)
 
 class RowSide(NamedTuple):
     """The place of rows in memory: row ``i`` of a layer is at ``base + ids[i] * pitch``. ``bases``: an address for each
-    layer. ``pitch``: bytes. ``chunk``: so many pages are pinned as one, and no copy may reach from one such run into
-    the next; 0: all are one."""
+    layer. ``pitch``: bytes. ``chunk``: how many pages are pinned together; no copy may reach from one such run into the
+    next. 0: all pages are one run."""
 
     bases: Addresses
     ids: Ids
@@ -90,7 +90,7 @@ def rows_of(towards: CopyDirection, part: CheckedCopy) -> RowCopies:
 
 
 class RowPaths:
-    """The rows of a copy by the path that they go, the same for all layers. ``spans``: what goes by the copy engines,
+    """The rows of a copy by the path that they go, the same for all layers. ``spans``: the pieces for the copy engines,
     as distances in bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel.
     ``together``: how many layers go in one step."""
 

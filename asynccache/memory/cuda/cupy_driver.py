@@ -1,6 +1,7 @@
 """The real driver: cupy's calls of the CUDA runtime. The only module that imports cupy.
 
-Without a GPU ``import cupy`` works and everything else raises, so ``find`` asks once and says once what is missing.
+Without a GPU ``import cupy`` works, but every call of cupy raises. So ``find`` checks once what this machine lacks, and
+says it in one sentence.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ _NON_BLOCKING = 1
 _BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
 _PORTABLE_AND_MAPPED = 1 | 2
 _BATCHED_PER_ENTRY = 8
-"""Copies of one call that count as one entry of the driver's queue. What they really take is not documented."""
+"""Copies of one call that count as one entry of the driver's queue. How many entries they really take is not
+documented."""
 _ENTRIES_OF_A_LAUNCH = 2
-"""Entries that a launch counts as. What its 4 KiB of parameters really take is not documented either."""
+"""Entries of the driver's queue that a launch counts as. How many its 4 KiB of parameters really take is not documented
+either."""
 
 
 class FoundCuda(NamedTuple):
@@ -47,7 +50,7 @@ class FoundCuda(NamedTuple):
 
 
 def find() -> FoundCuda:
-    """Return what there is on this machine. Never raises."""
+    """Return which parts of CUDA this machine has. Never raises."""
     torch_cuda: str | None = torch.version.cuda
     cupy: Any = None
     try:
@@ -63,7 +66,7 @@ def find() -> FoundCuda:
 
 
 def _unusable(cupy: Any, error: Exception) -> str:
-    """Return what is wrong with what was imported as cupy, or with importing it."""
+    """Return, in a sentence, what is wrong with the module that was imported as cupy, or why the import failed."""
     if cupy is not None:  # a folder called cupy is a module without anything in it
         where = getattr(cupy, "__file__", None) or ", ".join(map(str, getattr(cupy, "__path__", ())))
         return f"what is imported as cupy ({where}) is not cupy: {error}"
@@ -81,8 +84,8 @@ def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
 
 
 def _refused_by_torch(driver: int, torch_cuda: str) -> str:
-    """Return why torch cannot use the driver, which torch says in a warning: as a rule, the driver is too old for
-    torch's CUDA. Return "" if torch can."""
+    """Return why torch cannot use the driver, as torch says in a warning; "" if it can. Mostly the driver is too old
+    for torch's CUDA."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
@@ -123,9 +126,9 @@ def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
-    """Have ``call``, which means the thread's current device, mean the driver's device. It may come from somebody
-    else's thread, whose device may be another one: torch gives that device back without making a context where there is
-    none."""
+    """Wrap ``call``, which works on the thread's current device, so that it works on the driver's device. The call may
+    come from a thread whose current device is another one. torch restores that device afterwards, without making a
+    context where there is none."""
 
     @_translated
     @wraps(call)
@@ -166,8 +169,8 @@ class CupyDriver:
 
     @_translated
     def _make_context(self) -> None:
-        """Make the context, which torch and cupy share. What torch cannot use it refuses here, in many lines; so it
-        does after a fork."""
+        """Make the context, which torch and cupy share. A GPU that torch cannot use is refused here by torch, in a
+        message of many lines, and so is any GPU after a fork."""
         try:
             torch.empty(1, device=f"cuda:{self.index}")
         except (RuntimeError, AssertionError) as error:

@@ -1,12 +1,12 @@
 """``CudaDevice``: one GPU behind the ``Device`` protocol.
 
-Law: the loop's thread pays for a queue entry per batch and no more; streams are ordered by ``wait_event`` on the device
-alone; whoever stops waiting stops no copy; and ``aclose`` returns when the device has let go of every buffer. No thread
-but the device's own is put on another GPU than it was on.
+Laws. The loop's thread pays for one queue entry per batch and no more. Streams are ordered by ``wait_event``, on the
+device alone. To stop waiting for a copy does not stop the copy. ``aclose`` returns when the device has let go of every
+buffer. Only the device's own threads have their current GPU changed.
 
-Errors: what the driver refuses fails the batch that it belongs to, when the device has let go of it. What the device
-reports later (an illegal address, say) is the end of its context: everything in flight and everything asked for from
-then on fails with that error.
+Errors: a call that the driver refuses fails its batch, when the device has let go of the batch's buffers. An error that
+the device reports later (an illegal address, say) is the end of its context: everything in flight and every later call
+fails with that error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from asynccache.memory.signals import HAPPENED, Happened, HostGate
 
 
 class CudaDevice:
-    """A GPU. ``open_device`` makes one. ``driver`` is the real one or a simulated one. ``faults``: which copies are
-    late or refused on purpose."""
+    """A GPU. ``open_device`` makes one. ``driver`` is the real one or a simulated one. ``faults``: the copies that are
+    late or failing on purpose."""
 
     def __init__(
         self, driver: CudaDriver, name: str = "cuda:0", *, settings: CudaSettings | None = None,
@@ -74,8 +74,8 @@ class CudaDevice:
         return stream
 
     def release(self, stream: Stream) -> None:
-        """Take no more work for a stream of this device. When all that it was given is done, its threads end and it is
-        given back; nobody waits for that. This is for a device that outlives those who use it."""
+        """Take no more work for a stream of this device. When all its work is done, its threads end and the driver gets
+        it back; the call does not wait for that. This is for a device that outlives the caches that use it."""
         if isinstance(stream, CudaStream) and stream.context is self._context:
             stream.close()
 
@@ -84,9 +84,9 @@ class CudaDevice:
             raise CacheClosed(f"the device {self.name!r} is closed")
 
     def engine_stream(self, stream: object) -> Stream:
-        """Return an engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's. It
-        can wait for layers, and its ``record()`` returns what ``ready`` and ``after`` want. A stream of the device's is
-        returned as it is.
+        """Return an engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's.
+        The returned stream can wait for layers, and its ``record()`` returns the events that the parameters ``ready``
+        and ``after`` take. A stream of the device's own is returned as it is.
 
         Raises:
             ConfigError: it is no CUDA stream.
@@ -101,10 +101,10 @@ class CudaDevice:
             return self._engines[pointer]
 
     def engine_event(self, event: object) -> Event:
-        """Return an engine's own event (``torch.cuda.Event``, ``cupy.cuda.Event``) as one of this device's. It happens
-        when the work is done that was recorded last, as of now, in the engine's event. An event of the device's is
-        returned as it is. An event that was never recorded has happened, as everywhere in CUDA. May be called from any
-        thread.
+        """Return an engine's own event (``torch.cuda.Event``, ``cupy.cuda.Event``) as one of this device's. The
+        returned event happens when the work is done that the engine's event stands for now; if the engine records its
+        event again, that does not count. An event of the device's own is returned as it is. An event that was never
+        recorded has happened, as everywhere in CUDA. May be called from any thread.
 
         Raises:
             ConfigError: it is no such event, or the driver refuses to wait for it (it was recorded in a stream that is

@@ -1,10 +1,9 @@
 """The part of the driver that the CUDA device uses: some calls on integers, so that a simulated one can stand in.
 
-Law: no call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
-waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies
-and launches, and what waits for an event or a stream, come from threads that have called ``use_device``; every other
-call comes from any thread, and leaves that thread's current device as it is. Errors are ``DriverError``, whatever they
-are underneath.
+Laws. No call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
+waits for the system). A call that may take long lets go of the GIL. Handles and addresses are plain integers. Copies,
+launches and waits for an event or a stream come only from threads that have called ``use_device``. Every other call may
+come from any thread, and leaves that thread's current device as it is. All errors are raised as ``DriverError``.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class CudaDriver(Protocol):
         ...
 
     def use_device(self) -> None:
-        """Make this device the calling thread's own. For threads that nobody else uses."""
+        """Make this device the current one of the calling thread. Only for threads that belong to the device."""
         ...
 
     def free_memory(self) -> int:
@@ -109,11 +108,12 @@ class CudaDriver(Protocol):
         ...
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """Have later work of ``stream`` wait for what was recorded last, as of now, in ``event``."""
+        """Have later work of ``stream`` wait for the work that ``event`` stands for now. A later recording of ``event``
+        does not count."""
         ...
 
     def is_captured(self, stream: int) -> bool:
-        """Return True if what ``stream`` is given goes into a graph instead of being done."""
+        """Return True if work given to ``stream`` is captured into a graph instead of being done."""
         ...
 
     def event_create(self) -> int:
@@ -144,6 +144,6 @@ class CudaDriver(Protocol):
         ...
 
     def launch(self, stream: int, table: Table, blocks: int) -> int:
-        """Enqueue the copy kernel. ``table`` has been read when the call returns. Return how many entries it takes, as
-        ``copy`` does. Every call without such an answer takes one."""
+        """Enqueue the copy kernel. ``table`` has been read when the call returns. Return how many entries of the
+        driver's queue the launch takes, as ``copy`` does. A call that returns no such number takes one entry."""
         ...

@@ -1,13 +1,14 @@
-"""CUDA events: points in streams that coroutines, threads and other streams wait for, and the threads that tell them.
+"""CUDA events: points in streams that coroutines, threads and other streams wait for, and the threads that notify them.
 
 Law: an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``. The handle of
 an event that has fired is used again, so nobody looks at it after that. Both are checked under the stream's lock. An
-event whose recording was refused has no handle, and fires when its stream is empty: nobody is told of an end before it.
+event whose recording was refused has no handle, and fires when its stream is empty, so that it never fires before the
+work before it has ended.
 
 Law of the thread that waits for a stream's events: it sleeps in ``event_synchronize`` on the oldest, never in a loop of
 queries. All that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before
-the stream has let go of the buffers of the work before it. The thread outlives every error, so that no event is left
-alone.
+the stream has let go of the buffers of the work before it. The thread outlives every error, so every event fires in the
+end.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ class CudaContext:
                 self.driver.event_destroy(self._free.pop())
 
     def fail(self, error: DriverError) -> DriverError:
-        """Note that the device has failed. Return the error that it failed with first."""
+        """Note that the device has failed with ``error``. Return the first error with which it failed."""
         if self.failure is None:
             self.failure = error
         return self.failure
 
     def refused(self, error: Exception) -> Exception:
-        """Return why a call failed that raised ``error``: the device's own failure if this is the end of the device, or
-        else ``error``."""
+        """Return the error to report for a call that raised ``error``: the device's own failure if ``error`` is the end
+        of the device, or else ``error``."""
         if not isinstance(error, DriverError):
             return error
         forget_frames(error)
@@ -119,8 +120,8 @@ class CudaEvent(Signal):
             return self.stream.condition.wait_for(lambda: self.recorded or self._fired, seconds)
 
     def await_submitted(self) -> None:
-        """Wait until the event is recorded, as ``await_recorded`` does, but for the host, too, and however long it
-        takes. For submitters."""
+        """Wait until the event is recorded, as ``await_recorded`` does, but also if that waits for the host, and
+        however long it takes. For submitters."""
         self._is_recorded_within(None)
 
     def _gate(self) -> Signal | None:
@@ -182,8 +183,8 @@ class CudaEvent(Signal):
         return self.stream.context.failure is not None
 
     def land(self) -> list[Work]:
-        """Note that the event, which has happened, has fired, and return who is to be told. Its handle goes back,
-        unless the device has failed."""
+        """Note that the event, which has happened, has fired, and return the callbacks to call. The event's handle is
+        given back, unless the device has failed."""
         callbacks = self.note_fired(self.failure)
         handle, self._handle, self.keep = self._handle, None, None
         if handle is not None and self.stream.context.failure is None:

@@ -1,10 +1,10 @@
 """The copy kernel, and how it is compiled: by NVRTC, which needs no GPU.
 
 Law: one kernel, which moves rows of some layers between any two places that the device can address, pinned host memory
-too. What it moves stands in its parameters, which the driver copies when the kernel is launched: so there is no memory
-for tables to allocate, to upload or to keep. A warp takes a tile of 2 KiB at a time. Each of its lanes has four loads
-of 16 bytes in flight before its first store; they go past L1, where nobody would look for the bytes again. A few blocks
-fill the bus; more would only take multiprocessors from whoever computes.
+too. The rows to move stand in the kernel's parameters, which the driver copies at the launch. So no memory for tables
+is allocated, uploaded or kept. A warp takes a tile of 2 KiB at a time. Each of its lanes has four loads of 16 bytes in
+flight before its first store; they go past L1, where nobody would look for the bytes again. A few blocks fill the bus;
+more would only take multiprocessors from the engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(1024) asynccache_copy_rows(const __
 
 
 def table(dst_bases: Addresses, src_bases: Addresses, dst_ids: Any, src_ids: Any, **numbers: int) -> Table:
-    """Return what one launch moves. ``numbers``: ``width``, ``dst_pitch`` and ``src_pitch``, in bytes."""
+    """Return the table of rows that one launch moves. ``numbers``: ``width``, ``dst_pitch`` and ``src_pitch``, in
+    bytes."""
     made = np.zeros((), TABLE)
     lists = {"dst_bases": dst_bases, "src_bases": src_bases, "dst_ids": dst_ids, "src_ids": src_ids}
     for name, values in lists.items():
@@ -94,8 +95,8 @@ class NoCompiler(RuntimeError):
 
 
 def image_for(capability: tuple[int, int]) -> bytes:
-    """Return what a device of this capability loads: machine code; for one that is newer than NVRTC, PTX of the newest
-    architecture below it, which the driver translates.
+    """Return the compiled kernel for a device of this capability: machine code, or, for a device that is newer than
+    NVRTC, PTX of the newest architecture below it, which the driver translates.
 
     Raises:
         RuntimeError: as ``compile_for``.

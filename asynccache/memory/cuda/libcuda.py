@@ -1,8 +1,8 @@
 """The calls of the CUDA driver that cupy does not have, or does not make without holding the GIL.
 
-``cuMemcpyBatchAsync`` is asked for by the version in which it appeared (12.8): what comes is its first ABI, with
-``failIdx``, whatever the driver's own version. ``cuEventQuery`` goes past cupy because cupy holds the GIL for it, and
-the driver's lock may be held for long by somebody who pins memory.
+``cuMemcpyBatchAsync`` is looked up by the version in which it appeared (12.8). So every driver returns the function
+with its first ABI, the one with ``failIdx``. ``cuEventQuery`` is called here and not by cupy, because cupy holds the
+GIL for it, and the call may wait long for the driver's lock while another thread pins memory.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LibCuda:
 
     def relax_captures(self, mode: int = _RELAXED) -> int:
         """Allow this thread to call the driver while an engine captures a graph in another thread. Otherwise many calls
-        would be refused meanwhile, and would spoil the graph, though none of them has to do with it. Return the
-        thread's mode of capture until now; given as ``mode``, it is brought back."""
+        would be refused meanwhile, and would spoil the graph, though they have nothing to do with it. Return the
+        thread's former mode of capture; to restore it, call this again with that value as ``mode``."""
         exchanged = ctypes.c_int(mode)
         self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
         return exchanged.value

@@ -1,9 +1,9 @@
 """Host memory that a device copies from and to at full speed: exactly as large as asked for, and pinned.
 
-Law: memory is touched by several threads first and pinned then, in chunks of at most 64 GiB (one registration of a very
-large range fails, or holds the driver's locks for minutes) and of whole rows (a copy that lies in two registrations is
-refused), and it is given back to the system only after it has been unpinned. Allocators that round up to a power of two
-are not used.
+Laws. Memory is first touched by several threads, and then pinned. It is pinned in chunks of at most 64 GiB, since one
+registration of a very large range fails or holds the driver's locks for minutes. A chunk has whole rows, since the
+driver refuses a copy that lies in two registrations. Memory is given back to the system only after it has been
+unpinned. Allocators that round up to a power of two are not used.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ KERNEL_BELOW = 32 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaSettings:
-    """The settings of one device. ``kernel_below``: pieces shorter than so many bytes are moved by the kernel, all
-    others by the copy engines; 0: none by the kernel. ``blocks``: how many blocks, of 1,024 threads each, the kernel
-    may take from whoever computes."""
+    """The settings of one device. ``kernel_below``: pieces shorter than this, in bytes, are moved by the kernel, all
+    others by the copy engines; 0: the kernel moves none. ``blocks``: how many blocks, of 1,024 threads each, the kernel
+    may take from the engine's own work."""
 
     kernel_below: int = field(default=KERNEL_BELOW, metadata=checks.within(0))
     blocks: int = field(default=8, metadata=checks.within(1, 1024))

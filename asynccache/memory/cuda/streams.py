@@ -1,14 +1,14 @@
-"""Streams: the device's own, each with a thread that submits; an engine's, on which the caller submits; and those on
-which events of an engine's become the device's own.
+"""Streams, of three kinds: the device's own, each with a thread that submits; an engine's own, to which the caller
+submits; and streams on which an engine's events become events of the device.
 
 Law: a stream's own thread does all driver calls of that stream, in the order in which they were asked for, so the loop
 pays for a queue entry and no more. This thread waits for the device only where the driver's queue would become full, or
-where the driver refuses to order two streams. On the host it waits for gates, and for another stream's submission. It
-outlives every error: an event tells of it. A stream of the device's is given back when it is empty: its last event is
-behind all that it was given.
+where the driver refuses to order two streams. On the host it waits for gates, and for another stream's submission. The
+thread outlives every error: an event reports it. A stream of the device's own is given back when it is empty, that is,
+when its last event, which comes after all its work, has happened.
 
-Errors: what the driver refuses fails its batch, or is raised in the engine's thread. Work in flight runs on, and events
-fire behind it. Only an error after which a context does nothing any more is the end of the device.
+Errors: a call that the driver refuses fails its batch, or raises in the engine's thread. Work in flight runs on, and
+events fire behind it. Only an error after which a context does nothing any more is the end of the device.
 
 Where the mutable state lives: ``_failure``, ``_held`` and ``_backlog`` belong to the submitter, the stream's own
 thread; the state of events is under the stream's ``condition``.
@@ -47,10 +47,10 @@ Step = Sequence[Work]
 
 
 class QueueFill:
-    """How much of a stream's work lies in the driver's queue. It counts entries, and forgets those before an event that
-    has happened. It belongs to the submitter.
+    """How much of a stream's work lies in the driver's queue. It counts entries, and subtracts those before an event
+    that has happened. Only the submitter uses it.
 
-    Law: a driver whose queue is full blocks whoever calls it next, and perhaps an engine that launches on another
+    Law: a driver whose queue is full blocks the next thread that calls it, perhaps an engine that launches on another
     stream. So a submitter stops long before that, and waits for older work of its own stream.
     """
 
@@ -131,7 +131,8 @@ class EventRecorder:
         return None
 
     def give_up(self, error: Exception) -> Exception:
-        """Note that the driver tells no more of the stream's work, and return the error with which its events fail."""
+        """Note that the driver reports no more of the stream's work because of ``error``, and return the error with
+        which the stream's events fail."""
         return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
 
     def join(self) -> None:
@@ -203,7 +204,8 @@ class CudaStream(OwnStream):
         return events
 
     def call(self, work: Work) -> None:
-        """Have the submitter call ``work`` when everything before it is submitted. If it raises, the next event tells.
+        """Have the submitter call ``work`` when everything before it is submitted. If ``work`` raises, the next event
+        reports the error.
 
         Raises:
             CacheClosed: the stream was released, or its device closed.
@@ -295,8 +297,8 @@ class CudaStream(OwnStream):
                 self._call(work)
 
     def _call(self, work: Work) -> object:
-        """Make one call of the driver once its queue has room, and return what it returned: how many entries it takes,
-        or else it takes one."""
+        """Make one call of the driver once its queue has room, and return the call's result. An integer is the number
+        of entries that the call takes; any other result stands for one entry."""
         self._backlog.admit()
         returned = work()
         self._backlog.took(returned if isinstance(returned, int) else 1)
@@ -305,8 +307,8 @@ class CudaStream(OwnStream):
         return returned
 
     def _refused(self, error: Exception, left: Sequence[CudaEvent]) -> None:
-        """Have events tell that the batch failed: those in ``left``, or else the stream's next one. They come behind
-        what was submitted before, which still runs."""
+        """Have events report that the batch failed: those in ``left``, or else the stream's next one. These events fire
+        after the work that was submitted before, which still runs."""
         if not left:
             self._failure = self._failure or error
         for event in left:
@@ -315,8 +317,8 @@ class CudaStream(OwnStream):
 
 
 class CudaEngineStream(EventRecorder):
-    """An engine's own stream. Calls go to the driver at once, in the caller's thread. What the driver refuses is raised
-    there: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
+    """An engine's own stream. Calls go to the driver at once, in the caller's thread. A call that the driver refuses
+    raises in that thread: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
 
     _closed = False
 
@@ -375,7 +377,7 @@ class AdoptingStream(OwnStream):
         return self.waiter.pending < ADOPTED_AT_MOST
 
     def adopt(self, handle: int) -> CudaEvent:
-        """Return an event that happens when what was recorded last in the event ``handle`` has happened. One thread
+        """Return an event that happens when the work has ended that the event ``handle`` stands for now. One thread
         calls it at a time.
 
         Raises:
