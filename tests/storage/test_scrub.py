@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file import backend as file_backend
+from asynccache_backends.file import scrub
 from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
 
@@ -165,7 +166,7 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
     """``asyncio.run`` cancels all tasks when it is interrupted; the folder must not be closed under the thread."""
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
-    begun, go_on, read_group = Event(), Event(), file_backend.read_group
+    begun, go_on, read_group = Event(), Event(), scrub.read_group
 
     def slow(*args: Any) -> Any:
         begun.set()

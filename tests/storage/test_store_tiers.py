@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result, promotion
+from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.storage.promotion import LackingPages, Promotions
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
@@ -368,7 +368,7 @@ async def test_pages_for_whose_copies_there_is_no_memory_are_not_promoted(loop: 
     promotions, pages = Promotions(threads=0), payloads()
     for error in (OSError(12, "Cannot allocate memory"), MemoryError()):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(promotion.mmap, "mmap", Mock(side_effect=error))
+            patch.setattr("asynccache.storage.promotion.mmap.mmap", Mock(side_effect=error))
             await promotions.offer(KEYS, pages, [LackingPages(OneByOne(), range(8))], 0)
     await promotions.idle()
     assert promotions.counts == {"unpromoted": 16}
