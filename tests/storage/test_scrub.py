@@ -12,9 +12,8 @@ from threading import Event
 from typing import Any
 
 import pytest
-from asynccache_backends.file import FileBackend
+from asynccache_backends.file import FileBackend, scrub
 from asynccache_backends.file import backend as file_backend
-from asynccache_backends.file import scrub
 from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
 
