@@ -9,9 +9,9 @@ of requests, in which the block takes one place. So a cache of ``capacity`` bloc
 gaps from left to right; where too many intervals cross, drop the one that ends last. This chooses the most: to the gaps
 before, all the crossing intervals are alike, and the one that ends last crosses every later gap that the others cross.
 
-Why that is a cache of prefixes. A request that uses a block also uses all blocks before it, so a block's next use never
-comes before its parent's. Of blocks with the same next use the deepest is dropped first. So a parent is never dropped
-while one of its children is held: what is dropped is always a leaf, and what is found is always a prefix.
+Why the chosen blocks are prefixes. A request that uses a block also uses all blocks before it, so a block's next use
+never comes before its parent's. Of blocks with the same next use the deepest is dropped first. So a parent is never
+dropped while one of its children is held: only leaves are dropped, and the blocks found are always a prefix.
 
 This cache may refuse to keep a block that was just used. A real cache must hold what it is computing, so it answers a
 little less where paths are as long as the cache is large.

@@ -268,7 +268,8 @@ class CacheCore:
         return self.world.plan()
 
     def drain(self) -> Plan | More:
-        """Start every backup, to host and storage, that can start now, whatever the write policy."""
+        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
+        slice of the tree: it returns ``More`` if the next call is to go on, else the last plan."""
         goes_on = self._transfers.save_everything()
         return More(self.world.plan()) if goes_on else self.world.plan()
 

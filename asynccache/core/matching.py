@@ -131,9 +131,9 @@ class Matching:
 
     def use(self, end: Node, forked: int) -> None:
         """Tell the eviction policy, if it learns, that a request is over. The request used the path from the root to
-        ``end``, and still holds it. Cells of that path that wait in a queue of the policy are put in order anew: where
-        they wait depends on their uses. ``forked``: the page at which its text left the texts of earlier requests; 0:
-        at none."""
+        ``end``, and still holds it. Cells of that path that wait in a queue of the policy are put in order anew, since
+        their place depends on their uses. ``forked``: the page at which the request's text left the texts of earlier
+        requests; 0: it left none."""
         world = self._world
         if not world.policy.learns:
             return
@@ -150,8 +150,9 @@ class Matching:
         """Mark SWA and MAMBA as used or idle on the path of a request that is over. Its match had ended at page
         ``begin``, and it was held at ``node`` last.
 
-        The next match of its text is likely to end at ``node``, or where texts fork. What a match that ends at ``node``
-        needs counts as used. What one that ends at a fork needs stays as it is. All else is idle from now on. The walk
+        The next match of its text is likely to end at ``node``, or where texts fork. Cells that a match ending at
+        ``node`` needs count as used. Cells that a match ending at a fork needs stay as they are. All other cells are
+        idle from now on. The walk
         goes up from ``node`` through what the request added, and on until it meets what was idle before.
         """
         if node.parent is None or self._count == 1:

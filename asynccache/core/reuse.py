@@ -63,8 +63,8 @@ _MOST_AT_ONCE: Final = 64
 # So ghosts are spread over several dictionaries.
 _SHARDS: Final = 64
 
-# The lowest bits of ``Node.heat`` are eight times the uses, up to 7, plus the forks, up to 5. By these bits ``_CLASS``
-# has the class, and ``_USED`` and ``_USED_AND_FORKED`` what they are after a use. Above them is a drawn node's number.
+# The lowest bits of ``Node.heat`` are eight times the uses, up to 7, plus the forks, up to 5. The table ``_CLASS`` gives
+# the class of these bits; ``_USED`` and ``_USED_AND_FORKED`` give the bits after a use. A drawn node's number is above.
 _HEAT: Final = (1 << HEAT) - 1
 _BY_USES = (0, 0, 1, 2, 3, 3, 3, 4)
 _BY_FORKS = (0, 5, 6, 6, 6, 7, 7, 7)
@@ -115,8 +115,8 @@ class Curves:
         self._gone[kind][bin_of(now - since)] += blocks
 
     def _cohort(self, since: int) -> int:
-        """Return the cohort of what was used last at ``since``. A use at the moment when a cohort was begun belongs to
-        the cohort before."""
+        """Return the number of the cohort of blocks whose last use was at ``since``. A use at the moment when a cohort
+        was begun belongs to the cohort before."""
         return bisect_left(self._births, since) - 1
 
     def learn(self, now: int) -> None:

@@ -1,4 +1,4 @@
-"""Making room on a tier: what is evicted, in which order, and when it is better to wait.
+"""Making room on a tier: which cells are evicted, in which order, and when a caller had better wait.
 
 On the device, what was condemned ahead of time goes first, then the coldest, whether the host has a copy of it or not.
 If the coldest cell is an only copy, its backup is started and awaited, unless the new copy would be the first to leave
@@ -64,8 +64,8 @@ class RoomMaker:
         self._refusal: tuple[Node | None, tuple[int, ...], list[int], int, Cost] | None = None
 
     def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
-        """Evict until ``needs[c]`` slots of every component are free on ``tier``, in at most ``steps`` steps, and
-        return what came of it."""
+        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` evictions.
+        Returns whether the slots are free, and if not, what to do next."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True

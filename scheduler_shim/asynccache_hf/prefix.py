@@ -302,11 +302,11 @@ def _tokens(input_ids: Any, options: dict[str, Any]) -> torch.Tensor:
 
 
 def _settings(model: Any, options: Mapping[str, Any]) -> Any:
-    """The generation configuration of a call with ``options``, as transformers has it: what they say, what the
-    ``generation_config`` among them says, and the model's own where that says nothing.
+    """Return the generation configuration of a call with ``options``, as transformers has it. An option goes before the
+    ``generation_config`` among the options, and that goes before the model's own.
 
     Raises:
-        ConfigError: they ask for what a cache of prefixes cannot do; names it.
+        ConfigError: the options ask for something that a cache of prefixes cannot do; the message names it.
     """
     for name, why in REFUSED.items():
         if options.get(name) is not None:

@@ -108,10 +108,10 @@ async def released(leases: Sequence[Lease]) -> None:
 
 
 class BatchCache:
-    """transformers' cache of several requests (``cache``) that begin at one place."""
+    """One cache of transformers' (``cache``) for several requests that all begin at the same position."""
 
     def __init__(self, opened: Sequence[FilledCache]) -> None:
-        """``opened``: of each; the first one's cache becomes that of all."""
+        """``opened``: the filled cache of each request. The first one becomes the cache of all."""
         self._opened = opened
         self.cache = opened[0].cache
         if opened[0].start:

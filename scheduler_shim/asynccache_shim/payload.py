@@ -135,8 +135,8 @@ class PayloadReader:
 
 
 def _append(told: _SentRequest, tokens: Pages) -> None:
-    """Add tokens to what is known. Tokens that a model was handed are never written again: the buffer only grows, or is
-    replaced by a larger copy."""
+    """Add ``tokens`` to those of ``told``. Tokens that were handed to a model are never overwritten: the buffer only
+    grows, or is replaced by a larger copy."""
     length = told.length + len(tokens)
     if length > len(told.tokens):
         known = told.tokens[: told.length]

@@ -9,8 +9,7 @@ Laws:
   in which the request asked until the stores answered, however long the engine's next step takes. Keys that are unknown
   after that are misses for this request, also in later steps, until it is preempted.
 * A hit is remembered for ``HIT_KEPT`` seconds. A miss or a failure is remembered for ``MISS_KEPT`` seconds, or until
-  the
-  key is stored.
+  the key is stored.
 * The stores are asked for a key only once at a time, however many requests want it.
 """
 

@@ -10,8 +10,7 @@ Laws:
   end as well, as FAILED.
 * A transfer ends when every part that began has ended. From then on no store uses any of its memory.
 * While a transfer stores chunks, vLLM cannot use them for anything else. While one of them takes longer than
-  ``BACKLOG``
-  seconds, no transfer is begun that would bring such chunks to more than half of the region.
+  ``BACKLOG`` seconds, no transfer is begun that would bring such chunks to more than half of the region.
 
 Mutable state: all of it is behind ``_lock``; the stores' thread ends parts and begins those that wait.
 """
