@@ -63,8 +63,8 @@ _MOST_AT_ONCE: Final = 64
 # So ghosts are spread over several dictionaries.
 _SHARDS: Final = 64
 
-# The lowest bits of ``Node.heat`` are eight times the uses, up to 7, plus the forks, up to 5. The table ``_CLASS`` gives
-# the class of these bits; ``_USED`` and ``_USED_AND_FORKED`` give the bits after a use. A drawn node's number is above.
+# The lowest bits of ``Node.heat`` are eight times the uses, up to 7, plus the forks, up to 5. The table ``_CLASS`` has
+# the class of these bits; ``_USED`` and ``_USED_AND_FORKED`` have the bits after a use. A drawn node's number is above.
 _HEAT: Final = (1 << HEAT) - 1
 _BY_USES = (0, 0, 1, 2, 3, 3, 3, 4)
 _BY_FORKS = (0, 5, 6, 6, 6, 7, 7, 7)
