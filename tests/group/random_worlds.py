@@ -312,7 +312,7 @@ class RandomWorld:
     async def _strike(self, fate: str) -> None:
         await asyncio.sleep(self.random.random() * 0.1)
         group: Any = self.world.cache._opened().worker
-        while FATES[fate].silences and group._opening:
+        while FATES[fate].silences and group._opening:  # noqa: ASYNC110
             await asyncio.sleep(0.01)                  # who opens a store may be silent for long
         self.struck = self.loop.time()
         FATES[fate].strike(self.world, self.climate.victim)
