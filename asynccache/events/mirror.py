@@ -22,7 +22,7 @@ class Mirror:
 
         Raises:
             ConfigError: ``batch`` is no ``EventBatch``, or one of its events is unusable. Then none of its events was
-            applied.
+                applied.
         """
         events = checks.instance("batch: events", checks.instance("batch", batch, EventBatch).events, (list, tuple))
         for event in events:

@@ -88,9 +88,11 @@ class ZmqPublisher:
         endpoint: the address that the PUB socket is bound to. For a port ``*`` the system chooses one; the attribute
             ``endpoint`` has it then.
         replay: the address of the ROUTER socket, written like ``endpoint``; None: batches cannot be asked for again.
-        topic: the topic of every message. rank: the data-parallel rank that every batch names; None: it names none.
-        layout: how events are written, see ``Layout``. replay_topic: whether a replayed batch begins with the topic. By
-        default it is as in the versions of vLLM that write events in ``layout``: True for MAP, False for ARRAY.
+        topic: the topic of every message.
+        rank: the data-parallel rank that every batch names; None: it names none.
+        layout: how events are written, see ``Layout``.
+        replay_topic: whether a replayed batch begins with the topic; None: as in the versions of vLLM that write events
+            in ``layout``, which is True for MAP and False for ARRAY.
         keep: how many batches are kept for replay, at most.
         keep_bytes: how many bytes they have, at most.
         gather: seconds that a batch waits for more events before it is sent.
