@@ -31,8 +31,8 @@ from tests.stores.s3_server import MotoServer
 pytestmark = pytest.mark.slow
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
-LARGE = StoreLayout({"full": 256 << 10}, RECORD_SCHEMA)            # copied in a thread
-SMALL = StoreLayout({"full": 8 << 10}, RECORD_SCHEMA)              # copied on the loop
+LARGE = StoreLayout({"full": 256 << 10}, RECORD_SCHEMA)            # sent from where it lies
+SMALL = StoreLayout({"full": 8 << 10}, RECORD_SCHEMA)              # copied first
 
 _numbers = itertools.count()
 

@@ -66,7 +66,7 @@ def modes(folder: Path) -> set[tuple[str, int]]:
 
 
 async def use(url: str) -> None:
-    """Packs, a tombstone, a saved index."""
+    """Packs that are sent from where the pages lie and packs that are copied first, a tombstone, a saved index."""
     async with opened(url) as store:
         await fill(store, KEYS)
         await fill(store, some_keys("odd", 3, "odd"))

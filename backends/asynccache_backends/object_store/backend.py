@@ -60,7 +60,7 @@ class ObjectBackend:
     shared = True
 
     def __init__(
-        self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes
+        self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes, *, lends: bool
     ) -> None:
         self._client = client
         self._settings = settings
@@ -69,7 +69,7 @@ class ObjectBackend:
         self._keeper = CatalogKeeper(self._catalog, settings.refresh, settings.capacity)
         self._uploads = Uploads(
             client, clock, self._threads, schema, pack=settings.pack, parallel=settings.parallel,
-            stored=self._stored, birth=self._catalog.index.birth,
+            stored=self._stored, birth=self._catalog.index.birth, lends=lends,
         )
         self._fetches = Fetches(client, self._catalog, self._threads, settings.parallel)
         self._room = Breaker.brief()  # open while the store is full
@@ -97,8 +97,9 @@ class ObjectBackend:
             settings = settings._replace(capacity=None, mode=settings.mode if "mode" in url.options else None)
         client = connect(url, settings)
         await client.prepare()
-        store = cls(client, NameClock(), settings, layout.schema)
-        store.shared = url.scheme != "object-memory"
+        here = url.scheme == "object-memory"
+        store = cls(client, NameClock(), settings, layout.schema, lends=not here)
+        store.shared = not here
         try:
             saved = await store._catalog.load()
         except BaseException:

@@ -13,7 +13,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
@@ -63,6 +63,12 @@ class ObjectClient:
     def __repr__(self) -> str:
         return f"ObjectClient({self.shown!r})"
 
+    def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
+        """Begin to store a new object; it never replaces one. Returns the request, to be awaited by ``created``. Until
+        the request has let go of the buffers (see ``BufferLoan``) they must not change."""
+        future = self._api.put_async(self.store, self.prefix + path, data, use_multipart=False, mode="create")
+        return cast(asyncio.Future[Any], future)
+
     async def answer(self, request: asyncio.Future[Any]) -> Any:
         """Wait for a request and return its result.
 
@@ -78,9 +84,13 @@ class ObjectClient:
             raise Unavailable(self._said(error)) from None
 
     async def create(self, path: str, data: Buffer | Sequence[Buffer]) -> None:
-        """Store a new object; it never replaces one. When this returns it is stored durably. If it is cancelled, it may
-        be stored or not. It is a success, too, if the store says that the object exists: no name is used twice, so an
-        earlier attempt of the same request has stored it.
+        """Store a new object. When this returns it is stored durably. If it is cancelled, it may be stored or not.
+        Raises as ``created`` does."""
+        await self.created(path, self.put(path, data))
+
+    async def created(self, path: str, request: asyncio.Future[Any]) -> None:
+        """Wait for the request of a ``put`` of ``path``. It is a success, too, if the store says that the object
+        exists: no name is used twice, so an earlier attempt of the same request has stored it.
 
         Raises:
             NoRoom: the store is full.
@@ -88,7 +98,7 @@ class ObjectClient:
         """
         try:
             with suppress(self._api.exceptions.AlreadyExistsError):
-                await self._api.put_async(self.store, self.prefix + path, data, use_multipart=False, mode="create")
+                await request
         except Exception as error:
             raise (NoRoom if _FULL.search(str(error)) else Unavailable)(self._said(error)) from None
         if self.local is not None:

@@ -5,16 +5,18 @@ the line. A pack that is at least half full is sent at once, as long as fewer th
 smaller one is sent only while fewer than two such small packs are being sent, and otherwise waits for more pieces. So
 many small puts at a time make few objects, and a put that is alone never waits.
 
-The payloads of a pack are copied together before it is sent, in a thread unless they are small. A piece is ``free``
-when its payloads are copied, and ``done`` when it is known whether they are stored. If all callers of a pack have gone,
-it is given up.
+Large payloads are sent directly from their buffers. Small ones are first copied together in a thread, since each buffer
+of its own costs more than its copy. A piece is ``free`` when nobody reads its payloads any more, and ``done`` when it
+is known whether they are stored. If all callers of a pack have gone, it is given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from asynccache.errors import Unavailable
 from asynccache.storage import ThreadPool, settled
@@ -29,6 +31,7 @@ from asynccache_backends.object_store.formats import (
     trailer_of,
 )
 
+LEAST_LENT = 64 << 10
 PARTIAL = 2
 
 
@@ -79,12 +82,13 @@ class Uploads:
 
     ``pack``: the bytes of a full pack. ``parallel``: how many are sent at a time. ``stored`` is called with every pack
     that was stored, before the callers of its pieces hear of it. ``birth(key, stamp)`` returns the time at which a
-    record that is stored at ``stamp`` counts as born.
+    record that is stored at ``stamp`` counts as born. ``lends``: whether large buffers are passed to the client as they
+    are; otherwise all payloads are copied.
     """
 
     def __init__(
         self, client: ObjectClient, clock: NameClock, threads: ThreadPool, schema: bytes, *, pack: int, parallel: int,
-        stored: Callable[[Pack], None], birth: Callable[[bytes, int], int],
+        stored: Callable[[Pack], None], birth: Callable[[bytes, int], int], lends: bool,
     ) -> None:
         self._client = client
         self._clock = clock
@@ -94,6 +98,7 @@ class Uploads:
         self._parallel = parallel
         self._stored = stored
         self._birth = birth
+        self._lends = lends
         self._line: deque[_Piece] = deque()
         self._sending: set[_Upload] = set()
 
@@ -200,8 +205,19 @@ class Uploads:
         keys, headers = [k for p in pieces for k in p.keys], [h for p in pieces for h in p.headers]
         entries = pack_entries(keys, headers, lengths, [self._birth(key, stamp_of(name)) for key in keys])
         footer = entries + trailer_of(entries, self._schema)
-        await self._client.create(f"{PACKS}/{name}", await self._joined(upload, payloads, footer))
+        path = f"{PACKS}/{name}"
+        if self._lends and upload.size >= LEAST_LENT * len(payloads):
+            await self._lend(path, payloads, footer)
+        else:
+            await self._client.create(path, await self._joined(upload, payloads, footer))
         return Pack(name, upload.size + len(footer), entries)
+
+    async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
+        loan = BufferLoan(payloads)
+        try:
+            await self._client.created(path, self._client.put(path, [*loan.take(), footer]))
+        finally:
+            await loan.over()
 
     async def _joined(self, upload: _Upload, payloads: list[memoryview], footer: bytes) -> memoryview:
         """Return a copy of the whole pack in one buffer. The pieces are ``free`` then."""
@@ -210,6 +226,58 @@ class Uploads:
         for piece in upload.pieces:
             piece.release()
         return data
+
+
+class BufferLoan:
+    """A loan of buffers to one request of the client, which tells when the client has let go of them.
+
+    The client sends directly from host pages and does not say when it needs them no more. Its future is done when
+    there is an answer, or at once when it is cancelled; the request may still use the buffers for some time. But for so
+    long it has references to the objects that it was given. So it is given a view of its own for each buffer, and the
+    loan is over when these views are gone. They have to be memoryviews: a memoryview releases its buffer before weak
+    references to it are called, an array of NumPy afterwards.
+
+    After an answer the views are usually gone, and it is enough to look. Callbacks are set only for views that are not:
+    they run in a thread of the client, where a call into Python costs 10 µs.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._views = [memoryview(buffer) for buffer in buffers]
+        self._refs = [weakref.ref(view) for view in self._views]
+        self._told: list[weakref.ref[memoryview]] = []
+        self._gone: list[weakref.ref[memoryview]] = []
+
+    def take(self) -> list[memoryview]:
+        """Return a view of each buffer, for the request; only once. The caller must keep no reference to them."""
+        views, self._views = self._views, []
+        return views
+
+    async def over(self) -> None:
+        """Wait until all views are gone. Cancelling it does not shorten the waiting."""
+        if all(ref() is None for ref in self._refs):
+            return
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[None] = loop.create_future()
+
+        def gone(ref: weakref.ref[memoryview]) -> None:
+            self._gone.append(ref)  # a list, since appending is atomic and this may run in any thread
+            if len(self._gone) == len(self._refs):
+                with suppress(RuntimeError):  # the loop was closed, so nobody waits any more
+                    loop.call_soon_threadsafe(_set, end)
+
+        for ref in self._refs:
+            view = ref()
+            if view is None:
+                gone(ref)
+            else:
+                self._told.append(weakref.ref(view, gone))
+            del view  # if this is the last reference, the view ends here
+        await settled([end])
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _copied(parts: Sequence[memoryview]) -> memoryview:
