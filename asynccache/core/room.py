@@ -45,7 +45,7 @@ class Room(Enum):
 
 
 class Cost(Enum):
-    """What the host may give up for a backup."""
+    """The copies that the host may give up for a backup."""
 
     ANY = "what the policy chooses"
     STORED = "copies that storage has: for a drain, which ends, since it saves only what storage lacks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -68,9 +69,9 @@ async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(mon
     assert device.ended
 
 
-@pytest.mark.asyncio
-async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_opening_has_just_ended() -> None:
-    device, before = CpuDevice(), asyncio.all_tasks()
+async def opened_turn_by_turn(device: CpuDevice) -> AsyncIterator[tuple[AsyncCache, asyncio.Task[AsyncCache]]]:
+    """Yield caches that are being opened, with the tasks that open them: each a turn later than the one before, and the
+    last one before its task is done."""
     for later in range(1000):
         cache = AsyncCache(settings(device=8, host=8), device=device)
         opening = asyncio.create_task(cache.__aenter__())
@@ -79,35 +80,38 @@ async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_openin
         await turns(later)
         if opening.done():
             await cache.aclose()
-            break
+            return
+        yield cache, opening
+
+
+@pytest.mark.asyncio
+async def test_cancelled_in_any_turn_it_leaves_nothing_open_also_when_the_opening_has_just_ended() -> None:
+    device, before = CpuDevice(), asyncio.all_tasks()
+    tried = 0
+    async for cache, opening in opened_turn_by_turn(device):
+        tried += 1
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
         assert cache.closed == "the cache is not open"
         assert cache._worker is None
         assert asyncio.all_tasks() <= before
-    assert later > 2
+    assert tried > 2
     await device.aclose()
 
 
 @pytest.mark.asyncio
 async def test_closed_in_any_turn_while_it_is_opened_the_opener_hears_that_it_was_closed() -> None:
     device, before = CpuDevice(), asyncio.all_tasks()
-    for later in range(1000):
-        cache = AsyncCache(settings(device=8, host=8), device=device)
-        opening = asyncio.create_task(cache.__aenter__())
-        while cache._worker is None:
-            await turns(1)
-        await turns(later)
-        if opening.done():
-            await cache.aclose()
-            break
+    tried = 0
+    async for cache, opening in opened_turn_by_turn(device):
+        tried += 1
         await cache.aclose()
         with pytest.raises(CacheClosed, match="while it was being opened"):
             await opening
         assert cache.closed is not None
         assert asyncio.all_tasks() <= before
-    assert later > 2
+    assert tried > 2
     await device.aclose()
 
 

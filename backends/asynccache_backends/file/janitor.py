@@ -359,7 +359,6 @@ class Janitor:
             raise Unavailable(f"store folder {str(self._state.folder.path)!r}: {error}") from error
 
 
-
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:
     """Return True if this task has ended without a segment."""
     return task.done() and isinstance(task.result(), OSError)
