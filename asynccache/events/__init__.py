@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from asynccache.events.mirror import Mirror
     from asynccache.events.publisher import ZmqPublisher
     from asynccache.events.subscriber import Received, Subscriber
-    from asynccache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Layout
+    from asynccache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventLayout
 
 __all__ = [
-    "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "Layout", "Mirror", "Notice", "Opened",
+    "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "EventLayout", "Mirror", "Notice", "Opened",
     "Received", "StorageReport", "Subscriber", "ZmqPublisher",
 ]  # fmt: skip
 
 _LAZY = {
-    "AllBlocksCleared": "wire", "BlockRemoved": "wire", "BlockStored": "wire", "EventBatch": "wire", "Layout": "wire",
-    "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber", "ZmqPublisher": "publisher",
+    "AllBlocksCleared": "wire", "BlockRemoved": "wire", "BlockStored": "wire", "EventBatch": "wire",
+    "EventLayout": "wire", "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber", "ZmqPublisher": "publisher",
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from asynccache.core.plan import Cleared, Publish
 from asynccache.errors import ConfigError
 from asynccache.events.announcer import Announcer
 from asynccache.events.notices import Notice, Opened, StorageReport
-from asynccache.events.wire import AllBlocksCleared, BlockEvent, Encoder, EventBatch, Layout
+from asynccache.events.wire import AllBlocksCleared, BlockEvent, Encoder, EventBatch, EventLayout
 
 END = (-1).to_bytes(8, "big", signed=True)
 BATCH_EVENTS = 1024
@@ -90,7 +90,7 @@ class ZmqPublisher:
         replay: the address of the ROUTER socket, written like ``endpoint``; None: batches cannot be asked for again.
         topic: the topic of every message.
         rank: the data-parallel rank that every batch names; None: it names none.
-        layout: how events are written, see ``Layout``.
+        layout: how events are written, see ``EventLayout``.
         replay_topic: whether a replayed batch begins with the topic; None: as in the versions of vLLM that write events
             in ``layout``, which is True for MAP and False for ARRAY.
         keep: how many batches are kept for replay, at most.
@@ -106,20 +106,20 @@ class ZmqPublisher:
 
     def __init__(
         self, endpoint: str = "tcp://*:5557", replay: str | None = None, *, topic: str = "", rank: int | None = None,
-        layout: Layout | str = Layout.MAP, replay_topic: bool | None = None,
+        layout: EventLayout | str = EventLayout.MAP, replay_topic: bool | None = None,
         keep: int = 10_000, keep_bytes: int = 64 << 20, gather: float = 0.002,
         backlog: int = 200_000, high_water: int = 100_000, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         checks.text("endpoint", endpoint, empty=False)
         if replay is not None:
             checks.text("replay", replay, empty=False)
-        written = checks.member("layout", layout, Layout)
+        written = checks.member("layout", layout, EventLayout)
         keep = checks.integer("keep", keep, 1, MOST_KEPT)
         high_water = checks.integer("high_water", high_water, 1, checks.INT32_MAX)
         self._topic = checks.text("topic", topic).encode()
         self._rank = None if rank is None else checks.integer("rank", rank, 0, checks.INT32_MAX)
         self._encoder = Encoder(written)
-        topical = written is Layout.MAP if replay_topic is None else checks.flag("replay_topic", replay_topic)
+        topical = written is EventLayout.MAP if replay_topic is None else checks.flag("replay_topic", replay_topic)
         self._topic_frames = ((self._topic,), (b"",)) if topical else ((), ())  # of a batch, and of the end
         self._history = History(keep, checks.integer("keep_bytes", keep_bytes, 1))
         self._gather = checks.number("gather", gather, 0, MOST_GATHER)

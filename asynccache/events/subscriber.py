@@ -12,7 +12,7 @@ import zmq
 from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.events.publisher import END
-from asynccache.events.wire import AllBlocksCleared, Decoder, EventBatch, Layout
+from asynccache.events.wire import AllBlocksCleared, Decoder, EventBatch, EventLayout
 
 MOST_SECONDS = 1e6
 
@@ -43,14 +43,14 @@ class Subscriber:
     """
 
     def __init__(
-        self, endpoint: str, replay: str | None = None, *, topic: str = "", layout: Layout | str = Layout.MAP,
+        self, endpoint: str, replay: str | None = None, *, topic: str = "", layout: EventLayout | str = EventLayout.MAP,
         patience: float = 1.0,
     ) -> None:  # fmt: skip
         checks.text("endpoint", endpoint, empty=False)
         if replay is not None:
             checks.text("replay", replay, empty=False)
         checks.text("topic", topic)
-        self._decoder = Decoder(checks.member("layout", layout, Layout))
+        self._decoder = Decoder(checks.member("layout", layout, EventLayout))
         self._patience = checks.number("patience", patience, 0, MOST_SECONDS)
         self._next = 0
         self._latest = 0.0

@@ -79,7 +79,7 @@ class _ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     data_parallel_rank: int | None = None
 
 
-class Layout(Enum):
+class EventLayout(Enum):
     """The encoding of an event: as a map, which is what vLLM does now, or as an array, which older versions of vLLM did
     and SGLang does."""
 
@@ -94,9 +94,9 @@ _MAPS = {array: struct for struct, array in _ARRAYS.items()}
 class Encoder:
     """Encodes batches in one layout."""
 
-    def __init__(self, layout: Layout = Layout.MAP) -> None:
+    def __init__(self, layout: EventLayout = EventLayout.MAP) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        self._arrays = layout is Layout.ARRAY
+        self._arrays = layout is EventLayout.ARRAY
 
     def encode(self, batch: EventBatch) -> bytes:
         """Return the payload of the message for ``batch``."""
@@ -109,7 +109,7 @@ class Encoder:
 class Decoder:
     """Decodes batches in one layout."""
 
-    def __init__(self, layout: Layout = Layout.MAP) -> None:
+    def __init__(self, layout: EventLayout = EventLayout.MAP) -> None:
         self._maps = msgspec.msgpack.Decoder(EventBatch)
         self._arrays = msgspec.msgpack.Decoder(_ArrayBatch)
         self._layout = layout
@@ -120,7 +120,7 @@ class Decoder:
         Raises:
             msgspec.DecodeError: the payload is no batch in this layout.
         """
-        if self._layout is Layout.MAP:
+        if self._layout is EventLayout.MAP:
             return self._maps.decode(payload)
         batch = self._arrays.decode(payload)
         return EventBatch(batch.ts, [_as(_MAPS, event) for event in batch.events], batch.data_parallel_rank)

@@ -35,7 +35,7 @@ from asynccache import (
     load_config,
 )
 from asynccache.core.plan import Cleared
-from asynccache.events import BlockStored, EventBatch, Layout, Mirror, Subscriber, ZmqPublisher
+from asynccache.events import BlockStored, EventBatch, EventLayout, Mirror, Subscriber, ZmqPublisher
 from asynccache.metrics import CacheCollector, Exposed, LoopLag
 from asynccache.storage import (
     KEY_BYTES,
@@ -795,7 +795,7 @@ CALLS: dict[str, Case] = {
          "rank": Integer(0, INT32, optional=True), "layout": Member(), "replay_topic": Flag(optional=True),
          "keep": Integer(1, 1 << 30), "keep_bytes": COUNT, "gather": Number(0, 60), "backlog": COUNT,
          "high_water": Integer(1, INT32), "clock": Function()},
-        endpoint="inproc://edge", layout=Layout.MAP,
+        endpoint="inproc://edge", layout=EventLayout.MAP,
     ),
     "asynccache.events.ZmqPublisher.close": Case(_publisher_close, {"timeout": Number(0, threading.TIMEOUT_MAX)}),
     "asynccache.events.Subscriber": plain(

@@ -19,7 +19,7 @@ from asynccache.core.plan import Medium, Publish
 from asynccache.events import (
     AllBlocksCleared,
     BlockStored,
-    Layout,
+    EventLayout,
     Mirror,
     Opened,
     Received,
@@ -172,10 +172,10 @@ def test_frames_are_those_that_routers_expect(publisher: ZmqPublisher) -> None:
         context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("layout", Layout)
-def test_replays_have_the_frames_of_the_layouts_time(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", EventLayout)
+def test_replays_have_the_frames_of_the_layouts_time(layout: EventLayout) -> None:
     """Before vLLM sent events as maps, a replayed batch had no topic before it. Either can be had."""
-    for replay_topic, topical in ((None, layout is Layout.MAP), (True, True), (False, False)):
+    for replay_topic, topical in ((None, layout is EventLayout.MAP), (True, True), (False, False)):
         with ZmqPublisher(LOCAL, LOCAL, gather=0.0, topic="kv", layout=layout, replay_topic=replay_topic) as publisher:
             publisher(Opened(2, None, lambda space: None))
             sent(publisher, 1)
@@ -318,8 +318,8 @@ def test_history_is_bounded_by_bytes_too() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("layout", Layout)
-async def test_a_cache_tells_the_world(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", EventLayout)
+async def test_a_cache_tells_the_world(layout: EventLayout) -> None:
     """From the cache to a mirror over sockets: every tier, then a reset."""
     backend, device = MemoryBackend(), CpuDevice()
     with ZmqPublisher(LOCAL, LOCAL, gather=0.0, layout=layout, rank=2) as publisher:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from asynccache import Adapter, AsyncCache
-from asynccache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Layout, Notice
+from asynccache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, EventLayout, Notice
 from asynccache.events.announcer import Announcer
 from asynccache.events.wire import Decoder, Encoder
 from asynccache.memory.cpu import CpuDevice
@@ -115,7 +115,7 @@ BATCH = EventBatch(12.5, [STORED, TENANT, BlockRemoved([BIG], "CPU"), AllBlocksC
 
 
 def test_vllm_reads_the_maps() -> None:
-    batch = msgspec.msgpack.Decoder(NowBatch).decode(Encoder(Layout.MAP).encode(BATCH))
+    batch = msgspec.msgpack.Decoder(NowBatch).decode(Encoder(EventLayout.MAP).encode(BATCH))
     stored, tenant, removed, cleared = batch.events
     assert (batch.ts, batch.data_parallel_rank) == (12.5, 3)
     assert isinstance(stored, NowStored)
@@ -131,7 +131,7 @@ def test_vllm_reads_the_maps() -> None:
 
 @pytest.mark.parametrize("reader", [BeforeBatch, FirstBatch])
 def test_older_vllm_and_sglang_read_the_arrays(reader: type[BeforeBatch | FirstBatch]) -> None:
-    batch = msgspec.msgpack.Decoder(reader).decode(Encoder(Layout.ARRAY).encode(BATCH))
+    batch = msgspec.msgpack.Decoder(reader).decode(Encoder(EventLayout.ARRAY).encode(BATCH))
     stored, _, removed, cleared = batch.events
     assert isinstance(stored, (BeforeStored, FirstStored))
     assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == ([BIG, 7], 11, [5, 6, 7, 8])
@@ -143,19 +143,19 @@ def test_older_vllm_and_sglang_read_the_arrays(reader: type[BeforeBatch | FirstB
 
 def test_the_layouts_are_not_each_others() -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.Decoder(NowBatch).decode(Encoder(Layout.ARRAY).encode(BATCH))
+        msgspec.msgpack.Decoder(NowBatch).decode(Encoder(EventLayout.ARRAY).encode(BATCH))
 
 
-@pytest.mark.parametrize("layout", Layout)
-def test_a_batch_comes_back_as_it_was(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", EventLayout)
+def test_a_batch_comes_back_as_it_was(layout: EventLayout) -> None:
     assert Decoder(layout).decode(Encoder(layout).encode(BATCH)) == BATCH
 
 
 def test_the_batch_is_an_array_tagged_by_class_name() -> None:
-    ts, events, rank = msgspec.msgpack.decode(Encoder(Layout.ARRAY).encode(BATCH))
+    ts, events, rank = msgspec.msgpack.decode(Encoder(EventLayout.ARRAY).encode(BATCH))
     assert (ts, rank) == (12.5, 3)
     assert [event[0] for event in events] == ["BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared"]
-    _, maps, _ = msgspec.msgpack.decode(Encoder(Layout.MAP).encode(BATCH))
+    _, maps, _ = msgspec.msgpack.decode(Encoder(EventLayout.MAP).encode(BATCH))
     assert [event["type"] for event in maps] == [event[0] for event in events]
 
 
@@ -177,7 +177,7 @@ async def test_vllm_reads_which_adapter_a_block_is_of() -> None:
             compute(cache, lease, text(3))
             await lease.commit(text(3))
     await device.aclose()
-    sent = Encoder(Layout.MAP).encode(EventBatch(0.0, list(Announcer().announce(notices)), None))
+    sent = Encoder(EventLayout.MAP).encode(EventBatch(0.0, list(Announcer().announce(notices)), None))
     stored = [e for e in msgspec.msgpack.Decoder(NowBatch).decode(sent).events if isinstance(e, NowStored)]
     told = [(e.lora_id, e.lora_name, e.extra_keys and e.extra_keys[0]) for e in stored if e.medium == "GPU"]
     assert told == [(7, "sql", ("sql", "sql-v2")), (None, None, ("tenant",)), (None, "code", ("code",)),
