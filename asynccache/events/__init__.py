@@ -26,7 +26,8 @@ __all__ = [
 
 _LAZY = {
     "AllBlocksCleared": "wire", "BlockRemoved": "wire", "BlockStored": "wire", "EventBatch": "wire",
-    "EventLayout": "wire", "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber", "ZmqPublisher": "publisher",
+    "EventLayout": "wire", "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber",
+    "ZmqPublisher": "publisher",
 }  # fmt: skip
 
 
