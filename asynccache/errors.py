@@ -74,10 +74,6 @@ class Timeout(BackendError):
     """The backend did not answer before its deadline."""
 
 
-class CorruptPage(BackendError):
-    """Stored bytes failed verification. Only tools raise it; the cache treats such a page as a miss."""
-
-
 class InvariantViolation(AssertionError):
     """A law of the core was broken. This is a bug, never a condition to handle."""
 

@@ -328,10 +328,6 @@ class Mover:
                     with suppress(CopyFailed, CacheClosed):  # others are told of it; or it is closed already
                         await stream.record().wait()
 
-    def bytes_moved(self, moves: Sequence[Move]) -> int:
-        """Return how many bytes these moves copy."""
-        return sum(len(m.src) // 4 * spec.bytes_per_page for m in moves for spec in self._moved.get(m.component, ()))
-
     def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
         return [self._copy(spec.name, m) for m in moves if m.src for spec in self._moved.get(m.component, ())]
 
