@@ -29,8 +29,7 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
-# Kinds of operations that own or pin host pages: those that end by themselves; and all of them, with those that storage
-# keeps.
+# Kinds of operations that own or pin host pages: those that end without storage, and all of them.
 _BY_ITSELF = (BACKUP_HOST, LOAD_BACK, CLONE)
 _ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
@@ -100,7 +99,7 @@ class RoomMaker:
         taken: dict[tuple[Node, int], None] = {}
         above: list[tuple[Node, list[int]]] = []
         enough, refusing = self._choose_gently(needs, cost, taken, above)
-        for parent, stamps in reversed(above):             # as it was before
+        for parent, stamps in reversed(above):             # undo what ``_choose_gently`` changed in the parents
             for c in range(count):
                 withdraw(parent, count + c)
             parent.kids_host += 1
@@ -354,8 +353,8 @@ class RoomMaker:
         return 0 if self._world.is_candidate(node, place - component) else component
 
     def _count(self, node: Node, tier: int, first: int, component: int) -> None:
-        """Count that ``component`` goes, with ``first`` and those between. Cells that were given up on purpose, and
-        those that go with them, do not count as lost."""
+        """Count the eviction of one cell. ``first``: the first component that leaves ``node`` with ``component``. Cells
+        that were given up on purpose, and those that leave with them, do not count as lost."""
         world = self._world
         pages = world.pages(node, component)
         if tier == HOST:
