@@ -1,6 +1,6 @@
 """Plans, the decisions of core calls: effects for the runtime to perform, and the operations that ended.
 
-Values only. A core call that changes more than recency returns one frozen ``Plan``, or a value that carries one. The
+Values only. A core call that decides anything returns one frozen ``Plan``, or a value that carries one. The
 runtime enqueues the plan's effects before the next ``await``, performs them, and answers each ``op`` with exactly one
 ``Outcome``. The outcome of a ``Retire`` is always DONE. Slot lists are ``bytes`` of little-endian int32 slots, in token
 order. Hashes are 32 bytes a page, joined.

@@ -63,8 +63,9 @@ class RoomMaker:
         self._refusal: tuple[Node | None, tuple[int, ...], list[int], int, Cost] | None = None
 
     def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
-        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` evictions.
-        Returns whether the slots are free, and if not, what to do next."""
+        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` steps. A
+        step evicts one node's cells, or starts all backups that are needed and evicts what needs none. Returns whether
+        the slots are free, and if not, why."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True

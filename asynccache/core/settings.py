@@ -18,7 +18,7 @@ class ComponentKind(IntEnum):
 
 
 class HitPolicy(Enum):
-    """The pages of a pool that a prefix needs: all that it has, or the last few before its end."""
+    """The pages of a pool that a prefix needs: all up to its end, or only the last few."""
 
     ALL_PAGES = "all_pages"
     TRAILING_PAGES = "trailing_pages"

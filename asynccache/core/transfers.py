@@ -260,7 +260,7 @@ class Transfers:
 
     def store_again(self) -> None:
         """Try again some of the nodes that storage did not take, if storage has just taken others and has nothing else
-        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes by and by.
+        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes over time.
         The nodes of one try are few, so that they pin little of the host. A node that is too large even alone is not in
         ``unstored`` (see ``_stored``), and is left to the next drain."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
