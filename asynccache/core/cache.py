@@ -49,9 +49,10 @@ class ShelfStatistics(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Counts. ``device`` and ``host`` are in the order of the components. ``operations``: how many are in flight, by
-    kind. ``evicted_device``, ``evicted_host``: pages since the start. ``lost_pages``: how many of these evicted pages
-    were only copies, dropped although the write policy meant to keep them."""
+    """Counts. Those up to ``deferred_backups`` are of now, the others since the start. ``device`` and ``host`` are in
+    the order of the components. ``operations``: how many are in flight, by kind. ``evicted_device``, ``evicted_host``:
+    pages and states. ``lost_pages``: how many of these evicted ones were only copies, dropped although the write policy
+    meant to keep them."""
 
     nodes: int
     leases: int

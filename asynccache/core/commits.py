@@ -1,6 +1,6 @@
 """Commits: whole pages move from a lease into the tree, and the write policy decides what is backed up.
 
-Pages that the tree has already are duplicates, and the lease's slots for them are given back. Where the tree has such
+Pages that the tree has already are duplicates, and the lease's slots for them are retired. Where the tree has such
 pages but not on the device, it takes over the lease's slots instead.
 """
 
@@ -154,7 +154,7 @@ class Commits:
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
         """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. The new nodes are
         cut at three places: where released SWA pages end, where the window begins, and where the part begins that is
-        private to the conversation."""
+        private to the conversation. If the lease has released all SWA pages up to the end, no node is added."""
         total = work.total
         if end.end >= total:
             return []

@@ -2,16 +2,17 @@
 recently, the other the node that is worth least by the curves of ``p2c``.
 
 Two small caches are simulated beside the real one. They hold no data, only the names of the nodes that such a cache
-would have. Both see the same *drawn* nodes, which are one in a power of two of all nodes, and have room for the same
-share of the real cache's room. Both go on whatever the real cache does, so each way can turn out to be better.
+would have. Both see only the *drawn* nodes: all nodes, or one in 2, 4, 8 ... of them if the real cache is large. Both
+have the same share of the real cache's room. Both go on whatever the real cache does, so each way can turn out to be
+better.
 
 The difference between how many pages the two find is added up, within bounds. So the past counts for no more than the
 bound, and the latest requests decide which way leads. Where there is hardly a difference, the learned way (by worth)
 takes the lead when it has found as many pages as there is room for. It has that chance once, after the first lesson.
 
 The curves were learned from one workload. When the workload changes, nobody asks for the pages that were kept for the
-old one, and the small cache finds fewer pages than before, by more than chance. Then the learned way loses the lead at
-once, and has to win it anew.
+old one, and the learned way's small cache finds fewer pages than before, by more than chance. Then the learned way
+loses the lead at once, and has to win it anew.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from typing import Final
 from asynccache.core.tree import Node
 
 HEAT: Final = 6
-"""How many of the lowest bits of ``Node.heat`` are the policy's. Above them is the number of a drawn node."""
+"""The number of the lowest bits of ``Node.heat`` that belong to the policy. Above them is the number of a drawn
+node."""
 _MOST_PAGES = 1 << 15
 _BOUND: Final = 16
 _SWAY: Final = 8
-"""``ahead`` is at most one ``_BOUND``-th of the room; the lead changes at one ``_SWAY``-th of that, to either side. In
-small caches both are more: the lead changes at no less than what a request asks for, so that no single one decides."""
+"""The bounds of ``ahead``: at most one ``_BOUND``-th of the room; the lead changes at one ``_SWAY``-th of that, to
+either side. In small caches both are more: the lead changes at no less than what a request asks for on average, so that
+no single request decides."""
 _MOST_AT_ONCE: Final = 64
-"""How many nodes a small cache evicts at once, or two for each that is used. A long prompt after many small nodes may
-leave more than there is room for, to be evicted in later calls: each call evicts more nodes than it brings."""
+"""The number of nodes that a small cache evicts in one call at most, or two for each node that is used, if that is
+more. A long prompt after many small nodes may leave too many pages; these are evicted in later calls, since each call
+may evict more nodes than it brings."""
 LONGEST: Final = 256
-"""How many drawn nodes of a path the small caches look at, the root's first. The time of a call is bounded by it."""
+"""The number of drawn nodes of a path that the small caches look at, from the root on. It bounds the time of a call."""
 # A cumulative sum of shortfalls, in standard deviations (Page, 1954). ``_SLACK`` is taken off each shortfall, so a
-# change has to exceed it; a sum above ``_ALARM`` is an alarm. Chance alone raises one in 67,000
-# requests where every second finds nothing, one in 780 to 6,250 where 2 to 30 % do, and more where those come in runs.
+# change has to exceed it; a sum above ``_ALARM`` is an alarm. Chance alone raises one alarm in 67,000 requests where
+# every second request finds nothing, one in 780 to 6,250 where 2 to 30 % do, and more where those come in runs.
 _SLACK: Final = 0.5
 _ALARM: Final = 8.0
 _LEAST_DEVIATION: Final = 0.25

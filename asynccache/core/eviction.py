@@ -27,7 +27,7 @@ class Recency:
     """Writes the stamps of cells: of two cells of one component, the one with the smaller ``node.stamp[c]`` is the
     colder.
 
-    The stamp of a use is its time in microseconds, or one more than the last stamp if that is not later. Below these
+    The stamp of a use is its time in microseconds, or one more than the last stamp, whichever is later. Below these
     stamps are those of idle cells, which no match is likely to need, and below those the stamps of ended ones, whose
     conversation is over. Among idle cells, and among ended ones, the one that became idle or ended first is the
     coldest. ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the last stamp.
@@ -52,7 +52,7 @@ class Recency:
 
     def uncover(self, node: Node, child: Node, c: int) -> None:
         """Give ``node`` the stamp of ``child``, its last child, which was evicted, if that is later: whoever used the
-        child used ``node``, too. FULL also takes the last use of ``node`` that its policy was told of."""
+        child used ``node``, too. For FULL, the last use of ``node`` that the policy was told of counts as well."""
         before, stamp = node.stamp[c], child.stamp[c]
         if not c and before >= 0 and node.used > stamp:
             stamp = node.used
@@ -80,7 +80,8 @@ def last_touch(node: Node, c: int) -> int:
 
 
 class Slice:
-    """Some neighbours of a queue, the coldest first. ``stamps``: the stamp by which each of ``nodes`` waits."""
+    """A run of neighbouring cells of a queue, the coldest first. ``stamps``: the stamp by which each of ``nodes``
+    waits."""
 
     __slots__ = ("nodes", "queue", "stamps")
 
@@ -209,9 +210,9 @@ class Order:
     """The queues of one order of one place. ``first``: the queue of idle and ended cells, which go before all others,
     the coldest first. ``rest``: the queues among whose ends the policy chooses when ``first`` is empty.
 
-    ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, but not when that is
-    because the cell has gone that the policy chose. A policy may clear it and keep in ``note`` what it worked out about
-    them.
+    ``changed`` is set whenever another cell has become the oldest or the newest one of any queue, unless the reason is
+    that the cell which the policy chose was taken out (``take``). A policy may clear it and keep in ``note`` what it
+    worked out about the queues.
     """
 
     __slots__ = ("changed", "first", "note", "rest")
@@ -233,9 +234,9 @@ class Order:
 class Curve(NamedTuple):
     """The figures that a policy has learned for one kind of page, by age; ``Learned.edges`` says where an age begins.
 
-    ``used``: how many blocks were used again at that age. ``reached``: how many had reached it unused. ``again``: the
-    share of blocks, 0 to 1, that is used again before reaching that age. ``worth``: of two pages, the one with the
-    smaller worth is evicted.
+    ``used``: how many blocks (of 512 tokens) were used again at that age. ``reached``: how many had reached it unused.
+    ``again``: the share of blocks, 0 to 1, that is used again before reaching that age. ``worth``: of two pages, the
+    one with the smaller worth is evicted.
     """
 
     name: str
@@ -285,9 +286,9 @@ class EvictionPolicy:
     ``full_only``: whether it chooses among pages of FULL alone. Then the policy is asked about component 0 only, and
     among windows and states the least recently used is evicted.
 
-    A policy that learns keeps what it knows of a node in ``node.heat``, an integer, and in ``node.used``, the stamp of
-    the last use that it was told of; 0: it was told of none. Both are copied on a split. It must not change anything
-    else.
+    A policy that learns keeps what it knows of a node in three integers. ``node.heat`` and ``node.name`` mean what the
+    policy wants; ``node.used`` is the stamp of the last use that it was told of; 0: it was told of none. On a split,
+    ``heat`` and ``used`` are copied, and ``name`` goes to the upper part. Nothing else of a node may be changed.
     """
 
     queues: ClassVar[int] = 1
@@ -306,8 +307,8 @@ class EvictionPolicy:
 
     def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
         """Return True if component ``c`` of ``node`` would go before that of ``other`` if both waited in one order.
-        ``share``: which part, 0 to 1, of the room that would be taken there for ``node`` is for ``node`` itself, and
-        not for its ancestors. ``now``: the time in microseconds."""
+        ``share``: the part, 0 to 1, that ``node`` itself has of the room that must be taken for it; its ancestors may
+        need the rest. ``now``: the time in microseconds."""
         return node.stamp[c] < other.stamp[c]
 
     def use(self, end: Node, forked: int, now: int) -> None:
@@ -326,7 +327,7 @@ class EvictionPolicy:
         return 0
 
     def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
-        """Called when ``node``, which began with ``page`` below ``parent``, has left every tier. ``now``: the time in
+        """Called when ``node``, which began with ``page`` below ``parent``, has left the tree. ``now``: the time in
         microseconds."""
 
     def learned(self, now: int) -> Learned | None:

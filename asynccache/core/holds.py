@@ -4,9 +4,9 @@ A hold pins the cells that are needed by a match which ends in a given node: FUL
 other components the window or state before the end. A hold is taken and dropped as a whole. A *claim* is the hold on
 the host that a finished prefetch leaves behind for a request, until that request has its lease.
 
-Law of splits: a hold finds its nodes again only by ``end`` and the borders in ``lows``. When the node divides in which
-it ends, its object becomes the suffix, and the new prefix gets a copy of the counts that cover it. So the walk from the
-end node up to a border always finds the same pins.
+Law of splits: a hold finds its nodes again only by ``end`` and the borders in ``lows``. When a node splits, its object
+becomes the suffix, so ``end`` stays right, and the new prefix gets a copy of the counts that cover it. So the walk from
+the end node up to a border always finds the same pins.
 
 Law of claims: nothing waits for a claim for good. A request that could not go on otherwise takes claims away
 (``let_go``). The request that lost its claim only computes the pages that it would have found. A claim pins nodes whose
@@ -39,8 +39,8 @@ class Hold:
 
 
 def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, *, floor: int = 0) -> Hold:
-    """Pin on ``tier`` what a match needs that ends at page ``target``, in the node ``end``, and return these pins.
-    Nodes that end at page ``floor`` or before get no auxiliary pins."""
+    """Pin on ``tier`` what a match needs that ends at page ``target``, in the node ``end``, and return the hold. Nodes
+    that end at page ``floor`` or before get no auxiliary pins."""
     hold = Hold(end, tier, world.count)
     world.pin_full(end, tier)
     for component in world.auxiliary:
@@ -98,7 +98,7 @@ class Claims:
         self._firm.intersection_update(self.held)
 
     def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
-        """Return the node that page ``target`` ends in, or the last one above it whose FULL is on the host; None if
+        """Return the deepest node of ``path`` that begins before page ``target`` and has FULL on the host; None if
         there is none."""
         for node in reversed(path):
             start = node.parent.end  # type: ignore[union-attr]

@@ -142,7 +142,7 @@ class Leases:
                 return Grant(lease, self._world.plan())
             if room is Room.SLICE:
                 return More(self._world.plan())
-            if room is Room.SAVING:  # it will fit soon: a shorter match now would be computed again
+            if room is Room.SAVING:  # it will fit soon; with a shorter match now, the request would compute more
                 return Wait(self._world.plan())
 
     def check_possible(self, ask: LeaseRequest) -> None:
@@ -163,8 +163,8 @@ class Leases:
         return -(-tokens // self._page_size)
 
     def _ways(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
-        """Return the match ends to try, in pages, best first, as pairs. The second value is True if the node in which
-        the window of that end begins is to be cut, so that a pin takes no more than the window."""
+        """Return the match ends to try, best first, as pairs: the end in pages, and True if the node in which the
+        window of that end begins is to be cut, so that no more than the window is pinned."""
         targets = self._targets(ask, path, ends)
         if not self._swa:
             return [(target, False) for target in targets]
@@ -297,7 +297,8 @@ class Leases:
         return lease
 
     def _await_arrivals(self, lease: CoreLease, path: Sequence[Node], target: int) -> None:
-        """Note the lease in every load that brings pages of its match, so that it hears when such a load fails."""
+        """Note in the lease the loads that bring pages of its match, and note the lease in each of them, so that it
+        hears when one fails."""
         loads: dict[int, None] = {}
         for node in path:
             if node.ops and any(

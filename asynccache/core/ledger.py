@@ -54,8 +54,8 @@ class Operation:
 
     ``slots``: device slots, by component, that belong to this operation alone until it closes. ``status``: None until
     the outcome is known; an outcome that is known may still have to wait for an operation above this one in the tree.
-    ``doomed``: an operation on one of these nodes or above them has failed, so this one fails whatever its outcome.
-    ``leases``: the leases that must hear of a failure.
+    ``doomed``: another operation failed on a node that this one covers, or above such a node, so this one fails
+    whatever its outcome. ``leases``: the leases that must hear of a failure.
     """
 
     __slots__ = ("doomed", "fragments", "id", "kind", "leases", "slots", "status")
@@ -76,8 +76,8 @@ class Operation:
 class Ledger:
     """All operations in flight.
 
-    ``ops``: by id; ids rise and are never used again. ``parked``: those of them whose outcome waits for an operation
-    above. ``count``: how many there are of each kind. ``next``: the id of the next one.
+    ``ops``: the operations by id; ids rise and are never used again. ``parked``: those whose outcome waits for an
+    operation above. ``count``: how many there are of each kind. ``next``: the id of the next one.
     """
 
     __slots__ = ("count", "next", "ops", "parked")
@@ -115,8 +115,9 @@ class Ledger:
             op.fragments.insert(at, (prefix, moves & mask, min(top, dividing - 1)))
 
 
-# In bytes: the runs of a new pool, and the largest run that ``give`` makes by joining slots to the top of the stack.
-# Joining keeps a stack of single slots small; short runs keep the copy small that divides one.
+# In bytes: the length of a run in a new pool, and the longest run that ``give`` makes by joining slots to the run on
+# top of the stack. Without joining, slots that are given back one by one would make a long stack. Runs are short, since
+# a take that divides one copies the rest of it.
 _RUN = 256 * SLOT_BYTES
 _SHORT = 16 * SLOT_BYTES
 

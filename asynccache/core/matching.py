@@ -147,13 +147,13 @@ class Matching:
             node, parent = parent, parent.parent
 
     def leave(self, node: Node, begin: int) -> None:
-        """Mark SWA and MAMBA as used or idle on the path of a request that is over. Its match had ended at page
-        ``begin``, and it was held at ``node`` last.
+        """Mark SWA and MAMBA as used or idle on the path of a request that is over. The request's match had ended at
+        page ``begin``, and its lease held the path to ``node`` last.
 
         The next match of its text is likely to end at ``node``, or where texts fork. Cells that a match ending at
         ``node`` needs count as used. Cells that a match ending at a fork needs stay as they are. All other cells are
-        idle from now on. The walk
-        goes up from ``node`` through what the request added, and on until it meets what was idle before.
+        idle from now on. The walk goes up from ``node`` through what the request added, and on until it meets what was
+        idle before.
         """
         if node.parent is None or self._count == 1:
             return

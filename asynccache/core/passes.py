@@ -55,8 +55,8 @@ class Walk:
 
 
 class Unsaved(NamedTuple):
-    """How many pages of FULL a close would lose. ``host``: pages that neither the host nor a store has. ``storage``:
-    pages that the host has and no store; 0 if no store is written."""
+    """The number of pages of FULL that a close would lose. ``host``: pages that neither the host nor a store has.
+    ``storage``: pages that the host has and no store; 0 if no store is written."""
 
     host: int
     storage: int
@@ -179,8 +179,8 @@ class Filled(NamedTuple):
 
 
 class Backfill:
-    """One backfill. The pass announces every page in KV events. ``store``: True if the host's pages are also written to
-    storage, even those that another store has."""
+    """One backfill. The pass names every page in a KV event for STORAGE, since the new store may have the page.
+    ``store``: True if the host's pages are also written to storage, even those that another store has."""
 
     def __init__(self, world: World, transfers: Transfers, *, store: bool) -> None:
         self._world = world

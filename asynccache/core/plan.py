@@ -1,9 +1,9 @@
 """Plans, the decisions of core calls: effects for the runtime to perform, and the operations that ended.
 
-Values only. Every core call returns one frozen ``Plan``. The runtime enqueues its effects before the next ``await``,
-performs them, and answers each ``op`` with exactly one ``Outcome``. The outcome of a ``Retire`` is DONE, once the
-engine's events have fired. Slot lists are ``bytes`` of little-endian int32 page ids, in token order. Hashes are 32
-bytes a page, joined.
+Values only. A core call that decides anything returns one frozen ``Plan``, or a value that carries one. The
+runtime enqueues the plan's effects before the next ``await``, performs them, and answers each ``op`` with exactly one
+``Outcome``. The outcome of a ``Retire`` is always DONE. Slot lists are ``bytes`` of little-endian int32 slots, in token
+order. Hashes are 32 bytes a page, joined.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Medium(Enum):
 
 
 class Move(NamedTuple):
-    """Copy page ``src[i]`` to page ``dst[i]`` in every pool whose slots are those of ``component``."""
+    """Copy the page in slot ``src[i]`` to slot ``dst[i]``, in every pool whose slots are those of ``component``. Both
+    are slot lists. ``component``: a ``ComponentKind``."""
 
     component: int
     src: bytes
@@ -39,7 +40,7 @@ class Move(NamedTuple):
 
 
 class StoredPages(NamedTuple):
-    """Host pages of one component and the prefix hashes they are stored under."""
+    """Host pages of one component and the prefix hashes they are stored under. ``component``: a ``ComponentKind``."""
 
     component: int
     hashes: bytes
@@ -78,9 +79,9 @@ class BackupStorage(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Keep device slots from being taken until the engine's events have fired; if ``adoption``, also until the engine
-    uses the page table that a commit returned. The runtime answers DONE then. The slots are those of the
-    ``Operation``."""
+    """Keep device slots from being taken until the engine's batches that may use them are over; if ``adoption``, also
+    until the engine uses the page table as it is after the commit. The runtime answers DONE then. The slots are those
+    of the ``Operation``."""
 
     op: int
     adoption: bool
@@ -139,7 +140,8 @@ class Outcome(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Nothing was taken. Try again when any of ``ops`` has ended; if ``ops`` is empty, when any plan says ``freed``."""
+    """Nothing was taken. Perform ``plan``, and try again when any of ``ops`` has ended; if ``ops`` is empty, when any
+    plan says ``freed``."""
 
     plan: Plan = EMPTY
     ops: tuple[int, ...] = ()

@@ -4,7 +4,8 @@ slots.
 A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
 the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it holds the anchor
 and the windows that it may complete, and its slots are its own. A prefetch begins when the host has room for all pages
-that it may bring. So a prefetch that waits for room holds nothing, and one that has begun never waits for room.
+that it may bring. If waiting is useless or has lasted long enough, it begins even so, and takes what can be had. So a
+prefetch that waits for room holds nothing, and one that has begun never waits for room.
 """
 
 from __future__ import annotations
@@ -255,8 +256,8 @@ class Prefetches:
         return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
 
     def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
-        """Return the prefetch to join: one in flight that has more of ``key`` in common with it than the host has
-        (``anchor`` pages), or all of it (``total`` pages). None if there is none."""
+        """Return the prefetch to join: one in flight whose key has more pages in common with ``key`` than the tree has
+        (``anchor``), or all its ``total`` pages if the tree has them, too. None if there is none."""
         page = self._world.page_bytes
         for fetch in self.active.values():
             if fetch.anchor.root is root:

@@ -4,15 +4,16 @@ room that it takes and the time for which it would take that room.
 Nodes that were used once, twice or often, and nodes that requests fork from, are used again after very different times.
 The policy learns these times while it runs; nothing need be known before.
 
-* **Classes.** There are eight. A node at or below whose end requests went different ways is in a class by how many did
-  (1, 2 to 4, 5 or more); any other node by how many requests have used it (1, 2, 3, 4 to 6, 7 or more).
+* **Classes.** There are eight. A node from which requests have forked, at its end or below, is in a class by the number
+  of these forks (1, 2 to 4, 5 or more); any other node by how many requests have used it (1, 2, 3, 4 to 6, 7 or more).
 * **Curves.** For each class and each of 48 bins of age: how much was used again at that age, and how much had reached
   it. What was evicted is remembered for a while as a *ghost*, so that it counts if it is used after all.
-* **Worth.** From its hazards follows what a page of a class is worth at an age: the best ratio, over all horizons, of
-  the probability that it is used until then to the time that it is expected to be held for that.
+* **Worth.** The share that is used again at an age, of what has reached it, is the class's hazard there. From the
+  hazards follows what a page is worth at an age: the best ratio, over all horizons, of the probability that the page is
+  used before the horizon to the time for which it is expected to be held until then.
 * **Choice.** The worth of a class rises and then falls with age. So in a queue that is sorted by age either the oldest
-  or the newest cell is worth least. The eight classes give sixteen such ends, and the cheapest of these is the cheapest
-  cell of all.
+  or the newest cell is worth least. The eight classes give sixteen such ends, and the one of these that is worth least
+  is the cell that is worth least of all.
 * **Duel.** The policy chooses by worth only as long as that has found no less of late than giving up the oldest would
   have; see ``duel``. Otherwise the oldest goes.
 
@@ -79,8 +80,9 @@ def bin_of(age: int) -> int:
 
 
 Ghost = tuple[int, ...]
-"""What is remembered of a node that left the tree: its name, its end in pages from the root, how many pages it had, its
-heat, and the stamp of its last use in microseconds. A tuple of any length is one object for the compiler, too."""
+"""A ghost, the memory of a node that left the tree: the node's name, its end in pages from the root, how many pages it
+had, its heat, and the stamp of its last use in microseconds. The type leaves the length open, because ghosts are
+compared by identity, and the compiler copies tuples of a fixed length."""
 
 
 class Curves:
@@ -448,8 +450,8 @@ class P2c(EvictionPolicy):
             self._forget_ghosts(now)
 
     def _forget_ghosts(self, now: int) -> None:
-        """Forget ghosts, the oldest first, while there are too many. A ghost that came back still has its entry in
-        ``_fifo``, which goes on the way. A call removes at most ``_MOST_AT_ONCE`` entries."""
+        """Forget ghosts, the oldest first, while there are too many. The entries in ``_fifo`` of ghosts that came back
+        are removed on the way. A call removes at most ``_MOST_AT_ONCE`` entries."""
         fifo = self._fifo
         for _ in range(min(_MOST_AT_ONCE, len(fifo))):
             ghost = fifo[0]
@@ -482,9 +484,9 @@ class P2c(EvictionPolicy):
         self._held -= pages
         self.returned += pages * self._blocks
         node.heat = heat
-        begins_alike = end - pages == parent.end       # of equal pages in a row, others may have the same name
+        begins_alike = end - pages == parent.end       # if pages repeat, a node elsewhere may have the same name
         more = end - node.end if begins_alike else -1
-        lost = more if more >= 0 else pages            # a longer node is not used again as a whole
+        lost = more if more >= 0 else pages            # a node longer than its ghost was not used as a whole before
         node.used = used if more >= 0 else 0
         self.curves.give_up(_CLASS[heat & _HEAT], used, now, lost * self._blocks)
 

@@ -29,8 +29,7 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
-# Kinds of operations that own or pin host pages: those that end by themselves; and all of them, with those that storage
-# keeps.
+# Kinds of operations that own or pin host pages: those that end without storage, and all of them.
 _BY_ITSELF = (BACKUP_HOST, LOAD_BACK, CLONE)
 _ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
@@ -64,8 +63,9 @@ class RoomMaker:
         self._refusal: tuple[Node | None, tuple[int, ...], list[int], int, Cost] | None = None
 
     def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
-        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` evictions.
-        Returns whether the slots are free, and if not, what to do next."""
+        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` steps. A
+        step evicts one node's cells, or starts all backups that are needed and evicts what needs none. Returns whether
+        the slots are free, and if not, why."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True
@@ -100,7 +100,7 @@ class RoomMaker:
         taken: dict[tuple[Node, int], None] = {}
         above: list[tuple[Node, list[int]]] = []
         enough, refusing = self._choose_gently(needs, cost, taken, above)
-        for parent, stamps in reversed(above):             # as it was before
+        for parent, stamps in reversed(above):             # undo what ``_choose_gently`` changed in the parents
             for c in range(count):
                 withdraw(parent, count + c)
             parent.kids_host += 1
@@ -354,8 +354,8 @@ class RoomMaker:
         return 0 if self._world.is_candidate(node, place - component) else component
 
     def _count(self, node: Node, tier: int, first: int, component: int) -> None:
-        """Count that ``component`` goes, with ``first`` and those between. Cells that were given up on purpose, and
-        those that go with them, do not count as lost."""
+        """Count the eviction of one cell. ``first``: the first component that leaves ``node`` with ``component``. Cells
+        that were given up on purpose, and those that leave with them, do not count as lost."""
         world = self._world
         pages = world.pages(node, component)
         if tier == HOST:

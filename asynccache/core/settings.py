@@ -9,7 +9,8 @@ from typing import Any
 
 
 class ComponentKind(IntEnum):
-    """The kinds of KV a node can hold. The value is the component's index everywhere below the configuration."""
+    """The kinds of KV a node can hold. Plans and works name a component by this value. Within the core a component's
+    index is its place among those that are configured, which may be less."""
 
     FULL = 0
     SWA = 1
@@ -17,14 +18,15 @@ class ComponentKind(IntEnum):
 
 
 class HitPolicy(Enum):
-    """Which pages of a pool a prefix needs: every page of it, or the last few before its end."""
+    """The pages of a pool that a prefix needs: all up to its end, or only the last few."""
 
     ALL_PAGES = "all_pages"
     TRAILING_PAGES = "trailing_pages"
 
 
 class WritePolicy(Enum):
-    """When a node's pages are copied to the host."""
+    """The rule by which a node's pages are copied to the host: at each commit, once two leases have committed through
+    the node, or not before the device is about to evict the node."""
 
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
@@ -53,7 +55,8 @@ SLICE_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class ComponentSlots:
-    """One component's slots on both tiers. ``host``: 0 if it has no host tier. ``window``: tokens, for SWA only."""
+    """The number of slots that one component has on device and host. ``host``: 0 if there is no host tier. ``window``:
+    tokens, for SWA only."""
 
     kind: ComponentKind
     device: int
@@ -69,7 +72,7 @@ class CoreConfig:
     state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
     ``remember``: how many nodes that left the tree are remembered, to tell why a request missed. ``storage``: True if a
     store that is written is attached from the beginning. ``publish``: True if plans have KV events.
-    ``write_back_watermark``: a share of the smaller tier, 0 to 1.
+    ``write_back_watermark``: a share of the smaller tier, 0 to 1. ``slice_steps``: see ``SLICE_STEPS``.
     """
 
     page_size: int
@@ -88,4 +91,5 @@ class CoreConfig:
 
 
 POLICIES: dict[str, Callable[[CoreConfig], Any]] = {}
-"""By name, the functions that make the eviction policy of one core; ``asynccache.core.policies`` fills this."""
+"""The functions that make the eviction policy of one core, by the policy's name. ``asynccache.core.policies`` fills
+this."""

@@ -4,7 +4,8 @@
     ABSENT   -> ARRIVING  an operation will bring it
     ARRIVING -> PRESENT   that operation is DONE
     ARRIVING -> ABSENT    that operation FAILED
-    ARRIVING -> LEAVING   doomed: FULL of this node or of one above it failed to arrive; this cell's own I/O still runs
+    ARRIVING -> LEAVING   doomed: FULL failed to arrive at a node that this cell's operation covers, or above such a
+                          node; the operation's own I/O still runs
     LEAVING  -> ABSENT    the I/O has its outcome, DONE or FAILED; only now are the slots free
     PRESENT  -> ABSENT    evicted
 

@@ -83,9 +83,9 @@ class Transfers:
         return self._open_backup(chain, cost)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """Make ``save`` at the cost of spare copies. A backup that must wait is tried again later in two cases: storage
-        is to have the pages, or too many backups were in flight. Any other node can wait until it is among the coldest
-        of the device, because before that a copy on the host would only take room."""
+        """Call ``save``, for which the host may give up spare copies only. A backup that must wait is tried again later
+        in two cases: storage is to have the pages, or too many backups were in flight. Any other node can wait until it
+        is among the coldest of the device, because before that a copy on the host would only take room."""
         if self.save(node, floor, Cost.SPARE):
             self.deferred.pop(node, None)
         elif self._world.access is Access.WRITE or self._is_busy():
@@ -123,8 +123,9 @@ class Transfers:
         return bool(self._walk)
 
     def _worth_saving(self, node: Node) -> bool:
-        """Return True if a backup could bring the host anything of ``node`` itself that storage lacks. If it could
-        bring its ancestors only, paths that are too long for the host would push each other out of it for ever."""
+        """Return True if a backup could bring the host anything of ``node`` itself that storage lacks. A backup that
+        could bring only its ancestors is not worth it: paths that are too long for the host would push each other out
+        of it for ever."""
         unsaved = self._missing(node) & ~self._world.stored(node)
         fits = [c for c in self._world.bits[unsaved] if self._world.pages(node, c) <= self._rooms[c]]
         return bool(fits) and node.end <= self._rooms[0]
@@ -259,7 +260,7 @@ class Transfers:
 
     def store_again(self) -> None:
         """Try again some of the nodes that storage did not take, if storage has just taken others and has nothing else
-        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes by and by.
+        to do. So a store that is away, or too slow, is left alone, and a store that is back gets these nodes over time.
         The nodes of one try are few, so that they pin little of the host. A node that is too large even alone is not in
         ``unstored`` (see ``_stored``), and is left to the next drain."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
@@ -412,7 +413,7 @@ class Transfers:
         world.end(op, Status.FAILED)
 
     def _doom_below(self, failed: Operation, base: int) -> None:
-        """Doom every other operation that fills cells of the failed nodes, or of nodes below them."""
+        """Doom every other operation of the same kind that fills cells of the failed nodes, or of nodes below them."""
         stack = [node for node, moves, _ in failed.fragments if moves & 1]
         seen: set[int] = {id(node) for node in stack}
         while stack:

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 class Node:
     """A run of pages, with a cell for each component on each tier.
 
-    The *place* of a cell is its index in these lists: first the components on the device, then the components on the
-    host. ``state``; ``slots``, bytes of int32; ``pins``, the counts that keep the data; ``entry``, the slice of an
-    eviction queue in which the cell waits, or None. ``stamp`` has one entry for each component, for both tiers. There
-    is one list for each attribute and no object for a cell, because making such objects would take more time than all
-    the rest of a commit.
+    Each attribute of the cells is one list. There is no object for a cell, because making such objects would take more
+    time than all the rest of a commit. The *place* of a cell is its index in these lists: first the components on the
+    device, then the components on the host. ``state``; ``slots``, bytes of int32; ``pins``, the counts that keep the
+    data; ``entry``, the slice of an eviction queue in which the cell waits, or None. Only ``stamp`` has one entry for
+    each component, which both tiers share.
 
     ``hashes``: the prefix hashes of its pages, 32 bytes each, or b"" if they are not known. ``kids_device``,
     ``kids_host``: how many children have FULL in any state but ABSENT on that tier. ``ops``: the operations that cover
     this node. ``stored``: a bit for each component that is known to be in storage, and above these bits the era in
-    which that was said; read it with ``World.stored``. ``passes``, ``passer``: for write_through_selective, how many
+    which that was noted; read it with ``World.stored``. ``passes``, ``passer``: for write_through_selective, how many
     leases have committed through this node while it had no host copy, and the id of the last of them. ``unsavable``:
     its last backup to the host failed, so it may be dropped without waiting for another.
 
-    ``condemned``: a bit for each component whose device cell was chosen to go next. Evicting such a cell loses nothing,
-    or will lose nothing once a backup in flight has ended. FULL's bit stands for the whole leaf. The bits are cleared
-    when a request wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy.
+    ``condemned``: a bit for each component whose device cell was chosen to be evicted next. The host has a copy of such
+    a cell, or gets one by a backup in flight, or is to have none. FULL's bit stands for the whole leaf. The bits are
+    cleared when a request wants the node again. ``heat``, ``used`` and ``name`` belong to the eviction policy.
     """
 
     __slots__ = (
@@ -147,8 +147,8 @@ def unlink(node: Node, page: bytes) -> Node:
 
 def cut(node: Node, pages: int, page_bytes: int) -> Node:
     """Insert a new node above ``node`` that takes over its first ``pages`` pages, and return it. Key and hashes are
-    divided. What is noted about storage, write policy and eviction policy passes to the new node, too. Cells are left
-    to ``World.split``."""
+    divided. What is noted for storage, write policy and eviction policy is copied to the new node; only ``name``, which
+    belongs to the first page, moves there. Cells are left to ``World.split``."""
     parent = node.parent
     assert parent is not None
     at = pages * page_bytes

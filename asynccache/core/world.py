@@ -1,8 +1,8 @@
 """The world: the core's mutable state, and the few steps that change it.
 
-Every change of a cell goes through ``fill``, ``arrive``, ``doom`` or ``vacate``, every pin through ``pin``/``unpin``,
-and every split through ``split``. These keep the sums (evictable pages, children per tier) exact, so nothing is
-recounted.
+Every change of a cell goes through ``fill``, ``arrive``, ``doom`` or ``vacate``, every pin through the methods whose
+names begin with ``pin`` or ``unpin``, and every split through ``split``. These keep the sums (evictable pages, children
+per tier) exact, so nothing is recounted.
 
 Pins. FULL: a node counts the pins that end at it plus its pinned children; the count reaches the parent only when it
 leaves or returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node
@@ -30,7 +30,7 @@ from asynccache.errors import InvariantViolation
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
 EARLY: Final = 0
 LATE: Final = 1
-# A page behind every other, for a border that there is not.
+# The page number that stands for a border which does not exist. It is larger than every other.
 NOWHERE: Final = 1 << 60
 
 # How many bits of ``Node.stored`` are for components. The era stands above them.
@@ -43,10 +43,11 @@ class Shelf:
     the cells that may be evicted, those that go EARLY and those that go LATE.
 
     On the device, condemned cells go early. On the host, copies of pages that stay on the device go early. ``policy``
-    chooses among the rest. The policy of the cache chooses only where pages leave the last tier, and among windows and
-    states only if it wants to. Pages that leave a device for a host are not lost, so there the least recently used
-    goes, and the pages of a path leave the device together. Otherwise the host, where data is closed towards the root,
-    would also have to hold pages above them that are still on the device.
+    chooses among the rest. It is the policy of the cache only where pages leave the last tier, and for windows and
+    states only if that policy wants to choose among them. Elsewhere it is ``Lru``: pages that leave a device for a host
+    are not lost, and by recency the pages of a path leave the device together. If the end of a path left alone, the
+    host, where data is closed towards the root, would have to hold the rest of the path, too, while that is still on
+    the device.
     """
 
     __slots__ = ("evictable", "orders", "policy", "slots")
@@ -63,7 +64,8 @@ class Shelf:
 
 
 class Counters:
-    """Counts of all that happened since the start, in pages unless the name says otherwise."""
+    """Counts. ``nodes``: how many there are now. All others are of what has happened since the start: ``evicted_*`` and
+    ``lost_pages`` in slots, ``failed_loads`` in operations."""
 
     __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
 
@@ -81,9 +83,9 @@ class World:
 
     ``swa``: the number of the component that keeps a window; ``mamba``: the number of the one that does not divide; 0,
     which is FULL's, if there is none. ``last_base``: the place of FULL on the last tier, where the policy of the cache
-    chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``:
-    how many pages of FULL both tiers have. ``condemned_pages``: how many pages of FULL the device may drop at once.
-    ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
+    chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``: how many pages of FULL are
+    PRESENT on both tiers. ``condemned_pages``: how many pages of FULL are condemned. ``may_split``: False while a call
+    is made that must not split a node; the runtime sets it.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -184,8 +186,8 @@ class World:
         return stored & _MASK if stored >> _BITS == self.era else 0
 
     def note_stored(self, node: Node, mask: int, op: Operation) -> None:
-        """Note that ``op`` has put these components of ``node`` into a store, or got them from one. This is ignored if
-        ``op`` began before a store was detached: it may have been that store."""
+        """Note that ``op`` has put the components in ``mask`` (a bit each) of ``node`` into a store, or got them from
+        one. Nothing is noted if ``op`` began before the last detachment, since its store may be the one that left."""
         if op.id >= self._era_began:
             node.stored = self.era << _BITS | self.stored(node) | mask
 
@@ -359,8 +361,8 @@ class World:
         return False
 
     def _restamp(self, node: Node, c: int, mark: Callable[[Node, int], None]) -> None:
-        """Have ``mark`` change the stamp of component ``c`` of ``node``, whose cells wait by the new one then. A cell
-        is found in its queue by its stamp, so it leaves the queue before."""
+        """Have ``mark`` change the stamp of component ``c`` of ``node``, and have the cells wait by the new stamp. They
+        leave their queues first, because a cell is found in its queue by its stamp."""
         withdraw(node, c)
         withdraw(node, c + self.count)
         mark(node, c)
@@ -392,8 +394,9 @@ class World:
                 self.unpin_cell(node, place)
         self.unpin_full(node, tier)
 
-    # FULL is closed towards the root. So of the nodes whose count such a walk takes from 0 or to 0, the deepest PRESENT
-    # one and all above it are PRESENT, and only the deepest one can be a leaf of the tier.
+    # ``pin_full`` and ``unpin_full`` walk up for as long as counts leave zero or return to it. FULL is closed towards
+    # the root, so of the nodes whose count changes like that, the deepest PRESENT one and all above it are PRESENT, and
+    # only that deepest one can be a leaf of the tier.
 
     def pin_full(self, node: Node, tier: int) -> None:
         """Count a pin of FULL that ends at ``node``."""
@@ -493,11 +496,11 @@ class World:
         return node
 
     def split(self, node: Node, pages: int) -> Node:
-        """Divide ``node`` after ``pages`` pages, and return the new prefix. ``node`` itself stays the suffix, with its
+        """Split ``node`` after ``pages`` pages, and return the new prefix. ``node`` itself stays the suffix, with its
         leases.
 
         Raises:
-            InvariantViolation: nodes may not be divided now: the caller does not hold the tree lock.
+            InvariantViolation: nodes may not be split now: the caller does not hold the tree lock.
         """
         if not self.may_split:
             raise InvariantViolation("a node would be split by a call that does not hold the tree lock")

@@ -1,8 +1,8 @@
 """Turns the notices of a cache into the events that subscribers get. Pure: no clock, no socket, no thread.
 
 The core knows which pages are on device and host, and the hashes of all pages. Only the store knows which keys it
-holds, and a key does not tell the page's hash. So a page on STORAGE is announced, once, when both are known: the core
-has named its hash, and the store has reported its key. When the store reports that the key has gone, the page is
+holds, and a key does not tell the page's hash. So a page on STORAGE is announced when the core names its hash and the
+store has reported its key by then. It is announced once. When the store reports that the key has gone, the page is
 announced as removed. A page that an earlier process has stored is announced when a prefetch first reads it, since only
 then does the core name its hash.
 """
@@ -32,8 +32,8 @@ def block_hashes(hashes: bytes) -> list[int]:
 
 
 class Announcer:
-    """Turns notices into block events. Mutable state: the keys that the store holds, and the block hashes of those that
-    were announced."""
+    """Turns notices into block events. Mutable state: the keys that the store holds, and, by key, the block hashes that
+    were announced on STORAGE."""
 
     def __init__(self) -> None:
         self._cache: Opened | None = None
@@ -44,7 +44,7 @@ class Announcer:
         return f"Announcer({len(self._announced)} of {len(self._stored_keys)} stored keys announced)"
 
     def forget(self) -> AllBlocksCleared:
-        """Forget all that was announced, because events were lost or the cache is empty now. Returns the event that
+        """Forget all that was announced, because events were lost or the cache is empty now. Return the event that
         tells subscribers so: for them every page has gone until it is announced again."""
         self._announced.clear()
         return AllBlocksCleared()

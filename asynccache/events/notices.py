@@ -1,5 +1,5 @@
-"""The notices that a cache passes to ``on_event``, in order: the core's events, and reports of which keys its store
-holds."""
+"""The notices that a cache passes to ``on_event``, in order: that it was opened, the core's events, and reports of
+which keys its stores hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Opened(NamedTuple):
 
 
 class StorageReport(NamedTuple):
-    """A report of storage keys. ``there``: True if the store holds them from now on, False if it no longer does."""
+    """A report of storage keys. ``there``: True if the stores hold them from now on, False if no store holds them any
+    more."""
 
     there: bool
     keys: Sequence[bytes]

@@ -1,8 +1,8 @@
 """The publisher of KV events over ZeroMQ. It sends in a thread of its own, so that no subscriber can delay the cache.
 
     PUB     sends each batch as the frames: topic, sequence number (8 bytes, big-endian), payload
-    ROUTER  is asked for all batches from a sequence number on. It answers each as (topic, number, payload), then
-            ("", -1, ""). In the older layout, which has no topic here, that first frame is left out.
+    ROUTER  is asked for all batches from a sequence number on. It sends each as (topic, number, payload), and
+            ("", -1, "") at the end. In the older layout the first of these three frames is left out.
 
 A notice costs the cache one append to a queue; for each batch one byte is written, too, which wakes the thread. A
 subscriber that reads too slowly loses messages at ZeroMQ's high-water mark and sees a gap in the sequence numbers. It
@@ -42,8 +42,8 @@ class PublisherStats(NamedTuple):
     """Counters of a publisher.
 
     ``batches``, ``events`` and ``bytes`` were sent. ``replays``: how many requests for earlier batches were answered.
-    ``lost``: notices that were dropped because the thread was too far behind; subscribers are told of it by
-    AllBlocksCleared. ``waiting``: notices that are still to be sent.
+    ``lost``: notices that were dropped because the thread was too far behind, of which subscribers are told by
+    AllBlocksCleared, or because the publisher was closed or had failed. ``waiting``: notices that are still to be sent.
     """
 
     batches: int
@@ -96,7 +96,7 @@ class ZmqPublisher:
         keep: how many batches are kept for replay, at most.
         keep_bytes: how many bytes they have, at most.
         gather: seconds that a batch waits for more events before it is sent.
-        backlog: how many notices may wait for the thread; beyond that they are dropped.
+        backlog: how many notices may wait for the thread; beyond that, notices of pages are dropped.
         high_water: how many messages ZeroMQ queues for each subscriber; beyond that it drops them.
         clock: returns the time that batches bear, in seconds since 1970.
 
@@ -185,7 +185,8 @@ class ZmqPublisher:
         self._thread.join(timeout)
 
     def _wake_thread(self) -> None:
-        """Wake the thread. If it has ended because of an error, it has closed the socket, which is fine here."""
+        """Wake the thread. Nothing happens if the thread has ended because of an error, and so has closed the
+        socket."""
         with suppress(OSError):
             self._awaken.send(b"\0")
 

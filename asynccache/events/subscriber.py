@@ -18,7 +18,7 @@ MOST_SECONDS = 1e6
 
 
 class Received(NamedTuple):
-    """One batch and its sequence number. A batch that stands for lost ones has the number of the last of them."""
+    """One batch and its sequence number. A batch that stands for lost ones has the number of the last lost one."""
 
     number: int
     batch: EventBatch
@@ -78,8 +78,8 @@ class Subscriber:
         self._context.destroy(linger=0)
 
     def catch_up(self) -> Iterator[Received]:
-        """Ask the publisher for all batches that were not received yet, and yield them. This is for a subscriber that
-        joins late."""
+        """Ask the publisher for all batches that were not received yet, and yield them; nothing if there is no
+        ``replay``. This is for a subscriber that joins late."""
         yield from self._replayed(None)
 
     def receive(self, timeout: float) -> Iterator[Received]:

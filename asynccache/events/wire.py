@@ -66,7 +66,8 @@ BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The payload of one message: ``[ts, events, data_parallel_rank]``. ``ts`` is the time in seconds since 1970."""
+    """The payload of one message, ``[ts, events, data_parallel_rank]``. ``ts``: when the batch was made, in seconds
+    since 1970."""
 
     ts: float
     events: list[BlockEvent]

@@ -7,10 +7,10 @@ the caller.
 
 Where the mutable state lives: in a stream's queue (filled from any thread, emptied by its own), and in the signals.
 Everything public may be called from any thread, except ``wait`` and ``aclose``, which are coroutines of whatever loop
-runs them, and ``stream`` and ``gate``, which belong to the thread that owns the device.
+runs them.
 
-Errors are not sticky: an event reports the failure of the work between the stream's previous event and itself, and
-later work runs on.
+An error does not stop a stream: an event reports the failure of the work between the stream's previous event and
+itself, and later work runs on. The failure of a load is reported by the load's own events.
 """
 
 from __future__ import annotations

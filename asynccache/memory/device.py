@@ -37,8 +37,8 @@ class Event(Protocol):
         Cancelling stops the waiting, never the work.
 
         Raises:
-            CopyFailed: work that was submitted since the stream's previous event failed. On a device whose errors are
-            sticky (a GPU) all later events raise it, too.
+            CopyFailed: work that was submitted since the stream's previous event failed. After an error that ends a
+            GPU's context (an illegal address, say) all later events raise it, too.
         """
         ...
 
@@ -68,10 +68,11 @@ class CopyDirection(Enum):
 
 
 class PageCopy(NamedTuple):
-    """Copy the pages ``src`` of one pool to the pages ``dst`` of its counterpart on the other tier (or of the same
-    device pool).
+    """Copy the pages ``src`` of one pool to the pages ``dst`` of its counterpart on the other tier, or of the same
+    device pool.
 
-    Ids are one-dimensional int32 arrays of equal length. The device keeps arrays that are read-only, and copies others.
+    ``src``, ``dst``: page ids, in one-dimensional int32 arrays of equal length. The device may keep arrays that are
+    read-only; it copies others.
     """
 
     device: DevicePool
@@ -136,7 +137,7 @@ class Device(Protocol):
 
 
 OPTIONS = ("blocks", "kernel_below")
-"""Options of a GPU. ``memory.cuda.settings.CudaSettings`` says what they mean."""
+"""The names of a GPU's options. ``memory.cuda.settings.CudaSettings`` says what they mean."""
 
 
 class DeviceName(NamedTuple):

@@ -1,9 +1,9 @@
 """Batches of page copies between arrays in host memory, and the faults that a test can ask for.
 
 This is for devices whose memory is host memory; the checks of page ids are for others, too. A batch is a list of steps
-(a load has one for each layer), a step a list of transfers, a transfer a list of pieces: index lists of 256 KiB or runs
-of up to 1 MiB, which one numpy call copies without the GIL. This module neither sleeps nor starts threads: pauses are
-yielded to the thread that runs the batch.
+(a load has one for each layer). A step is a list of ``ArrayCopy``, and each of these has pieces: index lists of 256 KiB
+or runs of up to 1 MiB, which one numpy call copies without the GIL. This module neither sleeps nor starts threads:
+pauses are yielded to the thread that runs the batch.
 
 Faults are late, torn and failing copies, drawn from one seed. The faults of a batch are drawn when it is submitted, so
 the same calls in the same order meet the same faults, however the threads behind them run.
@@ -32,7 +32,8 @@ GATHER_BYTES = 256 << 10
 """Bytes that one numpy call copies by an index list: they pass through a temporary, which should stay in a CPU core's
 own cache."""
 DIRECT_BYTES = 256 << 10
-"""Bytes from which on a run of neighbours is worth a call of its own, which needs no temporary."""
+"""Bytes that make a run of neighbours worth a call of its own, which needs no temporary. Shorter runs go by index
+lists."""
 RUN_BYTES = 1 << 20
 """Bytes of the longest run: longer ones are cut, so that no call keeps its thread for much longer than 0.2 ms."""
 
@@ -59,7 +60,8 @@ Step = Sequence[ArrayCopy]
 
 
 class Hitch(NamedTuple):
-    """The faults of one step: pauses (seconds) before it and between its two halves, and then perhaps an error."""
+    """The faults of one step: pauses (seconds) before it and between its two halves. ``fails``: True if an error takes
+    the place of the second half."""
 
     before: float
     between: float
@@ -74,7 +76,7 @@ class Fires(Protocol):
     """An event as seen by the thread that runs the batch."""
 
     def fire(self, error: Exception | None) -> None:
-        """The work has ended, with ``error`` or well. Firing twice does nothing."""
+        """Note that the work has ended, with ``error`` or well. Firing twice does nothing."""
         ...
 
 
@@ -135,8 +137,8 @@ def _host(part: CheckedCopy) -> HostPool:
 
 
 def _whole_pages(part: CheckedCopy, host: Bytes | None) -> list[ArrayCopy]:
-    """Return the transfers of device pages to ``host``, or to other device pages (None): one transfer if the layers lie
-    in one block, else one for each layer."""
+    """Return the copies of device pages to ``host``, or to other device pages (None): one ``ArrayCopy`` if the layers
+    lie in one block, else one for each layer."""
     spec, stacked = part.device.spec, part.device.stacked
     if stacked is not None:
         at = cut(part.src, part.dst, spec.bytes_per_page)
@@ -175,7 +177,8 @@ def perform(
     steps: Iterable[Step], hitches: Mapping[int, Hitch], events: Sequence[Fires]
 ) -> Generator[float, None, Exception | None]:
     """Run a batch, yielding each pause in seconds. If there are ``events``, ``events[i]`` fires after step ``i``.
-    Returns None, or the first error. After an error nothing more is moved, and the events that are left report it."""
+    Returns None, or the error that ended the batch: nothing more is moved then, and the events that are left report
+    it."""
     try:
         for i, step in enumerate(steps):
             hitch = hitches.get(i)

@@ -195,8 +195,8 @@ def _gib(size: int) -> str:
 
 
 def available_memory() -> int:
-    """Return how much host memory can be had without swapping, in bytes: the machine's, or the control group's if that
-    is less."""
+    """Return how many bytes of host memory can be had without swapping: in the machine, or in the control group if that
+    has less."""
     return min(_machine_memory(), _group_memory())
 
 
@@ -325,7 +325,7 @@ class Mover:
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 for stream in (self._backups, self._loads, self._clones):
-                    with suppress(CopyFailed, CacheClosed):  # others are told of it; or it is closed already
+                    with suppress(CopyFailed, CacheClosed):  # whoever waits for a copy is told; or all is closed
                         await stream.record().wait()
 
     def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
@@ -347,7 +347,7 @@ def _streams(device: Device, *names: str) -> list[Stream]:
     """Return a new stream for each of ``names``. If one cannot be made, those before it are released."""
     made: list[Stream] = []
     try:
-        made.extend(map(device.stream, names))  # one by one
+        made.extend(map(device.stream, names))  # one by one, so that ``made`` has those before one that fails
     except BaseException:
         for stream in made:
             device.release(stream)

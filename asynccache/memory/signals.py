@@ -1,8 +1,8 @@
 """Signals, by which a thread wakes coroutines of any loop; bells, which wake the coroutines of one loop; and the thread
 of a stream, which does one piece of work after the other.
 
-Law: nothing here blocks a loop, and all coroutines for which a bell is rung before its loop answers are woken by one
-callback of the loop.
+Law: no loop is blocked (``block`` and ``join`` are for other threads), and all coroutines for which a bell is rung
+before its loop answers are woken by one callback of the loop.
 
 Where the mutable state lives: a signal's state and waiters under the signal's lock, a bell's list under the bell's.
 Everything may be called from any thread; ``wait`` is a coroutine of whatever loop runs it.
@@ -34,7 +34,8 @@ HAPPENED = Happened()
 
 
 class Bell:
-    """Wakes coroutines of one loop. All that are rung for before the loop answers are woken by one callback."""
+    """Wakes coroutines of one loop. All coroutines for which it is rung before the loop answers are woken by one
+    callback."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -92,7 +93,7 @@ class _Ring:
 
 
 def call_all(callbacks: Iterable[Work]) -> None:
-    """Call each of ``callbacks``. Coroutines of one loop are woken by one hop, however many there are."""
+    """Call each of ``callbacks``. Coroutines of one loop are woken by one callback of it, however many there are."""
     rings: dict[Bell, list[asyncio.Future[None]]] = {}
     for callback in callbacks:
         if isinstance(callback, _Ring):
@@ -181,7 +182,7 @@ class Signal:
 
 
 class HostGate(Signal):
-    """An event that somebody fires by hand: a test that holds a stream, an engine that computes on the host.
+    """An event that is fired by hand, by a test that holds a stream or by an engine that computes on the host.
 
     ``shut``: the gates of a device that are not open yet. A gate enters itself there, and takes itself out."""
 

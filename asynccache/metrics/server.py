@@ -11,8 +11,8 @@ give it a public address. Still, no client can delay the cache or other clients 
 * A request that has not arrived completely within ``PATIENCE`` seconds is answered with 408. A client that does not
   read its answer within as many seconds is disconnected.
 * At most ``MOST_CONNECTIONS`` connections are open at a time. A further one is answered with 503 at once.
-* A body of more than ``MOST_BYTES`` is answered with 413. Bytes that are no HTTP request, and requests that cannot be
-  answered, are answered with 400. If the client is still sending then, the rest is read and thrown away for up to
+* A body of more than ``MOST_BYTES`` is answered with 413. Bytes that are no HTTP request, and tokens or keys that make
+  no sense, are answered with 400. If the client is still sending then, the rest is read and thrown away for up to
   ``PATIENCE`` seconds: closing the connection earlier would reset it, and the client might never see the answer.
 """
 
@@ -46,7 +46,7 @@ _JSON = "application/json"
 
 def a_cache(cache: AsyncCache) -> AsyncCache:
     """Return ``cache``. Raises ConfigError if it is not an ``AsyncCache``."""
-    from asynccache.runtime.cache import AsyncCache  # imported here, so that this module can be without the runtime
+    from asynccache.runtime.cache import AsyncCache  # imported here, so that this module does not need the runtime
 
     return checks.instance("cache", cache, AsyncCache)
 
@@ -83,7 +83,8 @@ class Refused(Exception):
 
 
 class Exposed:
-    """Serves the pages above: ``async with Exposed(cache, port=9090) as exposed``. It serves until that block ends.
+    """Serves ``/metrics``, ``/healthz``, ``/statistics`` and ``/explain`` over HTTP, until its block ends:
+    ``async with Exposed(cache, port=9090) as exposed``.
 
     Args:
         cache: the cache.
@@ -207,8 +208,10 @@ async def _read(reader: asyncio.StreamReader) -> HttpRequest:
     """Read one request from a connection.
 
     Raises:
-        Refused: the request is too long, is no HTTP, or uses a part of HTTP that is not served. ValueError,
-        asyncio.IncompleteReadError, asyncio.LimitOverrunError: the bytes are no HTTP.
+        Refused: the request is too long, is no HTTP, or uses a part of HTTP that is not served.
+        ValueError: the request's URL cannot be parsed.
+        asyncio.IncompleteReadError: the request ends too soon.
+        asyncio.LimitOverrunError: the head of the request is too long.
     """
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     words = head[0].split()
@@ -238,8 +241,8 @@ async def _deliver(answer: HttpResponse, reader: asyncio.StreamReader, writer: a
     """Send the response. Returns when the system has sent all of it.
 
     Raises:
-        TimeoutError: the client did not take the response within ``PATIENCE`` seconds. OSError: the client has
-        disconnected.
+        TimeoutError: the client did not take the response within ``PATIENCE`` seconds.
+        OSError: the client has disconnected.
     """
     async with asyncio.timeout(PATIENCE):
         writer.transport.set_write_buffer_limits(0)  # so that drain() returns only when all is sent

@@ -1,7 +1,8 @@
 """The CUDA device: streams and events as awaitables, and copies that keep the bus busy.
 
-Law: cupy is imported in ``cupy_driver`` alone, when a device is opened. Everything else goes through the small
-``driver_protocol.CudaDriver`` protocol, so all of it runs against a simulated driver on a machine without a GPU.
+Law: cupy is imported only when a device is opened or looked for, and by two modules: ``cupy_driver``, and ``kernels``,
+which needs cupy's compiler. Everything else goes through the small protocol ``driver_protocol.CudaDriver``, so it also
+runs against a simulated driver, on a machine without a GPU.
 
 ```
  loop             submitter, a thread per stream       the device                      waiter, a thread per stream

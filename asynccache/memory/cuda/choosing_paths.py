@@ -1,4 +1,5 @@
-"""Turns page copies into calls of the driver. Runs in a stream's submitter; nothing here calls the driver itself.
+"""Turns page copies into calls of the driver. Runs in a stream's submitter, and only lists the calls: the stream makes
+them, one by one.
 
 A page copy is rows: row ``i`` of each layer. Rows that lie behind each other in both source and destination are joined
 into one piece, since the driver never merges them. There are two paths. Pieces of ``CudaSettings.kernel_below`` bytes
@@ -30,7 +31,8 @@ from asynccache.memory.signals import Work
 GROUP = 512
 """Copies in one call of the driver, at most."""
 FEW = 8
-"""Fewer short pieces than these go by the copy engines, too: a launch takes as long as some descriptors."""
+"""If a step has fewer short pieces than these, they go by the copy engines, too: a launch takes as long as some
+descriptors."""
 ALL = slice(None)
 
 

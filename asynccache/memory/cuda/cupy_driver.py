@@ -1,4 +1,4 @@
-"""The real driver: cupy's calls of the CUDA runtime. The only module that imports cupy.
+"""The real driver: cupy's calls of the CUDA runtime, and those of ``libcuda``.
 
 Without a GPU ``import cupy`` works, but every call of cupy raises. So ``find`` checks once what this machine lacks, and
 says it in one sentence.

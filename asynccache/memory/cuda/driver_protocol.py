@@ -1,9 +1,10 @@
 """The part of the driver that the CUDA device uses: some calls on integers, so that a simulated one can stand in.
 
-Laws. No call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
-waits for the system). A call that may take long lets go of the GIL. Handles and addresses are plain integers. Copies,
-launches and waits for an event or a stream come only from threads that have called ``use_device``. Every other call may
-come from any thread, and leaves that thread's current device as it is. All errors are raised as ``DriverError``.
+Laws. No call waits for the device's work except ``event_synchronize``, ``stream_synchronize`` and ``device_tensor``;
+``host_register`` waits for the system. A call that may take long lets go of the GIL. Handles and addresses are plain
+integers. ``copy``, ``launch``, ``event_synchronize`` and ``stream_synchronize`` come only from threads that have called
+``use_device``. Every other call may come from any thread, and leaves that thread's current device as it is. All errors
+are raised as ``DriverError``.
 """
 
 from __future__ import annotations
@@ -145,5 +146,5 @@ class CudaDriver(Protocol):
 
     def launch(self, stream: int, table: Table, blocks: int) -> int:
         """Enqueue the copy kernel. ``table`` has been read when the call returns. Return how many entries of the
-        driver's queue the launch takes, as ``copy`` does. A call that returns no such number takes one entry."""
+        driver's queue the launch takes."""
         ...

@@ -91,7 +91,7 @@ class CudaEvent(Signal):
     def __init__(self, stream: EventRecorder) -> None:
         super().__init__(stream.context.bells, stream.name, stream.condition)
         self.stream = stream
-        self.failure: Exception | None = None   # what its work failed of before it reached the device
+        self.failure: Exception | None = None   # the error of its work, which may have kept it from the device
         self.recorded = False
         self.keep: object = None                # who owns the memory of the work before it
         self._handle: int | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = 1024
 NAME = "asynccache_copy_rows"
 LAYERS, PAGES = 32, 440
-"""Layers and pages that one launch moves at most: all parameters of a kernel together are 4,096 bytes."""
+"""Layers and pages that one launch moves at most: all parameters of a kernel together have at most 4,096 bytes."""
 
 TABLE = np.dtype([
     ("dst_bases", "<u8", LAYERS), ("src_bases", "<u8", LAYERS), ("width", "<u8"), ("dst_pitch", "<u8"),

@@ -18,8 +18,9 @@ LIBRARY = "libcuda.so.1"
 BATCHES_SINCE = 12080
 NOT_READY = 600
 IN_STREAM_ORDER = 1
-"""Sources are read where the stream has got to. The other order that there is for pinned memory (ANY) reads them at any
-moment, also before the backup has come that the stream was told to wait for."""
+"""The order in which the driver reads the sources of copies: when the stream gets to the copy. With the other order for
+pinned memory (ANY) it may read a source at any moment, even before the end of a backup that writes it and that the
+stream was told to wait for."""
 _OVERLAP_WITH_COMPUTE = 1
 _RELAXED = 2
 

@@ -10,8 +10,9 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 
 KERNEL_BELOW = 32 << 10
-"""Bytes. The driver and a copy engine take between half and one microsecond for each descriptor. In that time a bus of
-50 GB/s moves 25 to 50 KB: shorter pieces leave it waiting for descriptors, longer ones do not."""
+"""The default of ``CudaSettings.kernel_below``, in bytes. The driver and a copy engine take between half and one
+microsecond for each descriptor. In that time a bus of 50 GB/s moves 25 to 50 KB: shorter pieces leave the bus waiting
+for descriptors, longer ones do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Streams, of three kinds: the device's own, each with a thread that submits; an engine's own, to which the caller
 submits; and streams on which an engine's events become events of the device.
 
-Law: a stream's own thread does all driver calls of that stream, in the order in which they were asked for, so the loop
-pays for a queue entry and no more. This thread waits for the device only where the driver's queue would become full, or
-where the driver refuses to order two streams. On the host it waits for gates, and for another stream's submission. The
-thread outlives every error: an event reports it. A stream of the device's own is given back when it is empty, that is,
-when its last event, which comes after all its work, has happened.
+Law of the device's own streams: a stream's submitter thread makes all driver calls of that stream, in the order in
+which they were asked for, so the loop pays for a queue entry and no more. This thread waits for the device only where
+the driver's queue would become full, or where the driver refuses to order two streams. On the host it waits for gates,
+and for another stream's submission. The thread outlives every error; an event reports the error. The driver gets the
+stream back when it is empty, that is, when its last event, which comes after all its work, has happened.
 
 Errors: a call that the driver refuses fails its batch, or raises in the engine's thread. Work in flight runs on, and
 events fire behind it. Only an error after which a context does nothing any more is the end of the device.
