@@ -9,7 +9,7 @@ Laws:
   are not promoted.
 * One batch is written at a time, so promotions take one place of a store's calls and leave the others to its users.
 * A promotion that fails is counted; there is no error and no second try.
-* Pages that are being deleted are not promoted: no page that was deleted from all stores appears in a nearer one.
+* Pages that are being deleted are not promoted. So a page that was deleted from all stores does not come back in one.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class Promotions:
         """A context in which ``keys`` (None: all pages) can be deleted from the stores.
 
         A batch with one of these keys is cancelled, and the context begins when the stores have let go of it. In the
-        context no page is taken up for promotion, and after it none that was read before its end. Batches without any
-        of these keys are promoted as usual.
+        context no page is taken up for promotion. After the context no page is promoted that was asked for before its
+        end. Batches without any of these keys are promoted as usual.
         """
         self._pauses += 1
         try:
