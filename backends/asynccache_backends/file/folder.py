@@ -143,6 +143,7 @@ def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
 
 def load_manifest(folder: Folder, schema: bytes) -> Manifest:
     """Return the folder's manifest. In a new folder it is written first.
+
     Raises:
         Unavailable: it is damaged, or has another format or schema; then nothing was changed.
         OSError: it cannot be read, or is no plain file.
