@@ -1,4 +1,4 @@
-"""Opens the client for a URL, and checks the URL's options.
+"""The client for a URL, and the check of the URL's options.
 
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=us-east-1
     gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object-file:/FOLDER    object-memory:
@@ -36,7 +36,7 @@ PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "object-file": ("LocalStore", {"mode": ""}),
     "object-memory": ("MemoryStore", {}),
 }
-"""For each scheme the class of the client library, and its own options by the library's names."""
+"""For each scheme the class of the client library, and the scheme's own options with the library's name for each."""
 LOCAL = ("object-file", "object-memory")
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
