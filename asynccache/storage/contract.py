@@ -8,8 +8,8 @@ Every call takes many keys and answers for each of them, in order. If one key fa
 for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all.
 Cancelling a call returns only after the backend has let go of every buffer that was passed in.
 
-Some parts of a backend are optional: ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
-ls|stat|verify|gc``), and the cache itself never calls them; ``Probeable`` is for the breaker's probe.
+Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
+ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The things that one call of ``collect`` has removed. ``pages``: pages that were stored too long ago. ``waste``:
-    objects that are no pages and of no use, such as orphans and half-written objects. ``size``: the bytes of both
-    together."""
+    """The things that one call of ``collect`` has removed. ``pages``: how many pages that were stored too long ago.
+    ``waste``: how many other things that were of no use, such as dead pages, orphans and half-written objects.
+    ``size``: the bytes of both together."""
 
     pages: int = 0
     waste: int = 0

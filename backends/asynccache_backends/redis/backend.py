@@ -5,7 +5,7 @@ Laws:
 * Only keys that begin with this prefix and have the length of a page's name are listed or cleared.
 * A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
   FAILED.
-* When a server is full, puts are FAILED for a moment without a request, and reads go on.
+* When a server is full, puts send no pages for a moment and are FAILED, and reads go on.
 * What survives a power loss is up to the server's configuration.
 
 ``redis://user:password@host:6379/0?prefix=asynccache:&ttl=7d``; see ``settings`` for all options.
