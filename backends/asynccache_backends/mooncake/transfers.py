@@ -31,7 +31,7 @@ its buffers and their sizes. It returns a code for each page."""
 
 
 class CallAttempt:
-    """What the parts of one call have in common. ``given_up``: True if one of them has reached nobody, or the call was
+    """The state that the parts of one call share. ``given_up``: True if one of them has reached nobody, or the call was
     cancelled. Then the parts that have not begun are not made."""
 
     def __init__(self) -> None:

@@ -130,7 +130,8 @@ class FooterEntry(NamedTuple):
 
 class Pack:
     """A stored pack of ``size`` bytes. ``entries`` are those of its footer. ``stamp`` is the time in its name. ``live``
-    is how many of its records gets are answered with, and ``live_bytes`` the size of these; the index keeps both."""
+    is the number of its live records, from which gets are answered, and ``live_bytes`` the size of these; the index
+    keeps both."""
 
     __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp")
 

@@ -161,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport = cast(asyncio.Transport, transport)
         tls = transport.get_extra_info("sslcontext") is not None
         self._most = 2 if tls else 16  # buffers that the transport is given at once; TLS copies them
-        self._limit = int(tls)        # so that ``resume_writing`` is called when all is sent; TLS would pause at 0, too
+        self._limit = int(tls)        # TCP pauses above it, TLS at it; so both call ``resume_writing`` when all is sent
         self.transport.set_write_buffer_limits(self._limit)
         self._abort = self.transport.abort
         if self.closed:
