@@ -117,7 +117,7 @@ def pool_digest(
 
 
 PART_PAGES = 1024
-"""Pages in one call of the backend. A longer call is made in parts, so that nobody waits for the loop meanwhile."""
+"""Pages in one call of the backend, at most. A longer call is made in parts, so that it does not hold up the loop."""
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
 
 _T = TypeVar("_T")

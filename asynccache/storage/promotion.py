@@ -57,8 +57,8 @@ class Promotions:
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no memory for a copy, because they were being deleted, or because the store did not take
-    them. ``held``: the bytes of memory that all copies take now. ``room``: how many these may be. ``threads``: how many
-    threads copy; with 0 the loop does.
+    them. ``held``: the bytes of memory that all copies take now. ``room``: how many bytes they may take. ``threads``:
+    how many threads copy; with 0 the loop does.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A store's folder, and who may use it: one process at a time (locks), which knows the folder's format (a manifest).
+"""A store's folder: the locks that let one process at a time use it, and the manifest that tells its format.
 
 The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
 in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this

@@ -110,7 +110,7 @@ Receiving = Generator[memoryview, int, T]
 
 
 class Reader:
-    """The replies to one request: one for each of ``sinks``, a page where that is a record.
+    """The replies to one request: one for each of ``sinks``, a page where the sink is a record.
 
     Bytes are received into ``buffer`` and reported to ``received``, until ``missing`` is 0; the answers are in
     ``replies``. A page is HIT, MISS or CORRUPT. Any other reply is what RESP says: int, bytes, None, a list, or a

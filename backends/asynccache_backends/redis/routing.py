@@ -1,5 +1,5 @@
-"""Finds the server of each key: the only server, or the one that a cluster's map of hash slots names. Keeps the
-connections to each server.
+"""Routing: each command goes to the server of its key. That is the only server, or the one that a cluster's map of hash
+slots names. The connections to each server are kept here, too.
 
 Each server has a few connections for pages, and one for small questions, so that these never wait behind pages. A
 connection serves one request at a time, and further requests wait in line. If a connection cannot be made, is lost
