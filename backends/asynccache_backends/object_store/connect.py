@@ -134,10 +134,10 @@ def place_of(url: ParsedUrl) -> tuple[str, str]:
     if (not place or "\0" in place) and url.scheme != "object-memory":
         raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object-file' else 'bucket'}")
     if url.scheme not in LOCAL and _BUCKET.fullmatch(place) is None:
-        raise ConfigError(f"storage={url.scheme}: {place!r} is no name of a bucket")
+        raise ConfigError(f"storage={str(url)!r}: the part before the first '/' is no name of a bucket")
     prefix = prefix.strip("/")
     if prefix and ({"", ".", ".."} & set(prefix.split("/")) or not prefix.isprintable()):
-        raise ConfigError(f"storage={url.scheme}: the prefix {prefix!r} has an empty part, '.', '..' or odd characters")
+        raise ConfigError(f"storage={str(url)!r}: the prefix has an empty part, '.', '..' or odd characters")
     return place, prefix
 
 
