@@ -1,4 +1,4 @@
-"""``python -m asynccache``: the ``asynccache`` command, for where it is not on the path."""
+"""``python -m asynccache``: the ``asynccache`` command, also where its script is not on the path."""
 
 import sys
 

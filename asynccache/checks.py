@@ -318,8 +318,8 @@ def _real(name: str, value: object) -> float:
 
 
 def _kind(value: object) -> str:
-    """Return which kind of scalar of numpy or torch ``value`` is: ``int``, ``float``, ``bool``, or ``other``, also for
-    arrays that have dimensions; "" for an object without ``dtype``. The kind is told by attributes, so that neither
+    """Return which kind of scalar of numpy or torch ``value`` is: ``int``, ``float``, ``bool`` or ``other``. An array
+    that has dimensions is ``other``; an object without ``dtype`` is "". The kind is told by attributes, so that neither
     numpy nor torch has to be imported."""
     dtype = _attribute(value, "dtype")
     if dtype is None:

@@ -1,4 +1,4 @@
-"""Chooses which core runs: the Python source of ``asynccache.core``, or the extension modules compiled from it.
+"""The choice of the core that runs: the Python source of ``asynccache.core``, or extension modules compiled from it.
 
 ``make compiled`` and a wheel with a compiled core (``hatch_build.py``) put the extension modules into ``FOLDER``. There
 is one such folder for each kind of interpreter, and each has a file with the digest of the source it was compiled from.

@@ -185,8 +185,7 @@ class PoolSpec:
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        """The numbers of the model's layers that the pool holds: for each of the pool's layers the number of the
-        model's layer that it holds."""
+        """For each of the pool's layers, the number of the model's layer that it holds."""
         return self.covers or tuple(range(self.layers))
 
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:

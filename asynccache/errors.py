@@ -1,6 +1,6 @@
-"""Every error a caller can meet, named for its condition.
+"""The errors that a caller can meet, each named for its condition.
 
-A miss is a value, never an error. ``InvariantViolation`` is a bug in asynccache: nothing here or in user code
+A miss is a value, never an error. ``InvariantViolation`` is a bug in asynccache: neither asynccache nor a user's code
 should catch it.
 """
 
@@ -18,8 +18,8 @@ class ConfigError(AsyncCacheError, ValueError):
 
 
 class CacheFull(AsyncCacheError):
-    """The pages asked for cannot be had: not ever, or with nothing in flight that could free them (``lease``); or not
-    now (``lease`` with ``wait=False``, ``extend``)."""
+    """There is no room for the pages that were asked for. ``lease`` raises it if there can never be room, or if nothing
+    is in flight that could free any. ``lease`` with ``wait=False`` and ``extend`` raise it if there is no room now."""
 
 
 class CacheClosed(AsyncCacheError):
@@ -29,7 +29,7 @@ class CacheClosed(AsyncCacheError):
 class LoadFailed(AsyncCacheError):
     """A load_back under a lease failed. The first ``valid`` tokens of the lease are still good on the device.
 
-    Such a lease is good for nothing but to be released. The request may then ask for another one.
+    All that can be done with such a lease is to release it. The request may then ask for another one.
     """
 
     def __init__(self, valid: int) -> None:
@@ -43,7 +43,7 @@ class CopyFailed(AsyncCacheError):
 
 class RankFailure(AsyncCacheError):
     """A rank of a group is gone, silent, or cannot go on. ``reason``: which of these, in words. ``rank``: the rank's
-    number; None if it has none here."""
+    number; None if the process has no number, or none is known."""
 
     def __init__(self, reason: str, rank: int | None = None) -> None:
         super().__init__(reason if rank is None else f"rank {rank}: {reason}")
@@ -79,8 +79,8 @@ class InvariantViolation(AssertionError):
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error that is kept, and of its causes. They would keep the frames that the error went
-    through, and with these the memory that was worked on there."""
+    """Drop the tracebacks of ``error``, which is to be kept, and of its causes. They would keep the frames that the
+    error went through alive, and with the frames the memory that was used there."""
     found: BaseException | None = error
     while found is not None:
         found.__traceback__ = None

@@ -162,17 +162,20 @@ class ThreadPool:
         return future.result()
 
     async def run_for(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the same as ``run`` for work on ``size`` bytes: on the loop if these are few."""
+        """Do the same as ``run``, for work that goes over ``size`` bytes. Up to ``INLINE_BYTES`` it is done on the
+        loop."""
         if checks.integer("size", size) > INLINE_BYTES:
             return await self.run(function, *args, **kwargs)
         return checks.function("function", function)(*args, **kwargs)
 
     async def spread(self, function: Callable[..., T], sizes: Sequence[int], *columns: Sequence[Any]) -> list[T]:
-        """Call ``function(*columns)`` for things of ``sizes`` bytes, one item of each column for each: large amounts in
-        several calls, each for a slice of every column, so that all threads have work. Returns what the calls returned.
+        """Divide a list of things among several calls of ``function``, so that all threads have work, and return what
+        the calls returned, in order.
 
-        Up to ``INLINE_BYTES`` in all are done on the loop, and so is everything once the threads are closed. If it is
-        cancelled it waits until no thread uses the things any more. Raises what ``function`` raises.
+        ``sizes`` has the bytes of each thing, and each of ``columns`` has one item for each thing. A call is for a run
+        of things and gets that slice of every column. Up to ``INLINE_BYTES`` in all are done in one call on the loop,
+        and so is everything once the threads are closed. Cancelling it waits until no thread uses the things any more.
+        Raises what ``function`` raises.
         """
         checks.function("function", function)
         if sum(sizes) <= INLINE_BYTES or self._closed:

@@ -1,4 +1,4 @@
-"""Builds a ``CacheConfig`` from the settings in all sources, or lists everything that is wrong with them."""
+"""From the settings in all sources to a ``CacheConfig``, or to a list of everything that is wrong with them."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class Setting:
 
     ``kind``: the type of its value. ``optional``: whether the value may be None. ``default``: ``REQUIRED`` if there is
     none. ``text``: what the setting means. ``choices``: returns the values that are allowed now, or nothing if they
-    cannot be listed. ``several``: whether the value may also be a list; in the environment that is written as URLs with
-    spaces between them.
+    cannot be listed. ``several``: whether the value may also be a list; in the environment a list is written as URLs
+    with spaces between them. ``bounds``: those of a number.
     """
 
     name: str

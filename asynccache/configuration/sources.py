@@ -1,4 +1,4 @@
-"""Reads settings from their sources: a TOML file, the environment, Python.
+"""The sources of settings, and how each is read: a TOML file, the environment, Python.
 
 Each source becomes a flat ``SettingsTable`` from paths to values with their origins. This module only checks that
 tables are where tables must be. ``building`` checks names and values.
@@ -145,8 +145,9 @@ def _from_tree(content: Mapping[str, object], origin: Origin) -> SettingsTable:
 
 
 def _fill(table: SettingsTable, above: Path, keys: Path, content: Mapping[str, object], origin: Origin) -> None:
-    """Add what stands in the table ``above``, which the source calls ``keys``. Names of settings may be written with
-    dashes; names of components, sidecars and options of a store are taken as they are written."""
+    """Add the settings of ``content``, the table at the path ``above``. ``keys`` is that path as the source writes it.
+    Names of settings may be written with dashes; names of components, sidecars and options of a store are taken as they
+    are written."""
     for key, value in content.items():
         path, written = (*above, key if len(above) == 1 else key.replace("-", "_")), (*keys, key)
         if len(path) == _DEPTH.get(path[0], 1):

@@ -11,7 +11,8 @@ from asynccache.redaction import shown
 
 
 def as_toml(values: Iterable[Effective]) -> str:
-    """Return one line for each setting, with its origin behind it. Settings that are None are left out."""
+    """Return the text of the file. It has one line for each setting, with its origin behind it. A setting that is None
+    is a comment, since TOML has no such value."""
     lines: list[str] = []
     table: tuple[str, ...] = ()
     for path, value, origin in values:

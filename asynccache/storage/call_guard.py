@@ -1,8 +1,10 @@
-"""Stands before a backend and decides whether a call is made, how many run at a time, and how long each may take.
+"""The guard before a backend: it decides whether a call is made, how many run at a time, and how long each may take.
 
-Laws: a call first asks the breaker, then waits for its place, then has ``timeout`` seconds. It may fail, but it raises
-no error, not even one that a backend has no right to raise. When a call has taken ``slow`` seconds, the breaker is told
-at once that it failed, whatever comes of it later. So a store that hangs is left alone before its deadline.
+Laws for calls with keys: a call first asks the breaker, then waits for its place, then has ``timeout`` seconds. If the
+backend raises any error, all keys are FAILED and nothing is raised. When a call has taken ``slow`` seconds, the breaker
+is told at once that it failed, however it ends later. So a store that hangs is left alone before its deadline.
+
+Calls without keys (``clear``, ``flush``, ``scrub``) are made whatever the breaker says, and raise their errors.
 
 The breaker says when to stop calling a backend that fails, and when to try it again. It is a pure state machine:
 callers pass the time in.
@@ -24,9 +26,10 @@ short again.
 Every change of state begins a new *era*. A permit is the number of the era in which it was given. The outcome of a call
 with a permit of an earlier era tells how the backend was then, not how it is now, so it changes nothing.
 
-No call of a user is the breaker's probe. The first call after a back-off is refused like those before it, and begins
-a probe beside itself: the question whether one of its keys is stored. The probe has ``slow`` seconds at most and takes
-none of the places. So a store that is still away delays nobody, and where nobody calls there are no probes.
+A call with keys is never the breaker's probe. The first one after a back-off is refused like those before it, and
+begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has ``slow``
+seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody calls there
+are no probes. A call without keys that comes when a back-off is over is the probe itself.
 
 Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
 first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
@@ -63,8 +66,8 @@ BEST_FIRST = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 
 def best_off(states: Iterable[float]) -> BreakerState:
-    """The best state among those of several stores, by ``BEST_FIRST``: HALF_OPEN is better than OPEN. The numbers of
-    ``BreakerState`` are in no such order."""
+    """Return the best of the states of several stores, by ``BEST_FIRST``: HALF_OPEN is better than OPEN. The numbers of
+    ``BreakerState`` are not in that order."""
     return min(map(BreakerState, map(int, states)), key=BEST_FIRST.index)
 
 
@@ -212,15 +215,15 @@ class CallReport:
         self._kind = kind
 
     def success(self, now: float) -> None:
-        """The call succeeded in time."""
+        """Report that the call succeeded."""
         self._breaker.success(self._take_permit(), now, self._kind)
 
     def failure(self, now: float) -> None:
-        """The call failed, or has taken too long by now."""
+        """Report that the call failed, or has taken too long by now."""
         self._breaker.failure(self._take_permit(), now, self._kind)
 
     def abandon(self) -> None:
-        """The call was cancelled."""
+        """Report that the call was cancelled."""
         self._breaker.abandon(self._take_permit())
 
     def _take_permit(self) -> Permit:
@@ -289,7 +292,7 @@ class CallGuard:
         return f"CallGuard({self.breaker!r}, {self.places!r})"
 
     def stats(self) -> dict[str, int | float]:
-        """Return what was counted here, and the breaker's state."""
+        """Return the counters of this guard and of its breaker, by name."""
         now = self._clock() if self._clock else 0.0
         return {
             **{name: self._counts[name] for name in COUNTERS},
@@ -337,7 +340,8 @@ class CallGuard:
 
     async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
-        what it returns. It is made even while the breaker refuses calls; its outcome is not reported then.
+        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then. If a
+        back-off is over, the call is the breaker's probe.
 
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
@@ -453,7 +457,7 @@ def _is_cancelled() -> bool:
 
 
 def _without_frames(error: Exception) -> Exception:
-    """A stand-in for ``error`` with the same class and text, for ``last_error``.
+    """Return a stand-in for ``error`` with the same class and text, for ``last_error``.
 
     The error itself refers to the frames that it passed through, and those to the buffers of the call, so it cannot be
     kept. Its class may not let itself be copied or built from a text; then the stand-in is a ``BackendError``.

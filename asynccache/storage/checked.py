@@ -117,7 +117,7 @@ def pool_digest(
 
 
 PART_PAGES = 1024
-"""Pages in one call of the backend. A longer call is made in parts, so that nobody waits for the loop meanwhile."""
+"""Pages in one call of the backend, at most. A longer call is made in parts, so that it does not hold up the loop."""
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
 
 _T = TypeVar("_T")
@@ -243,10 +243,10 @@ class CheckedStore:
     async def scrub(
         self, rate: float | None = None, tell: Callable[[Scrubbed], object] = lambda so_far: None
     ) -> Scrubbed:
-        """Read every stored page and delete those that do not verify. Returns what was read and found, all in all.
+        """Read every stored page and delete those that do not verify. Returns the sums of what was read and found.
 
         ``rate``: bytes that are read in a second, at most; None: as many as possible. ``tell`` is called after every
-        few MiB with what was done so far. Cancelling it stops after the part that is being read.
+        few MiB with the sums so far. Cancelling it stops after the part that is being read.
 
         Raises:
             ConfigError: an argument is unusable, or the backend is not ``Scrubbable``.
@@ -335,7 +335,8 @@ class CheckedStore:
         return await self._threads.spread(work, [record.payload.nbytes for record in records], keys, records)
 
     def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, writable: bool) -> None:
-        """Refuse keys and payloads that cannot be used. ``writable``: whether pages will be read into the payloads."""
+        """Raise ConfigError if keys or payloads cannot be used. ``writable``: whether pages will be read into the
+        payloads."""
         _check_keys(keys)
         _check_list("payloads", payloads)
         if len(payloads) != len(keys):

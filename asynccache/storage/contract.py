@@ -1,15 +1,15 @@
-"""The contract a storage backend fulfils: it keeps bytes under keys and knows nothing else.
+"""The contract that a storage backend fulfils. A backend keeps bytes under keys and knows nothing else.
 
 A backend stores *records*: a 64-byte header and a payload, two buffers, under a 32-byte key, in a named pool. It never
 looks inside a header. Integrity is not its business: ``CheckedStore`` builds the header on the way out and verifies
 it on the way in, whatever the backend claims.
 
-Every call is batched and answers per key, in order. A call never raises for one key's sake: that key is FAILED. It
-raises ``BackendError`` (``Unavailable``, ``Timeout``) when the whole call could not be made. Cancelling a call returns
-only after the backend has let go of every buffer that was passed in.
+Every call takes many keys and answers for each of them, in order. If one key fails, the call does not raise: the answer
+for that key is FAILED. A call raises ``BackendError`` (``Unavailable``, ``Timeout``) when it could not be made at all.
+Cancelling a call returns only after the backend has let go of every buffer that was passed in.
 
-Some parts of a backend are optional: ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
-ls|stat|verify|gc``), and the cache itself never calls them; ``Probeable`` is for the breaker's probe.
+Some parts of a backend are optional. ``Listable`` and ``Collectable`` are for people and tools (``asynccache store
+ls|stat|verify|gc``), and the cache itself never calls them. ``Probeable`` is for the breaker's probe.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class PageKey(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The two buffers of a stored page: ``header`` is 64 writable bytes, ``payload`` the pool's page size."""
+    """The two buffers of a stored page. ``header`` has 64 writable bytes, ``payload`` the bytes of one page of the
+    pool."""
 
     header: memoryview
     payload: memoryview
@@ -114,13 +115,14 @@ class StorageBackend(Protocol):
         ...
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Hear that from now on payloads of ``pool`` are slices of ``memory``. Called once for each such memory, before
-        the first of its slices is passed in. A backend that has no use for it does nothing."""
+        """Note that payloads of ``pool`` may be slices of ``memory`` from now on. This is called once for each such
+        memory, before the first of its slices is passed in. Payloads in other memory are still allowed (promoted pages
+        are copies). A backend that has no use for this does nothing."""
         ...
 
     def stats(self) -> Mapping[str, int | float]:
-        """Counters by name; at least ``pages`` and ``bytes`` (what is stored, as far as the backend knows) and
-        ``errors`` (since it was opened)."""
+        """Return the counters by name. They have at least ``pages`` and ``bytes`` (what is stored, as far as the
+        backend knows) and ``errors`` (since it was opened)."""
         ...
 
     async def flush(self) -> None:
@@ -143,9 +145,9 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The things that one call of ``collect`` has removed. ``pages``: pages that were stored too long ago. ``waste``:
-    objects that are no pages and of no use, such as orphans and half-written objects. ``size``: the bytes of both
-    together."""
+    """The things that one call of ``collect`` has removed. ``pages``: how many pages that were stored too long ago.
+    ``waste``: how many other things that were of no use, such as dead pages, orphans and half-written objects.
+    ``size``: the bytes of both together."""
 
     pages: int = 0
     waste: int = 0
@@ -179,14 +181,14 @@ class Collectable(Protocol):
 
 @runtime_checkable
 class Probeable(Protocol):
-    """A backend with a call that only asks its store for a sign of life. Optional: of a backend without it an answer of
-    ``exists`` is taken for one."""
+    """A backend with a call that only asks its store for a sign of life. Optional: for a backend without ``probe`` an
+    answer of ``exists`` is the sign of life."""
 
     async def probe(self) -> None:
         """Return when the store has answered anything at all. Cancelling it is safe.
 
         Raises:
-            BackendError: it does not answer.
+            BackendError: the store does not answer.
         """
         ...
 

@@ -10,6 +10,7 @@ Laws:
   unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only ``close``
   cancels it.
 * The main task owns the stores. It opens them, waits until ``close`` is called, and closes them. Then the thread ends.
+  A ``clear`` under way is not in the queue and is not cut short: closing the stores waits for its end.
 
 Mutable state: ``_lock`` guards the queue and the flags that other threads use. All else belongs to the loop.
 """

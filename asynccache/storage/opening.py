@@ -1,5 +1,5 @@
-"""From a URL to an open store, and to one that is attached. Backends are plug-ins, found by entry points of the group
-``asynccache.backends``. A backend or a store that the caller made is only borrowed.
+"""Opening and attaching stores: those that a URL names, and those that the caller made. Backends are plug-ins, found by
+entry points of the group ``asynccache.backends``. A backend or a store that the caller made is not closed here.
 
 Laws: whoever opens a store and cannot attach it closes it again. All URLs are checked before the first of them is
 opened, so a wrong one leaves nothing behind.
@@ -90,9 +90,9 @@ async def open_store(
 
 
 def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions) -> CheckedStore:
-    """Put ``backend`` behind a ``CheckedStore`` with the deadline and concurrency of ``options``. Each back-off of its
-    breaker is up to a fifth shorter or longer than it would be, so that the servers that share a store do not all come
-    back to it at the same moment."""
+    """Put ``backend`` behind a ``CheckedStore`` with the settings of ``options``. Each back-off of its breaker is made
+    up to a fifth shorter or longer at random, so that the servers that share a store do not all come back to it at the
+    same moment."""
     breaker = Breaker(jitter=lambda: uniform(0.8, 1.2))
     return CheckedStore(
         backend, layout, timeout=options.timeout, slow=options.slow, concurrency=options.concurrency, breaker=breaker
@@ -190,7 +190,7 @@ async def open_attached(
     Cancelling it leaves nothing open.
 
     Raises:
-        ConfigError: the URL or an option is wrong, or the given store is for pools with other sizes.
+        ConfigError: the URL or an option is wrong, or the given store is for pages of other sizes.
         Unavailable: the backend cannot be opened now.
     """
     if isinstance(storage, str):

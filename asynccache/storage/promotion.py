@@ -9,7 +9,7 @@ Laws:
   are not promoted.
 * One batch is written at a time, so promotions take one place of a store's calls and leave the others to its users.
 * A promotion that fails is counted; there is no error and no second try.
-* Pages that are being deleted are not promoted: no page that was deleted from all stores appears in a nearer one.
+* Pages that are being deleted are not promoted. So a page that was deleted from all stores does not come back in one.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Promotions:
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no memory for a copy, because they were being deleted, or because the store did not take
-    them. ``held``: the bytes of memory that all copies take now. ``room``: how many these may be. ``threads``: how many
-    threads copy; with 0 the loop does.
+    them. ``held``: the bytes of memory that all copies take now. ``room``: how many bytes they may take. ``threads``:
+    how many threads copy; with 0 the loop does.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
@@ -158,8 +158,8 @@ class Promotions:
         """A context in which ``keys`` (None: all pages) can be deleted from the stores.
 
         A batch with one of these keys is cancelled, and the context begins when the stores have let go of it. In the
-        context no page is taken up for promotion, and after it none that was read before its end. Batches without any
-        of these keys are promoted as usual.
+        context no page is taken up for promotion. After the context no page is promoted that was asked for before its
+        end. Batches without any of these keys are promoted as usual.
         """
         self._pauses += 1
         try:

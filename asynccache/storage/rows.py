@@ -3,7 +3,7 @@
 Laws:
 * Between calls nothing here holds an export of the memory (a memoryview or an array on it). So its owner can close or
   release it whenever no call is under way.
-* A call has its rows on loan. When the loan ends, the call's views of the rows stop working. The loan also tells then
+* A call has its rows on loan. When the loan ends, the call's views of the rows stop working. ``RowLoan.end`` also tells
   whether somebody still refers to the memory through something made from those views (a slice, an array).
 """
 

@@ -35,8 +35,8 @@ class Part(NamedTuple):
 
 
 class Scrubbed(NamedTuple):
-    """The result of a scrub: ``pages`` of ``bytes`` bytes were read. ``bad`` pages did not verify and were deleted.
-    ``unread`` pages could not be read because the disk gave an error; they were left as they are."""
+    """The result of a scrub. ``pages``: how many were read. ``bytes``: the bytes of their payloads. ``bad``: how many
+    of them did not verify and were deleted. ``unread``: how many could not be read; they were left as they are."""
 
     pages: int = 0
     bytes: int = 0

@@ -26,8 +26,8 @@ from asynccache.storage.url import StoreOptions, check_name
 
 StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
 
-# By the number of a result, how much it tells among the answers of several stores. Where one says MISS and another says
-# FAILED the page may be in the other one, so the answer of both is FAILED.
+# Which of several stores' answers for a page counts: the one with the highest figure here, by the result's number. If
+# one store answers MISS and another FAILED, the page may be in the store that failed, so FAILED counts.
 _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED: 1}[result] for result in Result)
 
 
@@ -193,9 +193,9 @@ class TieredStore:
         """Read each page from the nearest store that has it into its payload. Returns a result for each key; where no
         store has the page, it is CORRUPT or FAILED if a store answered that, else MISS.
 
-        ``known``, if given, is a list with a MISS for each key. The answers are written into it as they come, and it is
-        what is returned: so a caller who cancels the call still has the answers of the nearer stores.
-        Cancelling it returns after the stores have let go of the payloads.
+        ``known``, if given, is a list with a MISS for each key. If there are several stores, their answers are written
+        into it as they come, and it is returned. So a caller who cancels the call still has the answers of the nearer
+        stores. Cancelling it returns after the stores have let go of the payloads.
         """
         stores = self._stores
         if len(stores) == 1:

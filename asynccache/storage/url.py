@@ -1,5 +1,7 @@
-"""Parsing of store URLs, ``scheme:path?option=value&...``, and the options that they may have whatever their scheme.
-Those say how the store is used; backends never see them. Pure functions.
+"""Parsing of store URLs, ``scheme:path?option=value&...``. Pure functions.
+
+A URL of any scheme may have the options of ``StoreOptions``. They say how the store is used, and backends never see
+them. All other options are the backend's.
 
 Law: a password in a URL is for its backend alone. Wherever a URL is shown, in a text or an error, its passwords are
 replaced by ``***``.
@@ -34,7 +36,7 @@ def parse_size(name: str, text: str) -> int:
     is 1000 and Ki is 1024. ``name`` is what errors call the setting.
 
     Raises:
-        ConfigError: it is no size; the message names the setting and the value.
+        ConfigError: ``text`` is no size, or more than ``MOST_SIZE``; the message names the setting and the value.
     """
     checks.text("name", name)
     match = _SIZE.fullmatch(checks.text(name, text))
@@ -234,8 +236,8 @@ NAMES = tuple(StoreOptions.__dataclass_fields__)
 
 
 def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
-    """Split the options of ``url``. Returns those of ``StoreOptions``, and a URL with the rest, for the backend. A
-    store without the option ``name`` is called as its scheme.
+    """Split the options of ``url``. Returns those of ``StoreOptions``, and a URL with the rest, for the backend. The
+    scheme is the store's name if there is no option ``name``.
 
     Raises:
         ConfigError: an option has an unusable value; the message names both.

@@ -42,15 +42,16 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def weights_digest(
     model: str | os.PathLike[str], *, revision: str | None = None, cache: str | os.PathLike[str] | None = None
 ) -> str:
-    """Return a digest of a model's weights and of its ``config.json``, as 32 hexadecimal digits. It blocks while it
-    reads.
+    """Return a digest of a model's weights and of the ``config.json`` in their folder, as 32 hexadecimal digits. It
+    blocks while it reads.
 
     Two models have the same digest if they have files of the same names with the same contents, wherever these lie.
     What an engine adds when it loads the weights, such as adapters or quantization, is not in the digest.
 
     Args:
-        model: a folder with weights (``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.gguf`` files), one such file,
-            or the name on the Hugging Face hub of a model that is in the local cache already.
+        model: a folder with weights (``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.gguf`` files); one such file,
+            of which nothing else is read; or the name on the Hugging Face hub of a model that is in the local cache
+            already.
         revision: the branch, tag or commit of a model that is named as on the hub; None or "" is its main branch.
         cache: the folder of the local Hugging Face cache; None or "" is the user's own (``HF_HUB_CACHE``).
 
@@ -119,7 +120,8 @@ def _identity(file: Path) -> str:
 
 
 def _blob(file: Path) -> str | None:
-    """Return the SHA-256 of a file in a Hugging Face cache, where large files are named by it; None for other files."""
+    """Return the SHA-256 of a file in a Hugging Face cache, where it is the name of every large file; None for other
+    files."""
     target = file.resolve()
     return target.name if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) else None
 

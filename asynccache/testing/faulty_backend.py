@@ -1,7 +1,8 @@
 """A backend with faults at random, which a seed repeats.
 
-At a fault rate of P, a share of P/2 of all calls is delayed by 1 to 50 ms, P/4 fail, and P/4 return corrupt bytes. Only
-a ``get`` can return bytes, so other calls of that last quarter have no fault.
+At a fault rate of P, a share of P/2 of all calls with keys is delayed by 1 to 50 ms, P/4 fail, and P/4 return corrupt
+bytes. Only a ``get`` can return bytes, so other calls of that last quarter have no fault. Calls without keys and probes
+have none either.
 
 A failing call does nothing: half of them raise ``Unavailable``, and half answer FAILED for every key. A corrupt ``get``
 flips one bit of one record, in its header or in its payload.

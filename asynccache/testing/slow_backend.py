@@ -10,9 +10,9 @@ from asynccache.testing.wrapped_backend import WrappedBackend
 
 
 class SlowBackend(WrappedBackend):
-    """A backend around ``inner`` that waits before each call: ``latency`` seconds, and for calls with payloads in
-    addition their bytes divided by ``bandwidth`` (bytes a second; None: no limit). It waits by the event loop's clock,
-    which may be a virtual one."""
+    """A backend around ``inner`` that waits before each call with keys: ``latency`` seconds, and for calls with
+    payloads in addition their bytes divided by ``bandwidth`` (bytes a second; None: no limit). Calls without keys and
+    probes are not delayed. It waits by the event loop's clock, which may be a virtual one."""
 
     def __init__(self, inner: StorageBackend, latency: float, bandwidth: float | None = None) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""A backend around a backend, for tests that change some of its calls: subclass it and override those."""
+"""``WrappedBackend``, a backend around a backend. A test that changes some calls overrides these in a subclass."""
 
 from asynccache.storage.wrapping import WrappedBackend
 

@@ -55,6 +55,16 @@ def test_places_that_are_refused(url: str, match: str) -> None:
         connect(parse_url(url), settings_of(parse_url(url)))
 
 
+@pytest.mark.parametrize("place", [
+    f"user:{SECRET}@bucket/kv", f"user:{SECRET}/more@bucket", f"bucket/user:{SECRET}@host/..",
+])
+def test_a_user_and_password_before_the_bucket_are_refused_and_not_repeated(place: str) -> None:
+    url = parse_url(f"s3://{place}")
+    with pytest.raises(ConfigError, match=r"bucket|prefix") as refused:
+        connect(url, settings_of(url))
+    assert SECRET not in str(refused.value)
+
+
 @pytest.mark.parametrize("url", [
     "s3://bucket/a/b?region=eu-west-1", "s3://bucket?endpoint=http://127.0.0.1:9000", "gs://bucket/a",
     "az://container/a?account=name", "s3://bucket/a/", "object-memory:",

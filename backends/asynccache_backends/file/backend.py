@@ -57,7 +57,7 @@ BATCHES = 4
 
 class GroupStretch(NamedTuple):
     """Pages of one group that lie next to each other, the first at index ``page``. ``which`` has for each page the
-    position of its key in the get."""
+    position of its key in the call."""
 
     group: PageGroup
     page: int
@@ -98,8 +98,9 @@ def find_stretches(
 
 
 def plan_reads(stretches: Sequence[GroupStretch], records: Sequence[Record]) -> list[ReadBatch]:
-    """Divide the stretches into batches. These have 1 to 4 MiB, so that each is worth a call; within that there are
-    about as many as can run at the same time."""
+    """Divide the stretches into batches, each of pages of one length in one segment. The bytes are divided evenly among
+    the calls that can run at the same time, but a batch has room for at least 1 MiB, so that it is worth a call, and
+    for at most 4 MiB or one longer page."""
     total = sum(stretch.group.length * len(stretch.which) for stretch in stretches)
     limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
     batches: list[ReadBatch] = []

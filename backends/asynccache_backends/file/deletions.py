@@ -2,8 +2,8 @@
 
     deletions.log: per entry 8 segment id · 8 offset of the group · 8 bit set of dead pages · 8 xxh3_64 of these, seeded
 
-Entries are only appended. A place in a segment is never used for a second group, so neither the order of entries nor
-a repeated one matters.
+Entries are appended, and with every snapshot the log is replaced by one with a single entry for each group. A place in
+a segment is never used for a second group, so neither the order of entries nor a repeated one matters.
 """
 
 from __future__ import annotations

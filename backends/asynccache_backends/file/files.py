@@ -251,7 +251,7 @@ class RunsMoved(NamedTuple):
 
 class ThreadIO:
     """File I/O in the background, on threads which make up to ``threads`` system calls at a time. It refers to files
-    and buffers until the future of their call is done. These futures never raise: an error is part of their value."""
+    and buffers until the future of their call is done. These futures raise no OSError: it is part of their value."""
 
     def __init__(self, threads: int = 4) -> None:
         self._threads = ThreadPool(threads, "asynccache-file")

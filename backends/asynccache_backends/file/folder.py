@@ -1,4 +1,4 @@
-"""A store's folder, and who may use it: one process at a time (locks), which knows the folder's format (a manifest).
+"""A store's folder: the locks that let one process at a time use it, and the manifest that tells its format.
 
 The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
 in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this
@@ -143,6 +143,7 @@ def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
 
 def load_manifest(folder: Folder, schema: bytes) -> Manifest:
     """Return the folder's manifest. In a new folder it is written first.
+
     Raises:
         Unavailable: it is damaged, or has another format or schema; then nothing was changed.
         OSError: it cannot be read, or is no plain file.

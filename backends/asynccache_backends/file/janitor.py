@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 
 class Janitor:
-    """Owns two tasks: one prepares the next segment, the other saves the index. The snapshot and the log of deletions
-    have a lock each; nobody holds both."""
+    """The owner of two tasks: one prepares the next segment, the other saves the index. The snapshot and the log of
+    deletions have a lock each; no call holds both."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -116,8 +116,8 @@ class Janitor:
         await self._compact_deletions()
 
     async def save_if_due(self) -> None:
-        """Write a snapshot if without it the next start had to scan more than an eighth of the capacity. Raises as
-        ``save`` does."""
+        """Write a snapshot if the next start would have to scan an eighth of the capacity, or more, without it. Raises
+        as ``save`` does."""
         if self._save_is_due:
             await self.save()
 
@@ -250,7 +250,7 @@ class Janitor:
         if self._live_bytes(segment):
             return 0
         await self.sync()
-        await self._compact_deletions()  # older copies of its pages, which stay, are named dead before it is gone
+        await self._compact_deletions()  # else a restart would find older copies of its pages in other segments
         await self._evict(segment)
         return dead
 

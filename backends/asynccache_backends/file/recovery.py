@@ -1,4 +1,4 @@
-"""Rebuilds the index from the files, after a clean end, a kill or a power loss. Blocking functions.
+"""Recovery: the index is rebuilt from the files after a clean end, a kill or a power loss. Blocking functions.
 
 Groups that the snapshot names are taken from the snapshot. Later groups are found by walking through the segments from
 header block to header block. Where a block does not verify, because its write never happened or was torn, the search

@@ -30,8 +30,9 @@ MOST_SEGMENTS = 128
 class FileSettings(NamedTuple):
     """The settings of a file store. Sizes are in bytes.
 
-    ``mode``: permissions of the folder and, without the bits for execution, of its files; None: those that the folder
-    has. ``used``: whether pages may be stored. If not, the store is only looked at, and must exist.
+    ``direct``: one of ``DIRECT``. ``mode``: permissions of the folder and, without the bits for execution, of its
+    files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked at,
+    and must exist.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""The snapshot: a copy of the index on disk, so that a start need not scan every segment. The store does without it,
+"""The snapshot: a copy of the index on disk, so that a start need not scan every segment. The store works without one,
 too.
 
     index.snapshot: 8 magic · 16 xxh3_128 of all that follows, seeded;
@@ -28,8 +28,8 @@ _PAIR = struct.Struct("<QQ")
 
 
 class FileIndexSnapshot(NamedTuple):
-    """The content of a snapshot. ``groups`` are those that it has. ``scan_from`` has for each segment the offset from
-    which on it must be scanned for later ones."""
+    """The content of a snapshot: the groups that it names, and in ``scan_from`` for each segment the offset from which
+    on the segment must be scanned for later groups."""
 
     scan_from: Mapping[int, int]
     groups: Sequence[PageGroup]

@@ -28,9 +28,9 @@ H = TypeVar("H")
 
 
 class SlotIndex(Generic[H]):
-    """Where each key's page lies: in which *holder* (a group, a pack), and at which position there. ``holders`` has
-    them by number. ``bytes`` is the size of all pages that are stored. ``tell`` hears of keys that are added and
-    removed."""
+    """An index of where each key's page lies: in which *holder* (a group, a pack), and at which position there.
+    ``holders`` has the holders by number. ``bytes`` is the size of all pages that are stored. ``tell`` hears of keys
+    that are added and removed."""
 
     position_bits: int
 

@@ -4,7 +4,8 @@ Laws:
 * A page is one object, and is written once. A put of a key that exists changes nothing and is a HIT.
 * The client's calls block, so they are made in threads, each for a batch of pages. Cancelling a call waits for them;
   the client's own time-outs (``client.ENVIRONMENT``) limit how long that can take.
-* A call raises if it could reach nobody for any of its keys. What the store answers for a key is that key's result.
+* A call raises if neither the master nor an owner of pages was reached for any key. What the store answers for a key is
+  that key's result.
 * After a call in which the master did not answer, the next call first asks the master for a sign of life. It does so on
   the event loop, where waiting keeps no buffers in use.
 * A full store evicts pages in the background. So a put tries again for a short while, and then the pages are FAILED.
@@ -276,7 +277,7 @@ class MooncakeBackend:
         return results
 
     def _check_reached(self, codes: Sequence[int]) -> None:
-        """Raise BackendError if a call with these codes has reached nobody, for any of its keys."""
+        """Raise BackendError if a call with these codes reached nobody (see ``codes.is_nobody``)."""
         if meaning.is_nobody(codes):
             self._counts["lost_calls"] += 1
             raise meaning.nobody_error(codes, str(self._settings.client.master))

@@ -22,7 +22,7 @@ GONE = -712             # the process that had the object has ended
 TRANSFER_FAILED = -800  # the owner of the segment does not answer, or the lengths differ
 RPC_FAILED = -900       # the master cannot be reached
 RPC_TIMEOUT = -901      # the master does not answer
-NOT_TRIED = -990        # not the client's, but this backend's: another part of the call has reached nobody
+NOT_TRIED = -990        # this backend's own code: not asked, since another part of the call has reached nobody
 
 FULL_CODES = frozenset((FULL, NO_SEGMENT))
 NOBODY_CODES = frozenset((TRANSFER_FAILED, RPC_FAILED, RPC_TIMEOUT, NOT_TRIED))

@@ -1,7 +1,7 @@
 """The questions to a master that its client does not ask: whether it answers, and the names of all objects.
 
-It is asked for a sign of life on the event loop before the client is used, because the client would hold the GIL for
-seconds to find that out. The names are known to its admin server, which also serves its metrics.
+The master is asked for a sign of life on the event loop before the client is used, because the client would hold the
+GIL for seconds to find that out. The names are asked of its admin server, which also serves its metrics.
 """
 
 from __future__ import annotations

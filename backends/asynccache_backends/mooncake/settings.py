@@ -98,7 +98,7 @@ def place(what: str, text: str, default: int | None = None) -> HostPort:
     """Parse ``host:port`` or ``[v6]:port``; or ``host`` alone if there is a default port. ``what`` names it in errors.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: ``text`` has none of these forms.
     """
     found = parse_host_port(text, default)
     if found is None:

@@ -1,4 +1,4 @@
-"""Makes the client's blocking calls, each for a batch of pages. The methods are called in threads.
+"""The client's blocking calls, each for a batch of pages. The methods are called in threads.
 
 An object is a page's header followed by its payload. The client moves a payload directly from or into its buffer, if
 that is in registered memory. Headers are copied through a *stage*, registered memory of this module. Some pages are
@@ -26,12 +26,13 @@ SHORT_BYTES = 128 << 10  # over TCP; with pages of 64 KiB the stage was twice as
 
 Names = Sequence[str]
 Move = Callable[..., list[int]]
-"""A call of the library: it takes its object, and the names, the buffers' addresses and their sizes of the pages."""
+"""A call of the library. Its arguments are the library's object, the pages' names, and for each page the addresses of
+its buffers and their sizes. It returns a code for each page."""
 
 
 class CallAttempt:
-    """Connects the parts of one call. ``given_up``: one of them has reached nobody, or the call was cancelled. Parts
-    that have not begun are not made then."""
+    """The state that the parts of one call share. ``given_up``: True if one of them has reached nobody, or the call was
+    cancelled. Then the parts that have not begun are not made."""
 
     def __init__(self) -> None:
         self.given_up = False
@@ -82,7 +83,7 @@ class ClientCalls:
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=True))
 
     def exists(self, attempt: CallAttempt, names: Names) -> list[int]:
-        """Ask whether objects exist; the code is 1 for those that do."""
+        """Ask whether objects exist. The code is 1 for those that do, and 0 for those that do not."""
         return self._tried(attempt, len(names), lambda: self._called("batch_is_exist", names))
 
     def delete(self, attempt: CallAttempt, names: Names) -> list[int]:

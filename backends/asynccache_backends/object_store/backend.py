@@ -167,9 +167,9 @@ class ObjectBackend:
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if this process knew of one, else MISS. This process forgets it at once, and
-        others when they find the tombstone. The tombstone is for all keys, since there may be pages that this process
-        does not know: it is one object for each call, whatever the keys. FAILED means that it could not be stored, so
-        only this process has forgotten them.
+        others when they find the tombstone. All keys are in the tombstone, since there may be pages that this process
+        does not know. A call stores one tombstone (two if some pages are from a writer whose clock is ahead). FAILED
+        means that the tombstone could not be stored, so only this process has forgotten the pages.
 
         Cancelling it may leave any of them deleted.
         """
@@ -223,8 +223,7 @@ class ObjectBackend:
             tell(True, index.keys())
 
     def stats(self) -> Mapping[str, int | float]:
-        """Return the counters. ``stored_bytes`` is the size of all packs, which may have records that are read no
-        more."""
+        """Return the counters. ``stored_bytes`` is the size of all packs, with the dead records in them."""
         index, counts = self._catalog.index, self._catalog.counts
         return {
             "pages": index.pages,
@@ -269,9 +268,9 @@ class ObjectBackend:
     async def _fetch_again(
         self, missing: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
-        """Read the keys at the positions ``missing`` once more. Their packs had vanished, and the index has other
-        places for some of them: a collection has moved the pages. If this fails, what was read before is returned all
-        the same."""
+        """Read the keys at the positions ``missing`` once more. Their packs had vanished, and the index has other packs
+        for some of them, since a collection has moved the pages. Raises Unavailable if this fails and nothing was read
+        before."""
         found = [MISS] * len(missing)
         try:
             await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)

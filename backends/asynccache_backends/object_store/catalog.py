@@ -1,4 +1,4 @@
-"""Finds out which packs are in the bucket, when the store is opened and while others write to it.
+"""The catalog: which packs are in the bucket, found out when the store is opened and while others write to it.
 
 Lists are requested only by this module and by ``clear``. No put, get or exists waits for one.
 
@@ -47,7 +47,8 @@ OVERLAP = 600.0
 AHEAD = 24 * 3600.0  # seconds; a snapshot's cursor that is further ahead of this clock is taken for an error
 TAIL_BYTES = 16 << 10
 MOST_BYTES = 1 << 30
-"""A larger snapshot or tombstone is not read. So many bytes name 9 million pages, for which the index takes 3 GiB."""
+"""A larger snapshot or tombstone is not read. A snapshot of so many bytes names 9 million pages, for which the index
+takes 3 GiB."""
 SAVE_AFTER = 64
 _AT_A_TIME = 64
 

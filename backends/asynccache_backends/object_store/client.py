@@ -1,8 +1,9 @@
 """The requests to a store below one prefix, and their errors. This module knows nothing of packs.
 
 The client library tries a request that fails up to two times more, with back-off; nothing is tried again here. A
-missing object raises ``FileNotFoundError``, and a full store ``NoRoom``. All else raises ``Unavailable``, whose message
-is one line without the query of any URL, which may have a signature in it.
+missing object raises ``FileNotFoundError``, a read beyond an object's end ``EOFError``, and a full store ``NoRoom``.
+All else raises ``Unavailable``. Its message is one line without the query of any URL, since a query may have a
+signature in it.
 
 Cancelling an await here ends the request. The library drops it within milliseconds, and lets go of its buffers then.
 """

@@ -1,4 +1,4 @@
-"""Removes waste from a store. No object is changed: records that are still good are copied to a new pack first.
+"""Collection: waste is removed from a store. No object is changed: live records are copied to a new pack first.
 
 Waste is:
 * packs without a live record, because all of theirs were deleted, or are in a later pack, too;
@@ -95,8 +95,8 @@ class Collector:
     async def _rewrite(self, group: Sequence[Pack]) -> None:
         """Copy the live records of these packs to a new pack, and remove those that have no live record then.
 
-        The new pack's name is later than theirs, also where their writer's clock is far ahead of this one, because of
-        two records of one birth the one in the later pack is read."""
+        The new pack's name is later than the names of these packs, even if their writer's clock is far ahead of this
+        one. For of two records with the same birth, the one in the later pack is read."""
         stamp = max(stamp_of(self._clock.name()), max(pack.stamp for pack in group) + 1)
         name, entries, payloads = name_at(min(stamp, LAST_STAMP)), [], []
         for pack in group:
@@ -134,8 +134,8 @@ class Collector:
                 self._add(waste=1, size=meta.size)
 
     async def _remove_tombs(self) -> None:
-        """Remove tombstones that concern no pack any more: no known pack has one of their keys from before their time,
-        and they are old enough that no such pack can be on its way."""
+        """Remove tombstones that concern no pack any more. No known pack has a record of their keys that was born up to
+        their time, and they are so old that no such pack can be on its way."""
         index = self._catalog.index
         oldest: dict[bytes, int] = {}
         async for pack in gently(index.packs()):

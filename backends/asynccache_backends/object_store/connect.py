@@ -1,4 +1,4 @@
-"""Opens the client for a URL, and checks the URL's options.
+"""The client for a URL, and the check of the URL's options.
 
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=us-east-1
     gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object-file:/FOLDER    object-memory:
@@ -36,7 +36,7 @@ PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "object-file": ("LocalStore", {"mode": ""}),
     "object-memory": ("MemoryStore", {}),
 }
-"""For each scheme the class of the client library, and its own options by the library's names."""
+"""For each scheme the class of the client library, and the scheme's own options with the library's name for each."""
 LOCAL = ("object-file", "object-memory")
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
@@ -134,10 +134,10 @@ def place_of(url: ParsedUrl) -> tuple[str, str]:
     if (not place or "\0" in place) and url.scheme != "object-memory":
         raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object-file' else 'bucket'}")
     if url.scheme not in LOCAL and _BUCKET.fullmatch(place) is None:
-        raise ConfigError(f"storage={url.scheme}: {place!r} is no name of a bucket")
+        raise ConfigError(f"storage={str(url)!r}: the part before the first '/' is no name of a bucket")
     prefix = prefix.strip("/")
     if prefix and ({"", ".", ".."} & set(prefix.split("/")) or not prefix.isprintable()):
-        raise ConfigError(f"storage={url.scheme}: the prefix {prefix!r} has an empty part, '.', '..' or odd characters")
+        raise ConfigError(f"storage={str(url)!r}: the prefix has an empty part, '.', '..' or odd characters")
     return place, prefix
 
 

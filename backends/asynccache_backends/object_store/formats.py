@@ -14,7 +14,8 @@
 
 No part of a name comes from a user. The times in a writer's names never go back, and are later than those in all names
 that it has seen of others. So its tombstones are later than every pack that it knows, and what it stores after a
-deletion is later than the tombstone.
+deletion is later than the tombstone. There are three exceptions, whose times are chosen (``name_at``): the tombstones
+of a collection, and the tombstones and rewritten packs of records whose writer's clock is more than a day ahead.
 
 The record headers lie in the footer, behind all payloads. A reader finds the footer by the size of the object and its
 last bytes, and needs nothing else of it. ``born`` is the time in the name of the first pack that had the record, in
@@ -129,7 +130,8 @@ class FooterEntry(NamedTuple):
 
 class Pack:
     """A stored pack of ``size`` bytes. ``entries`` are those of its footer. ``stamp`` is the time in its name. ``live``
-    is how many of its records are read, and ``live_bytes`` the size of these; the index keeps both."""
+    is the number of its live records, from which gets are answered, and ``live_bytes`` the size of these; the index
+    keeps both."""
 
     __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp")
 

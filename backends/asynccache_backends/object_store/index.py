@@ -128,7 +128,8 @@ class PackIndex(SlotIndex[Pack]):
         self._changed(False, gone)
 
     def _rank(self, slot: int) -> tuple[int, str]:
-        """Return by what the record at ``slot`` is compared with others of its key: its birth, and its pack's name."""
+        """Return the birth of the record at ``slot`` and its pack's name. Of several records of a key the one with the
+        highest rank is read."""
         pack, at = self.at(slot)
         return pack.entry(at).born, pack.name
 

@@ -1,8 +1,9 @@
 """The work in the background of an open store: it finds packs of other processes, removes packs beyond the capacity,
 and stores snapshots of the index.
 
-All of it is done by one task. The task wakes every ``refresh`` seconds, and when something is due, but at most once a
-second. After an error it waits twice as long as before, up to a minute. Only ``stop`` waits for the task.
+All of it is done by one task. The task wakes every ``refresh`` seconds, and when something is due, but then at least a
+second (or ``refresh`` seconds, if that is less) after the last time. After an error it waits twice as long as before,
+up to a minute. Only ``stop`` waits for the task.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _NEVER = 1e9
 
 
 class CatalogKeeper:
-    """Owns that task. ``refresh``: seconds; 0: packs of other processes are not looked for. ``capacity``: bytes of all
-    packs together; None: no limit."""
+    """The owner of the background task. ``refresh``: seconds between two looks for packs of other processes; 0: they
+    are not looked for. ``capacity``: bytes of all packs together; None: no limit."""
 
     def __init__(self, catalog: PackCatalog, refresh: float, capacity: int | None) -> None:
         self._catalog = catalog
@@ -35,7 +36,7 @@ class CatalogKeeper:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, full: bool) -> None:
-        """Start the task. ``full``: whether it begins with a list of everything."""
+        """Start the task. ``full``: whether it begins with a list of everything, unless ``refresh`` is 0."""
         if full:
             self._full_at = 0.0
             self._due.set()

@@ -93,7 +93,7 @@ class Fetches:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(read) for read in reads]
-        except ExceptionGroup as failed:               # what no read is to raise; it says more by itself
+        except ExceptionGroup as failed:               # a bug, as no read should raise; the first error says more
             raise failed.exceptions[0] from None
         errors = [task.result() for task in tasks]
         if errors and errors[0] is not None and None not in errors:

@@ -1,4 +1,4 @@
-"""Puts the pages of puts together into packs and sends them.
+"""Uploads: the pages of puts are put together into packs, and the packs are sent.
 
 The pages of a put are divided into *pieces*, which wait in line. Each pack takes one or more pieces from the head of
 the line. A pack that is at least half full is sent at once, as long as fewer than ``parallel`` packs are being sent. A
@@ -231,11 +231,11 @@ class Uploads:
 class BufferLoan:
     """A loan of buffers to one request of the client, which tells when the client has let go of them.
 
-    The client sends directly from host pages and does not say when it needs them no more. Its future is done when
-    there is an answer, or at once when it is cancelled; the request may still use the buffers for some time. But for so
-    long it has references to the objects that it was given. So it is given a view of its own for each buffer, and the
-    loan is over when these views are gone. They have to be memoryviews: a memoryview releases its buffer before weak
-    references to it are called, an array of NumPy afterwards.
+    The client sends directly from host pages and does not say when it no longer needs them. Its future is done when
+    there is an answer, or at once when it is cancelled; the request may still use the buffers for some time. But as
+    long as it does, it has references to the objects that it was given. So it is given a view of its own for each
+    buffer, and the loan is over when these views are gone. They have to be memoryviews: a memoryview releases its
+    buffer before its weak references are called, and an array of NumPy releases it afterwards.
 
     After an answer the views are usually gone, and it is enough to look. Callbacks are set only for views that are not:
     they run in a thread of the client, where a call into Python costs 10 µs.
@@ -248,7 +248,8 @@ class BufferLoan:
         self._gone: list[weakref.ref[memoryview]] = []
 
     def take(self) -> list[memoryview]:
-        """Return a view of each buffer, for the request; only once. The caller must keep no reference to them."""
+        """Return a view of each buffer, for the request. To be called once. The caller must keep no reference to the
+        views."""
         views, self._views = self._views, []
         return views
 

@@ -1,10 +1,10 @@
 """L3 on Redis or Valkey, one server or a cluster.
 
-A page is one string value, header and payload, under ``<prefix><32 bytes>``. Connections and TLS are the event loop's;
-what is said over them is our own: pages go from the transport into their buffers without a copy in between, which no
-client library does. ``resp`` is the protocol, without I/O; ``connection`` makes connections and is the only place that
-moves bytes; ``routing`` has the connections to each server and knows which server has which key; ``catalog`` goes
-through all keys; ``backend`` ties them together and has the laws.
+A page is one string value, header and payload, under ``<prefix><32 bytes>``. The event loop does connections and TLS.
+The protocol is spoken here, without a client library, so that pages go from the transport into their buffers without a
+copy in between. ``resp`` is the protocol, without I/O; ``connection`` makes connections and is the only place that
+moves bytes; ``routing`` has the connections to each server and knows which server has which key; ``settings`` reads the
+URL; ``backend`` ties them together and has the laws. ``raw`` is a bare client, for comparison.
 """
 
 from __future__ import annotations

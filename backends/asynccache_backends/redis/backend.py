@@ -5,7 +5,7 @@ Laws:
 * Only keys that begin with this prefix and have the length of a page's name are listed or cleared.
 * A call raises ``Unavailable`` if no server was willing to do anything. If a server refuses some keys, these are
   FAILED.
-* When a server is full, puts are FAILED for a moment without a request, and reads go on.
+* When a server is full, puts send no pages for a moment and are FAILED, and reads go on.
 * What survives a power loss is up to the server's configuration.
 
 ``redis://user:password@host:6379/0?prefix=asynccache:&ttl=7d``; see ``settings`` for all options.
@@ -42,12 +42,13 @@ GET_AHEAD_BYTES = 2 << 20
 NO_ROOM = ("OOM", "MISCONF")
 GONE = -2  # what PTTL says of a name that does not exist
 UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
-"""Refusals that say nothing about the key: of a request that meets only those, nothing could be done."""
+"""The codes of refusals that say nothing about the key. If all commands of a request are refused with these, the call
+raises ``Unavailable``."""
 COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects")
 
 
 class RedisBackend:
-    """An open store, which ``open`` makes. ``shared``: whoever uses the server finds the same pages."""
+    """An open store; ``open`` makes it. ``shared``: all processes that use the server find the same pages."""
 
     shared = True
 
@@ -60,15 +61,16 @@ class RedisBackend:
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
-        """Refuse what ``open`` would refuse of ``url`` before it connects. Raises ConfigError."""
+        """Raise the ConfigError that ``open`` would raise for ``url``, if any. No server is asked."""
         settings_of(url)
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """Connect to the server, or to a cluster and learn its map.
+        """Connect to the server, or connect to a cluster and read its map.
 
         Raises:
-            ConfigError: the URL is wrong. Unavailable: no server, or it refuses us. Timeout: it does not answer.
+            ConfigError: the URL is wrong.
+            Unavailable: no server can be reached, or it refuses the connection. ``Timeout``: it does not answer.
 
         Cancelling it leaves nothing open.
         """
@@ -81,8 +83,8 @@ class RedisBackend:
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. Cancelling it changes nothing.
 
-        A server that is silent for ``stall`` seconds is given up. One that says a byte now and then is never silent, so
-        the deadline of the call alone ends that: this is true of every call here, and ``CheckedStore`` sets it.
+        In every call a server that is silent for ``stall`` seconds is given up. A server that sends a byte now and then
+        is never silent; then only the deadline that ``CheckedStore`` sets for the call ends it.
         """
         return [_counted(reply) for reply in await self._said(b"EXISTS", keys)]
 
@@ -140,8 +142,9 @@ class RedisBackend:
         """Do nothing: any memory will do."""
 
     def stats(self) -> Mapping[str, int | float]:
-        """The counters of this instance: ``pages`` and ``bytes`` that it stored, others may have stored more;
-        ``refused_pages``: the server had no room for them; ``connects``: connections made since it was opened."""
+        """Return the counters of this instance. ``pages`` and ``bytes``: what it has stored; others may have stored
+        more. ``refused_pages``: pages for which the server had no room. ``connects``: connections made since it was
+        opened."""
         nodes = self._router.nodes
         connections = sum(not connection.closed for node in nodes for connection in node.made)
         now = {"nodes": len(nodes), "connections": connections}
@@ -151,7 +154,7 @@ class RedisBackend:
         """Do nothing: the server's configuration decides what survives a power loss."""
 
     async def aclose(self) -> None:
-        """Close all connections; calls under way fail. Twice is fine. No server is waited for."""
+        """Close all connections, so that calls under way fail. Calling it twice is fine. No server is waited for."""
         await self._router.aclose()
 
     # one request
@@ -204,8 +207,8 @@ class RedisBackend:
                         raise Unavailable(f"{node.address}: no answer to SCAN: {said[:200]}")
 
     async def _told(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
-        """Return the replies to ``verb name`` for each name. Raises Unavailable if one of them is a refusal for another
-        reason than that something else than a page has the name."""
+        """Return the replies to ``verb name`` for each name. Raises Unavailable if one of them is a refusal, except
+        ``WRONGTYPE``: the name belongs to something that is no page."""
         replies = await self._about(verb, names)
         for reply in replies:
             if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":

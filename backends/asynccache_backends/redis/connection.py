@@ -102,11 +102,11 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{address}: no connection after {self.loop.time() - began:.3g} s") from None
-            if isinstance(error, OSError | ValueError):  # ssl.SSLError is the first; no name may be "a..b" or "a\0b"
+            if isinstance(error, OSError | ValueError):  # SSLError is an OSError; "a..b" as a host is a ValueError
                 raise Unavailable(f"{address}: {error}") from error
             raise
         finally:
-            self._attempt = None  # it has the task, which has the caller's pages
+            self._attempt = None  # it refers to the task, and so to the caller's pages
 
     async def ask(self, batch: CommandBatch) -> list[Any]:
         """Send a request and return the reply to each command.
@@ -160,8 +160,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         tls = transport.get_extra_info("sslcontext") is not None
-        self._most = 2 if tls else 16  # buffers that it is given at once; TLS copies them
-        self._limit = int(tls)        # it says when all is sent; TLS counts a limit that is reached
+        self._most = 2 if tls else 16  # buffers that the transport is given at once; TLS copies them
+        self._limit = int(tls)        # TCP pauses above it, TLS at it; so both call ``resume_writing`` when all is sent
         self.transport.set_write_buffer_limits(self._limit)
         self._abort = self.transport.abort
         if self.closed:

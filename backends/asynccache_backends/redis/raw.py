@@ -1,10 +1,10 @@
 """A minimal client of Redis, with which ``asynccache bench store`` compares the backend. No cache uses it.
 
-An asyncio protocol that knows two commands. It sends values by ``writelines`` and receives them directly into their
-buffers. In a cluster each server is sent its part of a batch, and slots must stay where they are. There are no headers
-and no deadlines, and any reply but the expected one is an error. Each call in flight has a connection, as in the
-backend. The backend's code makes the connections and finds the server of a key. The two share no code that a page
-passes through, so that neither can hide the cost of the other.
+The client is an asyncio protocol that knows two commands. It sends values by ``writelines`` and receives them directly
+into their buffers. In a cluster each server is sent its part of a batch, and no hash slot may move meanwhile. There are
+no headers and no deadlines, and any reply but the expected one is an error. Each call in flight has a connection of its
+own, as in the backend. The backend's code makes the connections and finds the server of a key. The client and the
+backend share no code that a page passes through, so that neither can hide the cost of the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RedisRawClient:
         self._stored: list[bytes] = []
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """SET each. Cancelling it loses connections."""
+        """Send a SET for each value. Raises Unavailable if one is not stored. Cancelling it loses connections."""
         def call(part: list[int]) -> tuple[list[Buffer], list[Buffer]]:
             words: list[Buffer] = []
             for i in part:
@@ -44,11 +44,12 @@ class RedisRawClient:
         await self._ask(keys, call)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """GET each; all of them are there, and as long as their buffers. Cancelling it loses connections."""
+        """Read each value into its buffer. Raises Unavailable unless every key has a value as long as its buffer.
+        Cancelling it loses connections."""
         await self._ask(keys, lambda part: ([command(b"GET", keys[i]) for i in part], _values([into[i] for i in part])))
 
     async def aclose(self) -> None:
-        """Remove what was put, as far as it is there still, and close the connections."""
+        """Remove the values that were put, as far as the servers allow, and close the connections."""
         with suppress(BackendError):
             batch = plain([command(b"UNLINK", key) for key in self._stored])
             await self._router.ask(Lane.WORDS, self._stored, batch)
@@ -60,7 +61,8 @@ class RedisRawClient:
     async def _ask(
         self, keys: Sequence[bytes], call: Callable[[list[int]], tuple[list[Buffer], list[Buffer]]]
     ) -> None:
-        """Make one call to each server, for its part of the keys: what is sent, and what is expected."""
+        """Make one call to each server, for its part of the keys. ``call`` takes the positions of these keys and
+        returns the bytes to send and the parts of the replies (see ``_Protocol.ask``)."""
         parts: defaultdict[RedisNode | None, list[int]] = defaultdict(list)
         for i, key in enumerate(keys):
             parts[self._router.owner(key)].append(i)
@@ -74,16 +76,16 @@ class RedisRawClient:
         try:
             await protocol.ask(out, expected)
         except BaseException:
-            protocol.transport.abort()  # or what is still to come would land in the buffers
+            protocol.transport.abort()  # else replies that are still to come would land in the buffers
             raise
         idle.append(protocol)
 
 
 async def raw(url: ParsedUrl) -> RedisRawClient:
-    """A bare client of the server, or the cluster, that ``url`` names. Cancelling it leaves nothing open.
+    """Return a bare client of the server, or the cluster, that ``url`` names. Cancelling it leaves nothing open.
 
     Raises:
-        BackendError: nobody is there.
+        BackendError: no server answers.
     """
     settings = settings_of(url)
     router = Router(settings, Counter())
@@ -92,7 +94,8 @@ async def raw(url: ParsedUrl) -> RedisRawClient:
 
 
 class _Protocol(asyncio.BufferedProtocol):
-    """Fills buffers one after the other. It knows what else will come, to the byte; anything else ends it."""
+    """A protocol that fills buffers one after the other. All bytes between them are known in advance; any other byte
+    ends the connection."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
@@ -105,7 +108,7 @@ class _Protocol(asyncio.BufferedProtocol):
         self._end(Unavailable(f"raw client: connection lost: {error}"))
 
     async def ask(self, out: Sequence[Buffer], parts: Sequence[Buffer]) -> None:
-        """Send ``out``, and receive ``parts``: buffers to fill, and bytes that are expected."""
+        """Send ``out``, and receive ``parts`` in order. A part is a buffer to fill, or the bytes that are expected."""
         for part in parts:
             expected = part if isinstance(part, bytes) else None
             self._parts.append((memoryview(bytearray(len(part))) if isinstance(part, bytes) else part, expected))
@@ -114,7 +117,7 @@ class _Protocol(asyncio.BufferedProtocol):
         await self._done
 
     def get_buffer(self, hint: int) -> memoryview:
-        """The rest of the first part."""
+        """Return the rest of the first part that is not complete."""
         return self._parts[0][0][self._filled :] if self._parts else memoryview(bytearray(1))
 
     def buffer_updated(self, count: int) -> None:
@@ -139,7 +142,8 @@ class _Protocol(asyncio.BufferedProtocol):
 
 
 def _values(into: Sequence[memoryview]) -> list[Buffer]:
-    """The form of replies to GET: a length, the value, and the end of the one with the length of the next."""
+    """Return the parts of the replies to GET (see ``_Protocol.ask``). For each value there are the bytes before it,
+    which are the end of the value before and this one's length, and the value's buffer."""
     parts: list[Buffer] = []
     end = b""
     for buffer in into:

@@ -17,9 +17,10 @@ from asynccache.storage import HEADER_BYTES, KEY_BYTES, PageKey, Record, Result
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
 MOST_REPLY_BYTES = 64 << 20
-"""Memory that a reply may take which is no page, its lists included: a hundred times the map of a large cluster."""
+"""Memory that the replies to a request may take which are no pages, with the lists: a hundred times the map of a large
+cluster."""
 MOST_DEPTH = 8
-"""Of lists in lists: those that are asked for have four at most."""
+"""How deep lists may lie in lists. In the replies to our commands there are four levels at most."""
 VALUE_BYTES = 64
 SPARE_BYTES = 16 << 10
 PIECE_BYTES = 256 << 10
@@ -35,7 +36,7 @@ class Refusal(NamedTuple):
 
 
 class ProtocolError(Unavailable):
-    """An answer that is no RESP: whoever is at the other end, it is no Redis."""
+    """An answer that is not RESP, or does not fit what was asked: the other end is no Redis server."""
 
 
 def command(*words: bytes) -> bytes:
@@ -109,7 +110,7 @@ Receiving = Generator[memoryview, int, T]
 
 
 class Reader:
-    """The replies to one request: one for each of ``sinks``, a page where that is a record.
+    """The replies to one request: one for each of ``sinks``, a page where the sink is a record.
 
     Bytes are received into ``buffer`` and reported to ``received``, until ``missing`` is 0; the answers are in
     ``replies``. A page is HIT, MISS or CORRUPT. Any other reply is what RESP says: int, bytes, None, a list, or a
@@ -128,11 +129,11 @@ class Reader:
 
     @property
     def missing(self) -> int:
-        """Replies still to come."""
+        """How many replies are still to come."""
         return len(self._sinks) - len(self.replies)
 
     def received(self, count: int) -> None:
-        """``count`` bytes are in ``buffer``.
+        """Take up ``count`` bytes that were received into ``buffer``.
 
         Raises:
             ProtocolError: they are no reply to what was asked.
@@ -220,14 +221,14 @@ class Reader:
         return line
 
     def _fill(self, view: memoryview) -> Receiving[None]:
-        """Receive all of ``view``, and straight into it what is not there yet."""
+        """Fill ``view``: copy the bytes of it that were received already, and receive the others directly into it."""
         filled = self._taken(len(view))
         view[:filled] = self._spare[self._at - filled : self._at]
         while filled < len(view):
             filled += yield view[filled:]
 
     def _tail(self) -> Receiving[None]:
-        """The end of a string."""
+        """Take the two bytes that end a string."""
         upcoming = self._sinks[len(self.replies) + 1 : len(self.replies) + 2]
         while self._end - self._at < 2:
             yield from self._more(2 + _before(upcoming[0]) if upcoming else 2)
@@ -252,15 +253,16 @@ class Reader:
         self._end += yield self._spare[self._end : self._end + limit]
 
     def _charge(self, size: int) -> None:
-        """Take memory for a reply that is no page, as far as anything that was asked for can need it."""
+        """Note that a reply which is no page takes ``size`` bytes of memory. Raises ProtocolError if such replies take
+        more than ``MOST_REPLY_BYTES`` together."""
         self._room -= size
         if self._room < 0:
             raise ProtocolError(f"replies of more than {MOST_REPLY_BYTES} bytes that are no pages")
 
 
 def _before(record: Record | None) -> int:
-    """The bytes that come before a page's payload: so many are received at once, and no byte of a payload lands
-    anywhere but where it belongs."""
+    """Return how many bytes come before a page's payload. No more are received at once, so that the payload's bytes
+    land in its own buffer. For a reply that is no page return ``SPARE_BYTES``."""
     return SPARE_BYTES if record is None else HEADER_BYTES + len(b"$%d\r\n" % (HEADER_BYTES + len(record.payload)))
 
 

@@ -1,5 +1,5 @@
-"""Finds the server of each key: the only server, or the one that a cluster's map of hash slots names. Keeps the
-connections to each server.
+"""Routing: each command goes to the server of its key. That is the only server, or the one that a cluster's map of hash
+slots names. The connections to each server are kept here, too.
 
 Each server has a few connections for pages, and one for small questions, so that these never wait behind pages. A
 connection serves one request at a time, and further requests wait in line. If a connection cannot be made, is lost
@@ -35,7 +35,7 @@ REDIRECTIONS = 4
 REFRESH_SECONDS = 1.0
 
 LOST = "LOST"
-"""The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
+"""The code of a ``Refusal`` that is made here, because the server of a key could not be reached."""
 
 _REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
 _TAG = re.compile(rb"[^{]*\{([^}]+)\}")
@@ -55,7 +55,7 @@ Lane = IntEnum("Lane", ["PAGES", "WORDS"])
 
 class RedisNode:
     """One server. ``breaker``: open while the server is left alone. ``made``: its connections, and some that are being
-    made or closed. ``has_slots``: False if the map no longer names it. It keeps no connection then."""
+    made or closed. ``has_slots``: False if the map no longer names the server; then no idle connection is kept."""
 
     def __init__(self, address: HostPort, settings: RedisSettings, counts: Counter[str]) -> None:
         self.address = address
@@ -63,7 +63,7 @@ class RedisNode:
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self.breaker = Breaker.brief()
-        self._last = ""                                # the error's words
+        self._last = ""                                # the text of the last error
         self._closed = False
         self.has_slots = True
         self.made: set[Connection] = set()
@@ -93,10 +93,10 @@ class RedisNode:
         return replies
 
     def failed(self, error: BackendError, permit: Permit | None = None) -> None:
-        """Leave it alone for a moment, because of ``error``. ``permit``: that of the request which failed, if it has
-        one still."""
+        """Leave the server alone for a moment, because of ``error``. ``permit``: the permit of the request that failed;
+        None if it was given back already."""
         now = self._loop.time()
-        self._last = str(error)                        # its traceback would hold the pages
+        self._last = str(error)                        # the text alone: its traceback would keep the pages alive
         self.breaker.failure(self.breaker.allow(now) if permit is None else permit, now)
 
     def close(self, *, idle: bool = False) -> None:
@@ -117,7 +117,7 @@ class RedisNode:
         except BaseException as error:
             if isinstance(error, Timeout) or (fresh and isinstance(error, BackendError)):
                 self.failed(error, permit)
-            else:                                      # cancelled; or an old one is lost: does a new one work?
+            else:                                      # it was cancelled, or only an old connection was lost
                 self.breaker.abandon(permit)
             raise
         self.breaker.success(permit)
@@ -160,8 +160,8 @@ class Router:
         """Ask one of the servers whether it is part of a cluster, and for the map if it is.
 
         Raises:
-            Unavailable: no server can be reached, or it refuses us, or answers nonsense. Timeout: it does not answer.
-            ConfigError: the URL says otherwise.
+            Unavailable: no server can be reached, or it refuses, or its answer is no map. Timeout: it does not answer.
+            ConfigError: the URL is that of a cluster, and the server is no part of one.
         """
         question = plain([command(b"PING")]) if self._settings.cluster == "off" else _SLOTS
         try:
@@ -234,14 +234,14 @@ class Router:
     # the map
 
     def _settle(self, address: HostPort, reply: Any) -> None:
-        """Note from the first answer whether it is a cluster."""
+        """Note from the first answer whether the server is part of a cluster. Raises as ``open`` does."""
         if isinstance(reply, list):
             self.clustered = True
             self._learn(address, reply)
             return
         self._owners = [self._node(address)]
         self.nodes = {self._node(address)}
-        if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # those are no cluster, or do not say
+        if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # ERR: no cluster; NOPERM: not told
             raise Unavailable(f"{self._settings}: {reply.text}")
         if self._settings.cluster == "on" or len(self._settings.seeds) > 1:
             raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
@@ -327,11 +327,11 @@ def _range_of(entry: Any, asked: HostPort) -> tuple[int, int, HostPort]:
     server that has these slots.
 
     Raises:
-        ProtocolError: it said something else.
+        ProtocolError: the entry has another form.
     """
     match entry:
         case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
-            known = b"" if host is None or host == b"?" else host  # unknown: it is the address that you came by
+            known = b"" if host is None or host == b"?" else host  # unknown: it is the host that was asked
             if 0 <= first <= last < SLOTS and 0 < port < 65536 and known.isascii():
                 return first, last, HostPort(known.decode() or asked.host, port)
     raise ProtocolError(f"{asked}: a map of the cluster that is none: {str(entry)[:200]}")

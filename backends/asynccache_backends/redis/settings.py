@@ -1,4 +1,5 @@
-"""The settings in a URL and the environment: where the server is, and how it is used. Secrets stay in here.
+"""The settings in a URL and the environment: where the server is, and how it is used. No text or error that is made
+here shows a secret.
 
 ``redis://user:password@host:6379/0?prefix=...`` or ``rediss://`` with TLS; a cluster may be named by several hosts.
 The user's part of a URL is percent-encoded, everything else is literal.
@@ -28,7 +29,9 @@ _SPANS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """``username`` and ``password`` are empty where there is none. ``ttl`` 0: pages do not expire."""
+    """The settings of a Redis store. ``seeds``: the servers that the URL names. ``username`` and ``password`` are empty
+    where there is none. ``ttl``: seconds that a page lives; 0: pages do not expire. ``connections``: how many a server
+    has for pages. ``stall``: seconds after which a silent server counts as hung."""
 
     seeds: tuple[HostPort, ...]
     database: int = 0
@@ -48,10 +51,11 @@ class RedisSettings:
 
 
 def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> RedisSettings:
-    """Return the settings in ``url``. The environment may have what it leaves out.
+    """Return the settings in ``url``. The environment may have the user, the password and the TLS files that the URL
+    leaves out.
 
     Raises:
-        ConfigError: the message names the option, and never the user's part of the URL.
+        ConfigError: an option is unknown or unusable. The message names it, and never the user's part of the URL.
     """
     url.allow_only(OPTIONS)
     user, at, place = url.path.rpartition("@")
@@ -87,7 +91,7 @@ def _address(text: str) -> HostPort:
 
 
 def _span(name: str, text: str) -> float:
-    """Seconds in ``text``, rounded to milliseconds, in which the server counts."""
+    """Return the seconds that ``text`` stands for, rounded to milliseconds, since the server counts in these."""
     match = _SPAN.fullmatch(text)
     seconds = round(float(match[1]) * _SPANS[match[2]], 3) if match else 0.0
     if not seconds:
@@ -96,7 +100,8 @@ def _span(name: str, text: str) -> float:
 
 
 def _tls(url: ParsedUrl, environment: Mapping[str, str]) -> ssl.SSLContext:
-    """Certificates of servers are always verified: against ``ca``, or what the system trusts."""
+    """Return the settings of TLS. A server's certificate is always verified: against ``ca``, or against the authorities
+    that the system trusts."""
     names = ("ca", "cert", "key")
     ca, cert, key = (url.options.get(name) or environment.get(ENVIRONMENT + name.upper()) or None for name in names)
     try:
