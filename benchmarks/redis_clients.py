@@ -1,8 +1,9 @@
 """redis-py, the raw client and the backend side by side on one server: ``python benchmarks/redis_clients.py URL``.
 
-``asynccache bench store URL`` measures the backend and the raw client more thoroughly; this adds what most people would
-use, redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all, so that what
-else the machine does hits all alike; the medians are printed. CPU is this process's, user and system, per page.
+``asynccache bench store URL`` measures the backend and the raw client more thoroughly; this benchmark adds what most
+people would use, redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all
+clients, so that other work of the machine slows all alike; the medians are printed. CPU is this process's, user and
+system, per page.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class MovedPages:
 
 
 async def clients(url: str, pages: MovedPages) -> list[Client]:
-    """All of them, connected; they end with the process."""
+    """Return all clients, connected. Nobody closes them; their connections end with the process."""
     bare, layout = await raw(parse_url(url)), StoreLayout({"pages": pages.size}, RECORD_SCHEMA)
     library = redis.asyncio.Redis.from_url(url)
     backend = await RedisBackend.open(parse_url(url), layout)

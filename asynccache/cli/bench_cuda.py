@@ -1,7 +1,8 @@
-"""``asynccache bench cuda``: how fast a GPU copies pages, how soon a coroutine goes on, and how well loads hide.
+"""``asynccache bench cuda``: how fast a GPU copies pages, how soon it wakes a coroutine, and how well loads hide.
 
-Copies are measured by either path, beside one large pinned copy. How well a load hides behind computing is measured as
-an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so without one.
+Copies are measured by the copy engines and by the kernel, beside one large pinned copy. How well a load hides behind
+computing is measured as an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so without
+one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asynccache.errors import ConfigError
 Figures = dict[str, Any]
 
 BUFFER = 1 << 30
-"""Bytes that are copied at a time, and of the pools on either side."""
+"""Bytes of the pool on the device and of that on the host. One measured copy moves all of them."""
 ROUNDS, SAMPLES = 5, 1000
 LAYERS, SIDE = 32, 2048
 PAGES, PAGE_TOKENS, PAGE_BYTES = 512, 16, 2 << 20

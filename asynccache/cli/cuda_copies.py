@@ -1,6 +1,7 @@
 """Measurements of a CUDA device, for ``bench cuda`` and ``doctor``: the speed of copies, and of waking a coroutine.
 
-Copies are measured for every width of pieces, both ways, by each path, beside one large pinned copy. Laws:
+Copies are measured for every width of pieces, in both directions, by both paths (the copy engines and the kernel),
+beside one large pinned copy. Laws:
 
 * A figure is the best of some rounds, since a disturbance can only make a copy slower.
 * Pages are scattered, so nothing is merged that a real cache could not merge.
@@ -42,7 +43,7 @@ Ways = Mapping[str, CudaDevice]
 
 @asynccontextmanager
 async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
-    """Open the GPU of ``device`` once for each path, and give these devices by the path's name. They are closed at the
+    """Open the GPU of ``device`` once for each path, and yield these devices by the path's name. They are closed at the
     end of the ``async with``, also if it is cancelled."""
     ways = {
         path: CudaDevice(device.driver, device.name, settings=replace(device.settings, kernel_below=below))

@@ -1,8 +1,9 @@
-"""``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast that is, and what will be
-used.
+"""``asynccache doctor``: which core runs, whether a CUDA device can be used here, how fast that is, and what the cache
+will use.
 
 Law: the command never fails because something is missing. Without a GPU it says so in a sentence, and says what the
-cache does then. With a GPU it measures, in some seconds, how fast either path copies, and how soon a coroutine goes on.
+cache does then. With a GPU it measures, in some seconds, how fast the copy engines and the kernel copy, and how long it
+takes to wake a coroutine.
 """
 
 from __future__ import annotations

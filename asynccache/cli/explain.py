@@ -1,6 +1,7 @@
 """``asynccache explain URL --tokens ...``: asks a running cache where a prompt's pages are and what ends its match.
 
-``URL`` is the address that ``--serve`` printed, or that of ``asynccache.metrics.Exposed`` in a program of one's own.
+``URL`` is the address that a run with ``--serve`` printed, or that of ``asynccache.metrics.Exposed`` in another
+program.
 """
 
 from __future__ import annotations

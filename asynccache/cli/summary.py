@@ -14,11 +14,11 @@ from asynccache.cli.text import ARROWS, TIER_NAMES, bar, milliseconds, number, p
 
 _FETCHES = ("load_back", "prefetch")
 _BUSY = 1.2
-"""From which slowdown on the machine is said to be busy."""
+"""The slowdown from which on the summary says that the machine is busy."""
 _FEW_HITS = 0.2
-"""Below which hit ratio there was little to save."""
+"""The hit ratio below which the summary says that there was little to save."""
 _QUEUED = 0.9
-"""Below which share of the arriving requests being served they are said to queue."""
+"""The requests served per second, as a share of those that arrive, below which the summary says that they queue."""
 _COLUMNS = 80
 _GREEN, _RED, _BOLD, _DIM, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
