@@ -136,9 +136,10 @@ async def run(url: str, size: int, total: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="a server whose database may be EMPTIED, as in redis://127.0.0.1:6379/9")
-    parser.add_argument("--page-sizes", default="64KiB,256KiB", metavar="SIZES")
-    parser.add_argument("--bytes", default="256MiB", metavar="SIZE")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page-sizes", default="64KiB,256KiB", metavar="SIZES",
+                        help="sizes of a page, each measured by itself (default: %(default)s)")
+    parser.add_argument("--bytes", default="256MiB", metavar="SIZE", help="bytes in a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     args = parser.parse_args()
     for size in args.page_sizes.split(","):
         uvloop.run(run(args.url, parse_size("--page-sizes", size), parse_size("--bytes", args.bytes), args.rounds))

@@ -156,7 +156,7 @@ async def measure(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     speeds = asyncio.run(measure(args.rounds))

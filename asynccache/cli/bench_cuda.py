@@ -37,7 +37,7 @@ PAGES, PAGE_TOKENS, PAGE_BYTES = 512, 16, 2 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
-                        help="which GPU, and with which settings (default: %(default)s)")
+                        help="which GPU; settings may follow, as in cuda:0?blocks=16 (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:
@@ -170,7 +170,7 @@ def charts(figures: Figures) -> Iterator[Chart]:
     yield Chart(f"How fast pages are copied: GB/s, {figures['device']['name']}", ("copy engines", "kernel"),
                 [*whole, *rows], [
         cuda_copies.threshold(copies),
-        f"from the call to the coroutine, µs: p50 {wake['p50_us']}, p99 {wake['p99_us']}",
+        f"to wake a coroutine, µs: p50 {wake['p50_us']}, p99 {wake['p99_us']}",
         f"a load of {leases['layers']} layers takes {leases['load_s'] * 1e3:.2f} ms, computing "
         f"{leases['compute_s'] * 1e3:.2f} ms, both together {leases['together_s'] * 1e3:.2f} ms: {leases['ratio']} of "
         "the longer",

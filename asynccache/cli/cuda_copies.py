@@ -141,7 +141,7 @@ def told(copies: Figures) -> Iterator[str]:
         yield (f"{row['direction']}, pieces of {spelled(row['width'])}: {row['dma_gb_s']} GB/s by the copy engines, "
                f"{row['kernel_gb_s']} by the kernel; {NAMES[row['path']]} will be used")  # fmt: skip
     yield threshold(copies)
-    yield "The kernel has to win by a tenth, since it takes multiprocessors from whoever computes."
+    yield "The kernel is used only where it is a tenth faster, since it takes multiprocessors from the engine."
 
 
 def threshold(copies: Figures) -> str:

@@ -176,6 +176,6 @@ def _hardware(report: Report) -> Iterator[str]:
            f"{'unknown' if node is None else node}")  # fmt: skip
     yield f"copies    {'many in one call' if device['batches'] else 'one call each: this driver has no batches'}"
     yield from (f"          {line}" for line in told(report["copies"]))
-    yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs from the call to the coroutine"
+    yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs to wake a coroutine"
     if node is not None:
         yield f"Host pools are fastest on the device's own node: start under numactl --preferred={node}."

@@ -188,7 +188,8 @@ class RunSettings:
         "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port",
         both=None)
     config: str | None = _option(str, "FILE", "a TOML file that describes the cache; see asynccache config", both=None)
-    json: str | None = _option(str, "PATH|-", "write the report as JSON", both=None)
+    json: str | None = _option(
+        str, "PATH|-", "write the report as JSON to a file, or to standard output (-)", both=None)
     report: str | None = _option(str, "FILE.html", "write the report as one page with plots", both=None)
     quiet: bool = _option(None, "", "neither a live display nor a summary", both=False)
     cache: CacheConfig | None = None

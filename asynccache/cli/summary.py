@@ -158,7 +158,7 @@ def _ranks(report: Report) -> Iterator[str]:
     for rank in report["ranks"]:
         name = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})"
         if "verify" not in rank:
-            yield f"  {name:<20}{_RED}{rank['lost'] or 'never said a word'}{_PLAIN}"[:_COLUMNS]
+            yield f"  {name:<20}{_RED}{rank['lost'] or 'ended without a report'}{_PLAIN}"[:_COLUMNS]
             continue
         verify, lag = rank["verify"], rank["loop_lag_ms"]["p99"]
         yield (f"  {name:<20}{number(verify['pages']):>15}{number(verify['mismatches']):>7}"

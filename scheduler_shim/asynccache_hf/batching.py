@@ -379,7 +379,7 @@ def _generation(model: Any, given: Any) -> Any:
     """
     settings = copy.deepcopy(model.generation_config if given is None else given)
     for name, usual, why in (
-        ("num_beams", 1, "beams swap their pasts, and a page has one"),
+        ("num_beams", 1, "beams take over each other's KV, and the pages of a request hold one sequence"),
         ("num_return_sequences", 1, "ask for the prompt as often as you want answers"),
     ):
         if (getattr(settings, name, None) or usual) != usual:

@@ -324,9 +324,11 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
         settings.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     for name, value in settings.update(**options).items():
         if value is not None and name not in PASSED:
-            raise ConfigError(f"{name}: the model would compute from more than tokens, and a prompt is found by them")
+            raise ConfigError(f"{name}: the model would compute from more than tokens, and the cache finds a prompt by "
+                              "its tokens alone")
     if (settings.num_beams or 1) != 1:
-        raise ConfigError(f"num_beams={settings.num_beams}: beams swap their pasts, and a page has one")
+        raise ConfigError(f"num_beams={settings.num_beams}: beams take over each other's KV, and the pages of a "
+                          "request hold one sequence")
     for name, why in REFUSED_SETTINGS.items():
         if getattr(settings, name, None):
             raise ConfigError(f"{name}={checks.shown(getattr(settings, name))}: {why}")
