@@ -63,8 +63,8 @@ _T = TypeVar("_T")
 @dataclass(slots=True)
 class PassMeter:
     """The time that one pass took. ``latencies``: seconds of each call; ``wall``: seconds of the whole pass; ``cpu``:
-    CPU seconds of all threads of this process meanwhile; ``flush``: seconds from its end until the pages were
-    durable."""
+    CPU seconds of all threads of this process meanwhile; ``flush``: seconds from the end of the pass until the
+    pages were durable."""
 
     pages: int
     page_bytes: int

@@ -26,7 +26,8 @@ from asynccache.redaction import shown
 
 COMMANDS = ("replay", "stress")
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
-"""The options that have a setting of the same name in the file of ``--config``. An option that is given wins."""
+"""The options that have a setting of the same name in the file of ``--config``. An option that is given goes before the
+file."""
 DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
              "host_tokens", "swa_ratio")
 """The options that are refused beside ``--config``, because its file describes the components."""

@@ -167,8 +167,8 @@ class RequestRunner:
         self.stop()
 
     def _cancel_at(self) -> int | None:
-        """The number of the await at which this request is cancelled; None: it is not. It is drawn among as many as a
-        request usually has."""
+        """The number of the await at which this request is cancelled, from 1 to as many as a request usually has; None:
+        it is not cancelled."""
         if self._rng.random() >= self._cancel_rate:
             return None
         return 1 + int(self._rng.random() * self._awaits)

@@ -165,8 +165,8 @@ class CachedModel:
 
     @property
     def counts(self) -> Counts:
-        """The tokens of the prompts that were begun so far, and where they were found. A prompt that waits for room, or
-        whose request failed while it waited, does not count."""
+        """The tokens of the prompts that were begun so far, and where they were found. A prompt whose request waits for
+        room or for its pages, or failed while it waited, does not count."""
         return self._counts
 
     @property

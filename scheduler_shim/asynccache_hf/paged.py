@@ -82,7 +82,7 @@ class FilledCache:
 
 def can_be_packed(model: Any, layout: Layout) -> bool:
     """Return True if several requests may be tried in one call: attention over pages can compute the model's layers,
-    the model's attention function is one that is replaced, and it takes positions."""
+    and the model uses ``sdpa`` attention, which is replaced, and takes positions."""
     asks = getattr(model.config, "_attn_implementation", None) == IMPLEMENTATIONS[0]
     return asks and "position_ids" in parameters(model) and unpageable(model, layout) is None
 
