@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 from asynccache.errors import ConfigError
 
 TIMEOUT = 30.0
+_TOKEN = re.compile("-?[0-9]{1,19}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ def tokens(text: str) -> list[int]:
             raise ConfigError(f"--tokens={text}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     words = text.strip(" \n[]").replace(",", " ").split()
     for word in words:
-        if not word.lstrip("-").isdecimal():
+        if not _TOKEN.fullmatch(word):
             raise ConfigError(f"--tokens: {word[:40]!r} is no token id; give integers separated by commas")
     return [int(word) for word in words]
 
