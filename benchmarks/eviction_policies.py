@@ -1,10 +1,10 @@
-"""Holds the eviction policies to a law: ``python -m benchmarks.eviction_policies trace.jsonl``.
+"""Checks a law of the eviction policies: ``python -m benchmarks.eviction_policies trace.jsonl``.
 
-``p2c`` never hits more than ``ALLOWED`` points less than ``lru``, whatever the size, the workload and the tiers. Both
-are played by the core alone, one request at a time, and move no byte: so the figures are counts, the same on every
-machine. The workloads are made of a trace (``workloads``). Each is played at each size, on the device alone and with
-half of the room on a host. A row has both hit ratios in points (blocks that hit, in per cent of all blocks of prompts),
-their difference, and how much of the way from ``lru`` to the offline optimum of that size ``p2c`` goes.
+The law: ``p2c`` never hits more than ``ALLOWED`` points less than ``lru``, whatever the size, the workload and the
+tiers. The core alone serves the requests, one at a time, and moves no byte. So the figures are counts, the same on
+every machine. The workloads are made of a trace (``workloads``). Each is served at each size, on the device alone and
+with half of the room on a host. A row has both hit ratios in points (blocks that hit, in per cent of all blocks of
+prompts), their difference, and how much of the way from ``lru`` to the offline optimum of that size ``p2c`` goes.
 
 The exit status is 1 if some row breaks the law.
 """
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def workloads(trace: Workload, size: int) -> Iterator[tuple[str, Workload]]:
-    """Yield the workloads for a cache of ``size`` blocks, by name. Of two in a row the first is the trace's first
+    """Yield the workloads for a cache of ``size`` blocks, by name. Those of two parts begin with the trace's first
     ``HALF`` requests."""
     paths, times = trace
     fresh = count(1 + max(max(path, default=0) for path in paths))
@@ -83,7 +83,8 @@ def workloads(trace: Workload, size: int) -> Iterator[tuple[str, Workload]]:
 
 
 def _then(first: list[BlockPath], times: list[float], second: list[BlockPath]) -> Workload:
-    """One after the other; the requests of ``second`` come as fast as those of ``first``."""
+    """Return one workload: first the requests of ``first``, and then those of ``second``, which come as fast.
+    ``times``: the seconds at which those of ``first`` come."""
     return Workload(first + second, times + [times[-1] + 1 + at - times[0] for at in times])
 
 
@@ -129,7 +130,7 @@ def _perform(core: CacheCore, plan: Plan) -> None:
 
 
 def rows(trace: Workload, sizes: Sequence[int]) -> Iterator[Row]:
-    """Play every pair."""
+    """Serve every workload at every size, on the device alone and with a host, under both policies; yield the rows."""
     for size in sizes:
         for name, workload in workloads(trace, size):
             uses = next_uses(workload.paths)
@@ -150,7 +151,7 @@ def line(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play and print; return the exit status."""
+    """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", help="a trace in the Mooncake format (JSON lines)")
     parser.add_argument("--sizes", type=listed(integer(1)), default=",".join(map(str, SIZES)), metavar="N,N",

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", nargs="+", type=integer(1, 4096), default=list(RANKS), metavar="N",
                         help=f"how many processes (default: {' '.join(map(str, RANKS))})")
     parser.add_argument("--rounds", type=integer(1, 4096), default=1000, metavar="N",
-                        help="operations, and plans, per figure (default: %(default)s)")
+                        help="operations per figure; plans are a fifth as many (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:

@@ -1,8 +1,9 @@
 """redis-py, the raw client and the backend side by side on one server: ``python benchmarks/redis_clients.py URL``.
 
-``asynccache bench store URL`` measures the backend and the raw client more thoroughly; this adds what most people would
-use, redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all, so that what
-else the machine does hits all alike; the medians are printed. CPU is this process's, user and system, per page.
+``asynccache bench store URL`` measures the backend and the raw client more thoroughly; this benchmark adds what most
+people would use, redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all
+clients, so that other work of the machine slows all alike; the medians are printed. CPU is this process's, user and
+system, per page.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class MovedPages:
 
 
 async def clients(url: str, pages: MovedPages) -> list[Client]:
-    """All of them, connected; they end with the process."""
+    """Return all clients, connected. Nobody closes them; their connections end with the process."""
     bare, layout = await raw(parse_url(url)), StoreLayout({"pages": pages.size}, RECORD_SCHEMA)
     library = redis.asyncio.Redis.from_url(url)
     backend = await RedisBackend.open(parse_url(url), layout)
@@ -135,9 +136,10 @@ async def run(url: str, size: int, total: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", help="a server whose database may be EMPTIED, as in redis://127.0.0.1:6379/9")
-    parser.add_argument("--page-sizes", default="64KiB,256KiB", metavar="SIZES")
-    parser.add_argument("--bytes", default="256MiB", metavar="SIZE")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--page-sizes", default="64KiB,256KiB", metavar="SIZES",
+                        help="sizes of a page, each measured by itself (default: %(default)s)")
+    parser.add_argument("--bytes", default="256MiB", metavar="SIZE", help="bytes in a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     args = parser.parse_args()
     for size in args.page_sizes.split(","):
         uvloop.run(run(args.url, parse_size("--page-sizes", size), parse_size("--bytes", args.bytes), args.rounds))

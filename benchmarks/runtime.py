@@ -71,7 +71,7 @@ async def measure_overhead(calls: int) -> Figures:
     async with AsyncCache(config) as cache:
         async with cache.lease(tokens) as lease:
             await lease.commit(tokens)
-        await _cache_lease(cache, tokens)  # splits off the last page, because the core alone may not split below
+        await _cache_lease(cache, tokens)  # splits off the last page, which the direct calls below may not do
         core, space = cache.core, next(iter(cache.core.world.roots))
         key = tokens.tobytes()
         ask = LeaseRequest(space, key, TOKENS - 1, TOKENS, 0)

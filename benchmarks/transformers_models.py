@@ -1,12 +1,12 @@
-"""New tokens per CPU second of a transformers model, by who runs it: ``generate`` in a batch and row by row, the
+"""New tokens per CPU second of a transformers model, by the way to run it: ``generate`` in a batch and row by row, the
 continuous batching of transformers by itself and on our pages (``ContinuousBatching``), our scheduler on
-``PagedModel``, and ``PrefixCache``; all that cache cold, and with most of each prompt cached.
+``PagedModel``, and ``PrefixCache``. Ways that cache are measured cold, and with most of each prompt cached.
 
     python benchmarks/transformers_models.py
 
 A random Llama of 52 million parameters, one thread, eight requests of 128 + 24 tokens. Ways take turns, each round all
 of them, so that they meet the same machine; the table has the medians. What counts is the process's CPU time, in which
-a busy machine shows less than on a clock. All ways must make the same tokens, or nothing is said.
+a busy machine shows less than on a clock. If the ways do not make the same tokens, an error ends the benchmark.
 """
 
 # ruff: noqa: T201
@@ -156,7 +156,7 @@ async def measure(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     speeds = asyncio.run(measure(args.rounds))

@@ -85,7 +85,8 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
 
 
 def charts(figures: Figures) -> Iterator[Chart]:
-    """Yield a chart of what was measured: each call, how the mean grows with the tree, or the p50 of both cores."""
+    """Yield a chart of what was measured: each call, how the mean grows with the tree, or the p50 of both cores. The
+    figures of ``ghosts`` and ``metrics`` have no chart; ``--json`` writes them."""
     if "shapes" in figures:
         yield from charts_of_calls(figures)
     kinds = ("match", "pin", "insert", "evict")

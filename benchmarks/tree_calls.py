@@ -3,8 +3,8 @@
 There are two workloads, which can be compared with other systems. *shared*: 200 prompts of 2,048 tokens with 20
 continuations of 512 tokens each, shuffled. *turns*: 40 conversations of 40 turns of 64 tokens; each is a path of 40
 nodes. The wall and CPU time of every operation is taken by itself. What happens between two timings (completing
-backups, making keys) is in no figure. The hashes of pages are made before, because the runtime makes them. Imports no
-torch.
+backups, making keys) is in no figure. The hashes of pages are zeros, because computing them is the runtime's work.
+Imports no torch.
 """
 
 from __future__ import annotations

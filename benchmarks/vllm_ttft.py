@@ -7,7 +7,7 @@ another order each time, so that other work of the machine slows all alike. They
 ``vllm serve``.
 
 Every prompt is computed once by each engine. Then vLLM's own tiers are emptied and the prompt is asked for, several
-times. All answers must be equal, and the whole prefix must have come from the tier that is measured.
+times. All answers must be equal, and the whole prefix must have been cached.
 
 On a CPU the "device" is memory as well, and a stand-in copies between it and vLLM's host tier:
 examples/vllm_on_cpu/offload.py.
@@ -54,7 +54,7 @@ def measure(engines: Mapping[str, RunningEngine], prompts: int, rounds: int, blo
     """Ask all engines in turns; returns the seconds to the first token.
 
     Raises:
-        SystemExit: an answer differs, or a prefix did not come from where it should.
+        SystemExit: an answer differs, or not as many tokens were cached as should have been.
     """
     seconds: Seconds = {name: {"cold": [], "device": [], "host": [], "store": []} for name in engines}
     for name, engine in engines.items():

@@ -1,7 +1,8 @@
-"""``asynccache bench cuda``: how fast a GPU copies pages, how soon a coroutine goes on, and how well loads hide.
+"""``asynccache bench cuda``: how fast a GPU copies pages, how soon it wakes a coroutine, and how well loads hide.
 
-Copies are measured by either path, beside one large pinned copy. How well a load hides behind computing is measured as
-an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so without one.
+Copies are measured by the copy engines and by the kernel, beside one large pinned copy. How well a load hides behind
+computing is measured as an engine has it: through a cache, a lease and ``wait_layer``. Needs a GPU, and says so without
+one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from asynccache.errors import ConfigError
 Figures = dict[str, Any]
 
 BUFFER = 1 << 30
-"""Bytes that are copied at a time, and of the pools on either side."""
+"""Bytes of the pool on the device and of that on the host. One measured copy moves all of them."""
 ROUNDS, SAMPLES = 5, 1000
 LAYERS, SIDE = 32, 2048
 PAGES, PAGE_TOKENS, PAGE_BYTES = 512, 16, 2 << 20
@@ -36,7 +37,7 @@ PAGES, PAGE_TOKENS, PAGE_BYTES = 512, 16, 2 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
-                        help="which GPU, and with which settings (default: %(default)s)")
+                        help="which GPU; settings may follow, as in cuda:0?blocks=16 (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:
@@ -169,7 +170,7 @@ def charts(figures: Figures) -> Iterator[Chart]:
     yield Chart(f"How fast pages are copied: GB/s, {figures['device']['name']}", ("copy engines", "kernel"),
                 [*whole, *rows], [
         cuda_copies.threshold(copies),
-        f"from the call to the coroutine, µs: p50 {wake['p50_us']}, p99 {wake['p99_us']}",
+        f"to wake a coroutine, µs: p50 {wake['p50_us']}, p99 {wake['p99_us']}",
         f"a load of {leases['layers']} layers takes {leases['load_s'] * 1e3:.2f} ms, computing "
         f"{leases['compute_s'] * 1e3:.2f} ms, both together {leases['together_s'] * 1e3:.2f} ms: {leases['ratio']} of "
         "the longer",

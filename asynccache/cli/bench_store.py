@@ -62,8 +62,9 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class PassMeter:
-    """The time that one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass,
-    CPU time of all threads of this process; ``flush``: seconds after that until the pages were durable."""
+    """The time that one pass took. ``latencies``: seconds of each call; ``wall``: seconds of the whole pass; ``cpu``:
+    CPU seconds of all threads of this process meanwhile; ``flush``: seconds from the end of the pass until the
+    pages were durable."""
 
     pages: int
     page_bytes: int
@@ -286,8 +287,8 @@ async def _refused(raw: OpenRaw, pages: PageSet) -> str | None:
 
 
 class StoreClient:
-    """The store, called as a raw client is. ``checks``: with checksums. ``most``: gets in random order and ``exists``
-    are measured as well."""
+    """The store, called as a raw client is. ``checks``: True to make and verify checksums. ``most``: True to measure
+    gets in random order and ``exists`` as well."""
 
     def __init__(self, store: Switched, *, checks: bool, most: bool) -> None:
         self.store, self.most = store, most

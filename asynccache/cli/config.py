@@ -19,7 +19,7 @@ from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
 ACTIONS = {
-    "show": "print every setting that holds, and where it came from",
+    "show": "print every setting that is in effect, and where it came from",
     "check": "say whether a file can be used, and everything that is wrong with it",
     "schema": "print what a file may say, as a JSON Schema",
 }

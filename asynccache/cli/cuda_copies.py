@@ -1,6 +1,7 @@
 """Measurements of a CUDA device, for ``bench cuda`` and ``doctor``: the speed of copies, and of waking a coroutine.
 
-Copies are measured for every width of pieces, both ways, by each path, beside one large pinned copy. Laws:
+Copies are measured for every width of pieces, in both directions, by both paths (the copy engines and the kernel),
+beside one large pinned copy. Laws:
 
 * A figure is the best of some rounds, since a disturbance can only make a copy slower.
 * Pages are scattered, so nothing is merged that a real cache could not merge.
@@ -42,7 +43,7 @@ Ways = Mapping[str, CudaDevice]
 
 @asynccontextmanager
 async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
-    """Open the GPU of ``device`` once for each path, and give these devices by the path's name. They are closed at the
+    """Open the GPU of ``device`` once for each path, and yield these devices by the path's name. They are closed at the
     end of the ``async with``, also if it is cancelled."""
     ways = {
         path: CudaDevice(device.driver, device.name, settings=replace(device.settings, kernel_below=below))
@@ -140,7 +141,7 @@ def told(copies: Figures) -> Iterator[str]:
         yield (f"{row['direction']}, pieces of {spelled(row['width'])}: {row['dma_gb_s']} GB/s by the copy engines, "
                f"{row['kernel_gb_s']} by the kernel; {NAMES[row['path']]} will be used")  # fmt: skip
     yield threshold(copies)
-    yield "The kernel has to win by a tenth, since it takes multiprocessors from whoever computes."
+    yield "The kernel is used only where it is a tenth faster, since it takes multiprocessors from the engine."
 
 
 def threshold(copies: Figures) -> str:

@@ -128,7 +128,7 @@ def progress(elapsed: float, duration: float | None, given: int, total: int | No
 
 
 class Display(Protocol):
-    """Shows screens until it is cancelled."""
+    """Shows screens until it is cancelled; may return earlier if it shows none."""
 
     async def show(self, take: Callable[[], Screen]) -> None: ...
 

@@ -1,8 +1,9 @@
-"""``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast that is, and what will be
-used.
+"""``asynccache doctor``: which core runs, whether a CUDA device can be used here, how fast that is, and what the cache
+will use.
 
 Law: the command never fails because something is missing. Without a GPU it says so in a sentence, and says what the
-cache does then. With a GPU it measures, in some seconds, how fast either path copies, and how soon a coroutine goes on.
+cache does then. With a GPU it measures, in some seconds, how fast the copy engines and the kernel copy, and how long it
+takes to wake a coroutine.
 """
 
 from __future__ import annotations
@@ -175,6 +176,6 @@ def _hardware(report: Report) -> Iterator[str]:
            f"{'unknown' if node is None else node}")  # fmt: skip
     yield f"copies    {'many in one call' if device['batches'] else 'one call each: this driver has no batches'}"
     yield from (f"          {line}" for line in told(report["copies"]))
-    yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs from the call to the coroutine"
+    yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs to wake a coroutine"
     if node is not None:
         yield f"Host pools are fastest on the device's own node: start under numactl --preferred={node}."

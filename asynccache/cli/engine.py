@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 CALL_BYTES = 1 << 20
+"""The bytes of a layer that one call of torch fills or compares at most, unless a single page has more."""
 ENOUGH_CPU = 0.01
 """Seconds of CPU time that the jobs must have taken before ``slowdown`` is computed from them."""
 

@@ -1,6 +1,7 @@
 """``asynccache explain URL --tokens ...``: asks a running cache where a prompt's pages are and what ends its match.
 
-``URL`` is the address that ``--serve`` printed, or that of ``asynccache.metrics.Exposed`` in a program of one's own.
+``URL`` is the address that a run with ``--serve`` printed, or that of ``asynccache.metrics.Exposed`` in another
+program.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -16,6 +18,7 @@ from urllib.parse import urlsplit
 from asynccache.errors import ConfigError
 
 TIMEOUT = 30.0
+_TOKEN = re.compile("-?[0-9]{1,19}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +57,7 @@ def tokens(text: str) -> list[int]:
             raise ConfigError(f"--tokens={text}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     words = text.strip(" \n[]").replace(",", " ").split()
     for word in words:
-        if not word.lstrip("-").isdecimal():
+        if not _TOKEN.fullmatch(word):
             raise ConfigError(f"--tokens: {word[:40]!r} is no token id; give integers separated by commas")
     return [int(word) for word in words]
 

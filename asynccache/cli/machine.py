@@ -41,7 +41,7 @@ class GatedDevice(Device, Protocol):
     """A device that also makes events which the stand-in engine fires itself."""
 
     def gate(self) -> Gate:
-        """A new event of this kind."""
+        """A new event, which fires when its ``open`` is called."""
         ...
 
 

@@ -24,16 +24,19 @@ from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
     "store": "CPU time and bandwidth per page of a store",
-    "cuda": "a GPU: copies by the copy engines and by the kernel, wake-ups, and loads beside computing",
-    "ttft": "time to first token of a real model, by the tier that has the prefix",
+    "cuda": "a GPU: rates of copies by the copy engines and by the kernel, time to wake a coroutine, and loads beside "
+            "computing",
+    "ttft": "time to first token of a small model with random weights, by the tier that has the prefix",
 }
 BUG = 3
 _TOOLS = {
-    "store": ("look at what a store holds: how much it is, and whether every page is undamaged", True),
-    "config": ("which settings hold and where they come from; whether a file can be used; what a file may say", True),
-    "plan": ("what each GiB of host memory or disk would save, from one pass over a recorded trace", True),
-    "explain": ("ask a cache that is being served where a prompt's pages are, and what ends its match", True),
-    "doctor": ("what this machine has for a GPU, how fast it is, and what the cache will use and why", False),
+    "store": ("show what a store holds, look for damaged pages, and remove pages", True),
+    "config": ("show which settings are in effect and where they come from; check a file; print what a file may say",
+               True),
+    "plan": ("compute from a recorded trace what each GiB of host memory or disk would save", True),
+    "explain": ("ask a running cache where a prompt's pages are, and what ends its match", True),
+    "doctor": ("show whether this machine has a GPU that can be used, how fast it is, and what the cache will use",
+               False),
 }
 """Commands that are one module each: the help text, and whether the command needs arguments."""
 _COMMANDS: dict[Literal["replay", "stress"], str] = {

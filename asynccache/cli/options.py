@@ -26,9 +26,11 @@ from asynccache.redaction import shown
 
 COMMANDS = ("replay", "stress")
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
-"""The options that a described cache has as settings of the same names."""
+"""The options that have a setting of the same name in the file of ``--config``. An option that is given goes before the
+file."""
 DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
              "host_tokens", "swa_ratio")
+"""The options that are refused beside ``--config``, because its file describes the components."""
 WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
 LOOPS = ("uvloop", "asyncio")
 MOST_RANKS = 64
@@ -87,7 +89,8 @@ def _whole(row: Setting) -> Parse:
 
 
 def _policy(name: str, **defaults: Any) -> Any:
-    """Declare an option that is a setting of the cache with a few choices, which are listed where that is declared."""
+    """Declare an option for the setting ``name`` of the cache, whose value is one of a few names. The declaration of
+    the setting lists them."""
     row = CACHE[name]
 
     def parse(text: str) -> str:
@@ -186,7 +189,8 @@ class RunSettings:
         "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port",
         both=None)
     config: str | None = _option(str, "FILE", "a TOML file that describes the cache; see asynccache config", both=None)
-    json: str | None = _option(str, "PATH|-", "write the report as JSON", both=None)
+    json: str | None = _option(
+        str, "PATH|-", "write the report as JSON to a file, or to standard output (-)", both=None)
     report: str | None = _option(str, "FILE.html", "write the report as one page with plots", both=None)
     quiet: bool = _option(None, "", "neither a live display nor a summary", both=False)
     cache: CacheConfig | None = None
@@ -209,7 +213,7 @@ class Option(NamedTuple):
     parse: turns the text into the value, or raises a ConfigError without the option's name; None: the option is a
         switch, on or off.
     defaults: the default by command; a command that is not a key does not have the option.
-    text: the help, or what returns it as of now: policies may be added.
+    text: the help, or a function that returns it, because policies may be added later.
     several: the option may be given more than once.
     """
 
@@ -312,7 +316,7 @@ def options_of(config: CacheConfig) -> dict[str, Any]:
 
 def _parsed(option: Option, given: Any) -> Any:
     """Return the value of an option that was given as text, or as a list of texts if it may be given more than once.
-    Switches and numbers are values already."""
+    The value of a switch is returned as it is."""
     if option.parse is None:
         return given
     if option.several and isinstance(given, list):

@@ -1,5 +1,5 @@
 """Writes reports (JSON to a file or standard output, the page with plots to a file) and shows progress. Imports
-nothing that a run needs."""
+neither torch nor the cache."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _OVER = [one.value for one in Replicated if one.over]
 
 
 class SidecarText(NamedTuple):
-    """One sidecar as the option describes it: its name and the pool whose slots it uses. Its size is
-    ``bytes_per_token``, or ``share`` of the run's ``--bytes-per-token`` where that is 0."""
+    """One sidecar as the option describes it: its name, and ``source``, the pool whose slots it uses. Its size is
+    ``bytes_per_token`` or, if this is 0, ``share`` times the run's ``--bytes-per-token``."""
 
     name: str
     source: str
@@ -25,7 +25,8 @@ class SidecarText(NamedTuple):
     share: float = 0.0
 
     def sidecar(self, page_size: int, bytes_per_token: int, layers: int) -> Sidecar:
-        """The sidecar for the configuration. It has ``layers`` layers, or as many as its bytes can be divided into."""
+        """The sidecar for the configuration. It has ``layers`` layers, or fewer if its bytes cannot be divided evenly
+        among so many."""
         layer = max(1, int(self.share * page_size * bytes_per_token / layers))
         page = page_size * self.bytes_per_token or layer * layers
         return Sidecar(name=self.name, indices_from=self.source, bytes_per_page=page, layers=gcd(page, layers))

@@ -33,7 +33,7 @@ class RunRequest(NamedTuple):
     length, output_length: tokens of the prompt and of the output.
     prompt, output: make the tokens when they are called, because the tokens of a whole trace do not fit in memory.
     at: when the request arrives, in seconds after the start of the run; used by replays with ``--speed``.
-    ended: the release tells the cache that this conversation will not go on.
+    ended: True if the release tells the cache that this conversation will not go on.
     extra_key: the namespace of the prompt.
     shared_blocks: full blocks of the prompt that earlier prompts of the trace have as well.
     shared_tokens: the lease tells the cache that other conversations share so many tokens of the prompt; None: the

@@ -61,7 +61,7 @@ class RequestRunner:
     """Runs one workload to its end. ``stop`` admits no more requests and lets those that run finish; ``abort``
     cancels those too.
 
-    ``trace``: the stack of the first error that no request may meet; None if there was none.
+    ``trace``: the traceback of the first request that failed by an unexpected error; None if none did.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class RequestRunner:
             self._places.release()
 
     def _broken(self, request: RunRequest, error: Exception) -> None:
-        """Note an error that no request may meet, and stop the run. Only the first error's stack is kept."""
+        """Note that a request failed by an unexpected error, and stop the run. Only the first traceback is kept."""
         self.tally.failed += 1
         self.tally.problem(f"request {request.number} met {type(error).__name__}: {error}")
         if self.trace is None:
@@ -167,7 +167,8 @@ class RequestRunner:
         self.stop()
 
     def _cancel_at(self) -> int | None:
-        """The await at which this request is cancelled; None: it is not. Drawn from the usual number of awaits."""
+        """The number of the await at which this request is cancelled, from 1 to as many as a request usually has; None:
+        it is not cancelled."""
         if self._rng.random() >= self._cancel_rate:
             return None
         return 1 + int(self._rng.random() * self._awaits)

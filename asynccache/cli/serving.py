@@ -1,8 +1,9 @@
 """Serves one request as an async serving stack would, and verifies every page that the cache hands out.
 
 The steps: prefetch, lease, wait until the pages are on the device, verify each page that is a hit, compute the rest in
-chunks and commit them, decode a little, release. Some requests, chosen by their number, also make the rarer calls:
-adopt, extend beyond the reservation, truncate, and a last look at the whole page table. So a run makes every call.
+chunks and commit them, decode a little, release. Some requests, chosen by their number, also make rarer calls: they
+adopt pages, extend the lease beyond the reservation and truncate it. Under ``stress`` the whole page table is verified
+once more before the release.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from asynccache.runtime.prefetch import PrefetchHandle
 
 ENTRIES = 32
-"""The number of leases that a request takes because the load of the one before has failed, before it fails itself."""
+"""The number of leases that a request takes at most: after a failed load it takes another one."""
 _CHUNK = {"replay": 16384, "stress": 1024}
 """Tokens that are computed between two commits, by command."""
 _DECODE_CALLS = 4
 _LONG = 16384
-"""Tokens of a prompt from which on its tokens are made in a thread, so that the loop is not held up."""
+"""A prompt of at least so many tokens is made in a thread, so that the loop is not held up."""
 
 
 class Text(NamedTuple):

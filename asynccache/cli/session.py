@@ -1,7 +1,7 @@
 """One run from settings to exit status: open the cache, serve the workload, look for leaks, report.
 
 The order at the end matters. When all requests have ended, the cache is flushed, then the core is audited and its
-leaks are counted, then the cache is closed. Only after that must no task be left.
+leaks are counted, then the cache is closed. Tasks that are left are counted last, because the open cache has some.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
 
 
 class Session:
-    """One run. ``trace``: the stack of an error that no request may meet; None if there was none."""
+    """One run. ``trace``: the traceback of the first request that failed by an unexpected error; None if none did."""
 
     def __init__(self, settings: RunSettings, display: Display, presses: Presses) -> None:
         self.trace: str | None = None

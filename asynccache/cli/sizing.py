@@ -18,7 +18,8 @@ _STATES_PER_REQUEST = 4
 def configure(
     settings: RunSettings, trace: Sequence[TraceRequest] = (), survey: TraceSurvey | None = None
 ) -> CacheConfig:
-    """The configuration of a run's cache. ``trace`` and ``survey``: of the run, which sizes of ``all`` depend on.
+    """The configuration of a run's cache. ``trace`` and ``survey``: the trace that the run replays and what ``survey``
+    found in it; the size ``all`` depends on them.
 
     Raises:
         ConfigError: the settings do not fit together; the message names the field and the value.

@@ -1,4 +1,4 @@
-"""``asynccache store ls|stat|verify|gc|clear URL``: looks at a store, and looks after it.
+"""``asynccache store ls|stat|verify|gc|clear URL``: shows what a store holds, verifies its pages, and removes pages.
 
 The answer goes to standard output, as text or JSON. Progress goes to standard error if an action takes longer than two
 seconds. There is a coroutine for each action, which works on an open store and returns its report. The store is opened
@@ -166,7 +166,7 @@ def _is_meant(url: str) -> bool:
 
 @contextmanager
 def _json_lines(path: str) -> Iterator[Callable[[object], None]]:
-    """Give a function that writes a value as a line of JSON to the file ``path``, or for ``-`` to standard output."""
+    """Yield a function that writes a value as a line of JSON to the file ``path``, or for ``-`` to standard output."""
     if path == "-":
         yield lambda value: print(json.dumps(value))
         return
@@ -178,8 +178,8 @@ def _json_lines(path: str) -> Iterator[Callable[[object], None]]:
 
 
 class StoreAction(NamedTuple):
-    """An open store and what to do with it. ``wanted``: the command line. ``show`` is called with every page of a list,
-    ``tell`` with a line that says how far the action has come."""
+    """An open store and what to do with it. ``wanted``: the parsed command line. ``show`` is called with every page of
+    a list, ``tell`` with a line that says how far the action has come."""
 
     store: CheckedStore
     wanted: argparse.Namespace

@@ -14,11 +14,11 @@ from asynccache.cli.text import ARROWS, TIER_NAMES, bar, milliseconds, number, p
 
 _FETCHES = ("load_back", "prefetch")
 _BUSY = 1.2
-"""From which slowdown on the machine is said to be busy."""
+"""The slowdown from which on the summary says that the machine is busy."""
 _FEW_HITS = 0.2
-"""Below which hit ratio there was little to save."""
+"""The hit ratio below which the summary says that there was little to save."""
 _QUEUED = 0.9
-"""Below which share of the arriving requests being served they are said to queue."""
+"""The requests served per second, as a share of those that arrive, below which the summary says that they queue."""
 _COLUMNS = 80
 _GREEN, _RED, _BOLD, _DIM, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
@@ -158,7 +158,7 @@ def _ranks(report: Report) -> Iterator[str]:
     for rank in report["ranks"]:
         name = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})"
         if "verify" not in rank:
-            yield f"  {name:<20}{_RED}{rank['lost'] or 'never said a word'}{_PLAIN}"[:_COLUMNS]
+            yield f"  {name:<20}{_RED}{rank['lost'] or 'ended without a report'}{_PLAIN}"[:_COLUMNS]
             continue
         verify, lag = rank["verify"], rank["loop_lag_ms"]["p99"]
         yield (f"  {name:<20}{number(verify['pages']):>15}{number(verify['mismatches']):>7}"

@@ -1,4 +1,4 @@
-"""The counters of a run. Only prompt tokens count as hits, each token once, and only of requests that were served.
+"""The counters of a run. Only prompt tokens count as hits, each token once, and only of prompts that became complete.
 
 Law: the counters need no more memory however long the run lasts.
 """
@@ -64,8 +64,8 @@ class Tally:
         """Count a prompt whose KV is complete.
 
         ``cached`` of its tokens came from the cache (``hits``: from device, host and storage) after ``wait`` seconds.
-        The others are taken to be computed at ``rate`` tokens a second, ``slowdown`` times as long for a busy machine.
-        The time without the cache has the same slowdown, because it would be the same machine.
+        The time for the others is modelled: ``rate`` tokens a second, times the ``slowdown`` by other work of the
+        machine. The time without the cache has the same slowdown, because it would be the same machine.
         """
         self.tokens += request.length
         self.device += hits[0]

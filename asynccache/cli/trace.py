@@ -207,7 +207,8 @@ class TraceClock:
 
 class TraceSource:
     """The requests of a trace, in its order. ``hints``: the share of conversations whose last request tells the cache
-    that it is the last. With ``shared_hints`` it also tells how much of its prompt later requests have."""
+    that it is the last. With ``shared_hints`` these requests also tell how much of their prompts later requests
+    have."""
 
     def __init__(
         self, trace: Sequence[TraceRequest], found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,

@@ -2,8 +2,8 @@
 
 Each name is imported when it is first asked for. Without transformers (the extra ``hf``) the import raises
 ``ModuleNotFoundError`` with the command that installs it. With a version of transformers that lacks a name used here,
-it raises ``ImportError`` with the same command. ``ContinuousBatching`` is written against one version; with another one
-it raises ``ConfigError``, which names both.
+it raises ``ImportError`` with the same command. ``ContinuousBatching`` is written against one version of transformers;
+with another one, importing this name raises ``ConfigError``, which names both versions.
 """
 
 from __future__ import annotations

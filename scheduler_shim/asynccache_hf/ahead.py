@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Beginning = tuple[str | bytes | None, int]
-"""A namespace, and what ``numbers`` has for some first pages of it."""
+"""A namespace, and one of the numbers that ``numbers`` returns for a prompt in it."""
 
 
 def numbers(tokens: Sequence[int], page_size: int) -> list[int]:
@@ -63,7 +63,7 @@ class UncomputedPrompt:
             while not other._gone and other.reached < shared:
                 await other._moved.wait()
             if other.reached >= shared:
-                self.reach(shared)  # which nobody behind has to wait for once more
+                self.reach(shared)  # the prompts behind this one need not wait for these tokens any more
 
     def go(self) -> None:
         """Note that nothing more of this prompt is computed, and wake those who wait for it."""
@@ -83,7 +83,7 @@ class UncomputedPrompts:
         self._alike: dict[Beginning, dict[UncomputedPrompt, None]] = {}  # in the order in which they came
 
     def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> UncomputedPrompt:
-        """Add the prompt ``tokens`` in the namespace ``extra_key``, which is the next to be computed, and return it.
+        """Add the prompt ``tokens`` in the namespace ``extra_key``, behind all that have come before, and return it.
         The caller must call ``leave`` later."""
         beginnings = [(extra_key, number) for number in numbers(tokens, self._page_size)]
         prompt = UncomputedPrompt(self, beginnings, findable(tokens, self._page_size))

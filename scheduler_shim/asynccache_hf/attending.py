@@ -27,8 +27,8 @@ from asynccache_hf.memory import ScratchMemory, TrackMemory
 from asynccache_hf.parts import KeysAndValues
 
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
-"""Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while transformers' continuous
-batching serves it."""
+"""The names of the attention functions that are replaced. A model that was loaded with ``eager`` has ``paged|eager``
+while transformers' continuous batching serves it."""
 
 LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
@@ -103,7 +103,7 @@ class PagedAttention:
     """The pages that a model's attention is computed on, layer by layer: keys and values by token, in pages."""
 
     def __init__(self, layout: Layout, slots: Sequence[TrackMemory]) -> None:
-        """``slots``: of each layer's keys and values."""
+        """``slots``: the memory of each layer's keys and values."""
         parts = [layer.parts[0] for layer in layout.layers]
         self.windows = {part.tracks[0].source: part.window for part in parts}
         self._components = [part.tracks[0].source for part in parts]
@@ -163,7 +163,7 @@ def places_of(layout: Layout, tables: Mapping[str, Pages], device: torch.device)
 
 
 def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function that does as ``usual`` unless it is given ``PagedAttention`` pages."""
+    """Return an attention function that does the same as ``usual`` unless it is given ``PagedAttention`` pages."""
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
@@ -179,7 +179,7 @@ def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_part() -> None:
-    """Register the attention functions, once in a process."""
+    """Replace the attention functions of ``IMPLEMENTATIONS`` in transformers' registry. A second call does nothing."""
     known = AttentionInterface()
     for name in IMPLEMENTATIONS:
         usual = known[name]
@@ -239,7 +239,7 @@ def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, windo
 def _read(
     group: RowGroup, slots: TrackMemory, key: torch.Tensor, value: torch.Tensor, scratch: ScratchMemory | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[rows, heads, seen, width]``."""
+    """Return the keys and the values that a group attends to, each ``[rows, heads, seen, width]``."""
     if group.read is None:
         first, last = int(group.tokens[0]), int(group.tokens[-1]) + 1
         return key[:, :, first:last], value[:, :, first:last]
@@ -256,10 +256,10 @@ def _computed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[rows, heads, new, width]``."""
+    """Return a group's attention, ``[rows, heads, new, width]``."""
     rows, heads, new, _ = query.shape
     shared = heads // key.shape[1]
-    if new == 1 and shared > 1 and sinks is None:  # heads that share keys are further rows of them
+    if new == 1 and shared > 1 and sinks is None:  # heads that share keys become further queries of one head
         query, shared = query.reshape(rows, key.shape[1], shared, -1), 1
     if shared > 1:
         key, value = (each.repeat_interleave(shared, 1) for each in (key, value))

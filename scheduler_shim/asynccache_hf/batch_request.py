@@ -15,7 +15,9 @@ from asynccache import Hits
 
 
 class BatchPrompt(NamedTuple):
-    """The input of a request: the prompt, at most so many new tokens, and the tokens that end the answer."""
+    """The input of a request. ``tokens``: the prompt. ``most``: how many new tokens it gets at most. ``ends``: the
+    tokens that end the answer. ``streaming``: True if transformers is to report each new token, and not only the whole
+    answer. ``options``: those of sampling."""
 
     tokens: list[int]
     most: int
@@ -72,7 +74,7 @@ class BatchRequest:
         return self._ended()
 
     async def done(self) -> list[int]:
-        """The whole output. Cancelling it aborts nothing.
+        """Return the whole output when the request is over. Cancelling the wait aborts nothing.
 
         Raises:
             BaseException: what the request failed of.
@@ -118,7 +120,7 @@ class BatchRequest:
 
     @contextmanager
     def _heard(self) -> Iterator[Callable[[], Awaitable[None]]]:
-        """Give a function that returns an awaitable, which ends when the request has news since the last time."""
+        """Yield an async function. Each call of it returns when the request has had news since the call before."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -138,7 +140,7 @@ class BatchRequest:
             with self._news:
                 self._listeners.remove(wake)
 
-    # for who serves it
+    # for ContinuousBatching, which serves the request
 
     def tell(self, tokens: list[int]) -> None:
         """Note that the output has these tokens now, and wake those who wait for more."""

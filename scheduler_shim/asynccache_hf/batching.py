@@ -55,12 +55,14 @@ class ContinuousBatching(CachedModel):
     ) -> None:
         """Describes the model (which runs it a few times), opens a cache and starts the thread that generates.
 
-        ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most that one step computes, of
-        all requests. ``generation_config``: of transformers, for all requests; the model's own if there is none.
-        ``seed``: of sampling. ``name`` names the weights; without it a digest of the weights is computed. ``on_event``
-        is passed to the ``AsyncCache``, and is called in the cache's thread. ``settings`` go to
-        ``Layout.cache_config``. A model with ``eager`` attention must not be used by ``model.generate`` before this
-        object is closed.
+        ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most tokens that one step
+        computes, of all requests together. ``generation_config``: transformers' configuration for all requests
+        (default: the model's own). ``seed``: the seed of sampling. ``name`` names the weights; without it a digest of
+        the weights is computed. ``on_event`` is passed to the ``AsyncCache``, and is called in the cache's thread.
+        ``settings`` go to ``Layout.cache_config``.
+
+        A model that was loaded with ``eager`` attention computes by ``paged|eager`` until this object is closed; other
+        calls of the model, such as ``model.generate``, raise ``ValueError`` meanwhile.
 
         Raises:
             ConfigError: the model cannot be served like this, or a setting is unusable. Nothing is left open.
@@ -108,7 +110,7 @@ class ContinuousBatching(CachedModel):
         ``add_request``. If the call is interrupted, all requests are aborted.
 
         Raises:
-            ConfigError: an argument is unusable; none was begun.
+            ConfigError: an argument is unusable; no request was begun.
             CacheClosed: this is closed.
         """
         asked = [self._asked(f"prompts[{i}]", tokens, max_new_tokens, eos_token_id, extra_key, False, options)
@@ -242,7 +244,7 @@ class ContinuousBatching(CachedModel):
             served.closed = True
             self._abort_soon(served.request.id)
         if tasks := [served.task for served in left if served.task is not None]:
-            await asyncio.wait(tasks)  # which cancels none of them, whatever becomes of who waits
+            await asyncio.wait(tasks)  # unlike gather, this cancels none of them when it is cancelled itself
 
     async def _serve(self, served: _ServedRequest) -> None:
         finish, error = Finish.FAILED, None
@@ -272,7 +274,7 @@ class ContinuousBatching(CachedModel):
                         if attempt == LOAD_ATTEMPTS:
                             raise
                         attempt += 1
-                        continue  # behind those that wait, who may find it loaded then
+                        continue  # enter again, behind the prompts that wait, one of which may load the pages
                     return await self._run(served, lease, prompt)
             finally:
                 self._prompts.leave(prompt)
@@ -288,7 +290,8 @@ class ContinuousBatching(CachedModel):
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
         served.handed = True
-        asyncio.get_running_loop().call_soon(self._manager.wake)  # behind the others that got their leases in this turn
+        # Other tasks that got their leases in this turn of the loop submit their requests before this wakes the thread.
+        asyncio.get_running_loop().call_soon(self._manager.wake)
         failed = await self._prompt_published(served, lease, prompt)
         while not served.ended:
             await served.next_news()
@@ -308,8 +311,8 @@ class ContinuousBatching(CachedModel):
         self, served: _ServedRequest, lease: Lease, prompt: UncomputedPrompt
     ) -> Exception | None:
         """Publish the prompt while it is being computed, until all of it is published or the request is over. Returns
-        None, or the error that prevented this. The caller must then cancel the request at transformers, which still
-        uses its pages."""
+        None, or the error that prevented this. After an error transformers has been told to cancel the request, and
+        the caller must keep the lease until the request is over, because transformers still uses its pages."""
         tokens = served.request.asked.tokens
         at = lease.cached
         try:
@@ -348,16 +351,17 @@ class _ServedRequest:
         self._news = asyncio.Event()
 
     def got_on(self, computed: int) -> None:
-        """From the thread that generates."""
+        """Note how many tokens of the prompt are computed. Called by the thread that generates."""
         self.computed = computed
         self._loop.call_soon_threadsafe(self._news.set)
 
     def over(self) -> None:
-        """From the thread that generates."""
+        """Note that no step will touch the request's pages again. Called by the thread that generates."""
         self.ended = True
         self._loop.call_soon_threadsafe(self._news.set)
 
     async def next_news(self) -> None:
+        """Return when there was news since the last call, or at once if the request is over."""
         if not self.ended:
             await self._news.wait()
             self._news.clear()
@@ -375,7 +379,7 @@ def _generation(model: Any, given: Any) -> Any:
     """
     settings = copy.deepcopy(model.generation_config if given is None else given)
     for name, usual, why in (
-        ("num_beams", 1, "beams swap their pasts, and a page has one"),
+        ("num_beams", 1, "beams take over each other's KV, and the pages of a request hold one sequence"),
         ("num_return_sequences", 1, "ask for the prompt as often as you want answers"),
     ):
         if (getattr(settings, name, None) or usual) != usual:

@@ -151,7 +151,7 @@ class CachedModel:
             raise
 
     def _bind(self) -> None:
-        """Bind the model to the pools of the cache, which is open; an error closes it."""
+        """Bind the model to the pools of the open cache. If this raises an error, the cache is closed."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -165,7 +165,8 @@ class CachedModel:
 
     @property
     def counts(self) -> Counts:
-        """The tokens that prompts found so far, of requests that were granted room."""
+        """The tokens of the prompts that were begun so far, and where they were found. A prompt whose request waits for
+        room or for its pages, or failed while it waited, does not count."""
         return self._counts
 
     @property

@@ -56,8 +56,8 @@ def run(model: Any, ids: torch.Tensor, cache: Any, keep: int = 1, start: int = 0
 
 
 def run_alone(model: Any, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
-    """Return the same logits, computed by one call over all of ``ids`` without a cache. Every other way to compute them
-    is compared with this one."""
+    """Return the logits of the last ``keep`` tokens (0: of all), computed by one call over all of ``ids`` without a
+    cache. Every way to compute them with a cache is compared with this one."""
     out = model(input_ids=ids.unsqueeze(0), use_cache=False, **_common(model, keep))
     return torch.as_tensor(out.logits)[0, -keep:]
 

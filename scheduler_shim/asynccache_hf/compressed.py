@@ -1,8 +1,8 @@
 """Compressed attention: beside its window a layer keeps one entry per ``compress_rate`` tokens, for the whole prefix.
 
 The module is written for these attributes of transformers' cache class, each a dict by the compressor's name:
-``compressed_kv`` has the entries; ``buffer_kv`` and ``buffer_gate`` the tokens that do not fill an entry yet; where
-there is one, ``overlap_kv`` and ``overlap_gate`` of the last entry's tokens, which the next entry needs too.
+``compressed_kv`` has the entries; ``buffer_kv`` and ``buffer_gate`` have the tokens that do not fill an entry yet. If
+entries overlap, ``overlap_kv`` and ``overlap_gate`` have the tokens of the last entry, which the next entry needs too.
 
 Laws. An entry belongs to the page of its last token. The state with which a compressor goes on from a page's end is in
 the window's page, so it is evicted and loaded with that page. In the middle of a page this state is only in the request
@@ -67,7 +67,7 @@ class Compressed(LayerPart):
     def __init__(self, layer: Any, page_size: int) -> None:
         """
         Raises:
-            ConfigError: entries do not fit pages.
+            ConfigError: the page size is neither a multiple nor a divisor of the compress rate.
         """
         self._rate = rate = int(layer.compress_rate)
         if page_size % rate and rate % page_size:
@@ -180,7 +180,8 @@ class Compressed(LayerPart):
         return {"buffer_kv": self._cut(kv[0], span), "buffer_gate": self._cut(gate[0], span)}
 
     def _cut(self, raw: torch.Tensor, span: CallSpan) -> torch.Tensor:
-        """``raw`` begins where the first incomplete entry before ``span.start`` does."""
+        """Return the buffer at each page's end, ``[ends, tokens, width]``, filled up with zeros. ``raw``: the tokens
+        from the start of the entry that ``span.start`` is in."""
         base = span.start // self._rate * self._rate
         cut = raw.new_zeros((len(self._ends(span)), self._buffered, raw.shape[-1]))
         for row, end in zip(cut, self._ends(span), strict=True):

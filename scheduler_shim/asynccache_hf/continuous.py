@@ -27,7 +27,7 @@ import transformers
 from asynccache import ConfigError
 
 VERSION = "5.23"
-"""The version whose inside is known here."""
+"""The version of transformers that this module is written against."""
 
 
 def check_version() -> None:
@@ -55,7 +55,8 @@ from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
 
 READ = 4
-"""A step reads at most so many times the tokens of the device, since requests may share pages."""
+"""A step reads at most this many times the tokens that fit on the device. It is more than 1, because each of the
+requests that share a page reads it."""
 
 ELSEWHERE = "PrefixCache serves such a model one request at a time, and Scheduler on PagedModel many"
 
@@ -66,8 +67,8 @@ ELSEWHERE = "PrefixCache serves such a model one request at a time, and Schedule
 def check_model(model: Any, layout: Layout) -> None:
     """
     Raises:
-        ConfigError: transformers' continuous batching cannot page this model's layers, or computes their attention by a
-            function that does not take part.
+        ConfigError: attention over pages cannot compute this model's layers, or the model's attention function is none
+            that ``attending`` replaces.
     """
     who, reason = type(model).__name__, unpageable(model, layout)
     if reason is not None:
@@ -83,9 +84,9 @@ def check_model(model: Any, layout: Layout) -> None:
 @dataclass(slots=True)
 class RequestPages:
     """A request's pages. ``cached``: how many tokens need no computing. ``places``: by component, where each token is
-    kept. ``prompt``: the prompt's length, until all of it is computed. The thread that generates calls ``computed``
-    after each step that computes tokens of the prompt, with how many are computed so far, and ``over`` when the request
-    is over."""
+    kept. ``prompt``: the prompt's length; 0 as soon as all of it is computed. The thread that generates calls
+    ``computed`` after each step that computes tokens of the prompt, with how many are computed so far, and ``over``
+    when the request is over."""
 
     cached: int
     places: Mapping[str, torch.Tensor]
@@ -115,7 +116,7 @@ class _NoSectors:
 
 class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[misc]
     """The cache's pages as transformers' own paged cache. The constructor of transformers' class is not called: it
-    would allocate memory. ``held`` may be added to by any thread; all else belongs to the one that generates."""
+    would allocate memory. ``held`` may be changed by any thread; all else belongs to the thread that generates."""
 
     use_prefix_sharing = True
     allow_block_sharing = False
@@ -125,8 +126,8 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
     bytes_per_sector = 1
 
     def __init__(self, layout: Layout, slots: Sequence[TrackMemory], tokens: int, step_tokens: int) -> None:
-        """``slots``: of each layer's keys and values. ``tokens``: how many fit on the device. ``step_tokens``: the most
-        that one step computes."""
+        """``slots``: the memory of each layer's keys and values. ``tokens``: how many tokens fit on the device.
+        ``step_tokens``: the most tokens that one step computes."""
         PagedAttention.__init__(self, layout, slots)
         self.cache_allocators = {LAYER_TYPES[component]: _LayerKind(index, window)
                                  for index, (component, window) in enumerate(self.windows.items())}  # fmt: skip
@@ -149,7 +150,8 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
         return {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """After each step, for each request that is not over."""
+        """Tell a request how much of its prompt is computed. transformers calls this after each step, for each request
+        that is not over."""
         held = self.held.get(state.request_id)
         if held is not None and held.prompt:
             held.computed(min(held.prompt, state.position_offset))
@@ -185,7 +187,7 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
         self._rows.append(StepRow(self.held[request_id].places, past_length, past_length + query_length))
 
     def begin(self) -> None:
-        """Plan the step of which all requests were named."""
+        """Plan the next step. All of its requests have been noted by ``extend_read_and_write_indices``."""
         rows, self._rows = self._rows, []
         self.plan(rows)
 
@@ -199,8 +201,8 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
 
 
 class _CancellingScheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
-    """Also reports which requests were cancelled. A cancellation may arrive before its request, from another queue; it
-    is kept until the request comes."""
+    """transformers' scheduler, which also tells the cache which requests were cancelled. A cancellation comes by
+    another queue than its request and may arrive before it; it is kept until the request comes."""
 
     def clear_cancelled_requests(self) -> list[Any]:
         asked = set(self._requests_to_cancel)
@@ -243,8 +245,8 @@ class StepProcessor(api.ContinuousBatchProcessor):  # type: ignore[misc]
 
 
 class RequestOutcome(NamedTuple):
-    """The outcome of a request: all its tokens so far. ``error``: the error that it failed of; None: it did not
-    fail."""
+    """News of a request. ``tokens``: all its new tokens so far. ``finished``: there will be no more. ``error``: the
+    error with which it failed; None: it did not fail."""
 
     request_id: str
     tokens: list[int]
@@ -306,7 +308,7 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         self.page_cache: PageCache | None = None
 
     def processor(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> StepProcessor:
-        """Steps over the pages of ``cache``."""
+        """Return what computes steps over the pages of ``cache``. ``tell``: called with the news of each request."""
         config = copy.copy(self.model.config.get_text_config())
         config._attn_implementation = "asynccache"  # so that transformers allocates and fills no masks
         return StepProcessor(
@@ -374,7 +376,7 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
     def check_options(self, options: Mapping[str, Any]) -> None:
         """
         Raises:
-            ConfigError: transformers has no such option for a single request.
+            ConfigError: transformers has no such option for a single request, or its value is unusable.
         """
         try:
             self.logit_processor.check_kwargs(dict(options))
@@ -387,7 +389,7 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
 
 def waiting(request_id: str, tokens: list[int]) -> Any:
-    """A request for one token, as a scheduler keeps it."""
+    """A request for one token, as transformers' scheduler keeps it."""
     return RequestState(request_id=request_id, initial_tokens=tokens, max_new_tokens=1)
 
 

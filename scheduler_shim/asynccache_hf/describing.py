@@ -42,7 +42,7 @@ from asynccache_hf.parts import (
 from asynccache_hf.trial import ExpectedLogits, tokens_for, tried
 
 SCHEMA = 1
-"""Raise it when a page's bytes change their meaning."""
+"""The version of what a page's bytes mean. It is to be increased when that changes."""
 
 PROBE_TOKENS = 8
 
@@ -89,7 +89,7 @@ def weights_name(model: Any) -> str:
 
 
 def _probe(model: Any) -> Any:
-    """The model's cache after a run over so few tokens that every layer shows what it keeps."""
+    """The model's cache after a run over a few tokens, enough for every layer to show what it keeps."""
     who = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{who}: an encoder's states are not a prefix of anything and cannot be cached by tokens")
@@ -113,8 +113,8 @@ def _probe(model: Any) -> Any:
 
 
 def _empty(model: Any) -> Any:
-    """Return an empty cache. It is of the model's own cache class, which the model uses when it is given no cache, if
-    this module understands that class; otherwise it is transformers' own cache for the model's configuration.
+    """Return an empty cache. If the model's module defines a cache class with a list of matrices (see ``parts``), the
+    cache is of that class; otherwise it is transformers' own for the model's configuration.
 
     Raises:
         ConfigError: transformers cannot make one.
@@ -142,7 +142,7 @@ def _parts(cache: Any, index: int, page_size: int) -> tuple[LayerPart, ...]:
     """The parts of one layer of the model.
 
     Raises:
-        ConfigError: it is of a class that is not understood, or keeps its cache elsewhere.
+        ConfigError: the layer is of a class that is not understood, or keeps its cache elsewhere.
     """
     if has_matrices(cache) and (matrix := matrix_of(cache, index)) is not None:
         return (LightningMatrix(matrix, page_size, index),)
@@ -193,6 +193,6 @@ def longest(config: Any) -> int | None:
         kind = str(rope.get("rope_type", "default")) if isinstance(rope, Mapping) else "default"
         if kind == "longrope":
             limits.append(int(rope.get("original_max_position_embeddings") or most))
-        elif "dynamic" in kind:  # the angles of a longer sequence are given up by a sequence that is shorter than this
+        elif "dynamic" in kind:  # after a longer sequence, only one of fewer than ``most`` tokens restores the angles
             limits.append((most or 1) - 1)
     return min(filter(None, limits), default=None)

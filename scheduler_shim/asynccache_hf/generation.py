@@ -1,4 +1,5 @@
-"""The smallest embedding: a lease around each request, the model in a thread, greedy tokens.
+"""``Generator``: the smallest engine on the cache. Each request has a lease, the model runs in a thread, and the next
+token is always the likeliest one.
 
 Law: no page goes back while a forward call may still touch it. A cancellation waits for the call that runs.
 """
@@ -18,8 +19,9 @@ from asynccache import AsyncCache, Hits, Lease, LoadFailed, PrefetchHandle, chec
 from asynccache_hf.paged import PagedModel
 
 LOAD_ATTEMPTS = 8
-"""How many leases one request takes at most because its cached pages could not be copied to the device; the scheduler
-has the same limit. The copies on the host stay, so every lease finds them again."""
+"""The number of leases that one request takes at most: after each failure to copy its cached pages to the device it
+takes another one. The scheduler's ``load_attempts`` has the same default. The copies on the host stay, so every lease
+finds them again."""
 
 
 class Generated(NamedTuple):
@@ -65,7 +67,7 @@ async def loaded_lease(
 
 
 class Generator:
-    """Greedy generation with ``model`` on ``cache``. ``chunk``: prefill calls end at its multiples."""
+    """Greedy generation with ``model`` on ``cache``. ``chunk``: prefill calls end at multiples of so many tokens."""
 
     def __init__(self, cache: AsyncCache, model: PagedModel, *, chunk: int = 512) -> None:
         self._cache = checks.instance("cache", cache, AsyncCache)
@@ -75,7 +77,7 @@ class Generator:
         self._thread = ModelThread()
 
     def close(self) -> None:
-        """Wait for the call that runs."""
+        """End the thread. Blocks until the calls that were started have returned."""
         self._thread.close(wait=True)
 
     async def generate(

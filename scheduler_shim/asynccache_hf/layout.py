@@ -22,8 +22,8 @@ COMPONENTS = ("full", "swa", "mamba")
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool: ``layer_bytes`` are those of a page, or a state, in one of its layers. ``covers``: for each of the
-    pool's layers the layer of the model that it belongs to."""
+    """One pool. ``source``: the component whose slots it uses. ``covers``: for each of the pool's layers the layer of
+    the model that it belongs to. ``layer_bytes``: the bytes of a page, or of a state, in one of the pool's layers."""
 
     name: str
     source: str
@@ -93,7 +93,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[LayerPart, ...]]) -> Layout:
-        """From the parts of each layer of the model."""
+        """Return the layout of a model whose layers have these ``parts``."""
         placed: dict[str, list[tuple[int, Track]]] = {}
 
         def place(index: int, track: Track) -> int:
@@ -118,7 +118,7 @@ class Layout:
         windows a sidecar of SWA.
 
         Raises:
-            ConfigError: the draft's cache does not follow this model's.
+            ConfigError: the draft's data cannot be kept in sidecars of this model's pools.
         """
         if draft.page_size != self.page_size:
             raise ConfigError(f"draft: page_size={draft.page_size}, and the model's is {self.page_size}")
@@ -194,7 +194,7 @@ class Layout:
 
 
 def _drafted(part: LayerPart) -> LayerPart:
-    """The same, in the draft's pools."""
+    """Return a copy of ``part`` whose tracks are in the draft's pools."""
     other = copy.copy(part)
     other.tracks = tuple(replace(track, pool=f"draft_{track.pool}") for track in part.tracks)
     return other

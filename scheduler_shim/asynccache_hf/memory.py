@@ -50,7 +50,7 @@ class Track:
 
     @classmethod
     def of(cls, pool: str, source: str, stride: int, samples: Values) -> Track:
-        """``samples``: one unit of each field."""
+        """Return a track whose fields have the shapes and dtypes of ``samples``: one unit of each field."""
         fields, offset = [], 0
         for name, tensor in samples.items():
             field = UnitField(name, tuple(tensor.shape), tensor.dtype, offset)
@@ -113,7 +113,7 @@ class TrackMemory:
         """Views of all units, by field: ``[pages * units, numbers]``.
 
         Raises:
-            ConfigError: units of two pages are not as far apart as those of one.
+            ConfigError: the track is not flat (see ``is_flat``).
         """
         if not self.is_flat:
             raise ConfigError(f"pool {self._track.pool!r}: its pages have room for more than this layer's units")
@@ -122,7 +122,8 @@ class TrackMemory:
 
     @property
     def is_flat(self) -> bool:
-        """True if units of all pages stand at one distance from each other, so that one number finds one."""
+        """True if neighbouring units are equally far apart within a page and from one page to the next. Then a unit is
+        found by its number, counted over all pages."""
         return self._memory.stride(0) == self._per_page * self._track.unit_bytes
 
     def __repr__(self) -> str:
@@ -151,7 +152,7 @@ class TrackMemory:
         return {field.name: units[field.name].reshape(stop - first, *field.shape) for field in self._track.fields}
 
     def write(self, table: Pages, first: int, values: Values) -> None:
-        """``[units, *shape]`` by field, from unit ``first`` on. Units without a page are left out."""
+        """Write ``values``, ``[units, *shape]`` by field, from unit ``first`` on. Units without a page are left out."""
         units = np.arange(first, first + len(next(iter(values.values()))))
         slots = table[self._page_of(units)]
         kept = slots >= 0
@@ -161,13 +162,14 @@ class TrackMemory:
             self._views[field.name][where] = values[field.name].flatten(1)[rows]
 
     def put(self, places: torch.Tensor, values: Values) -> None:
-        """``[units, *shape]`` by field, to the units that ``places`` counts over all pages."""
+        """Write ``values``, ``[units, *shape]`` by field, to the units whose numbers, counted over all pages, are
+        ``places``."""
         for field in self._track.fields:
             self._flat[field.name][places] = values[field.name].flatten(1)
 
     def take(self, places: torch.Tensor, scratch: ScratchMemory | None = None) -> dict[str, torch.Tensor]:
-        """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field. ``scratch``: memory to
-        copy to, if possible; the next copy to it overwrites this one."""
+        """Return copies of the units whose numbers, counted over all pages, are ``places``: ``[units, *shape]`` by
+        field. ``scratch``: memory to copy to, if possible; the next copy to it overwrites this one."""
         count, fields = len(places), self._track.fields
         if self._whole is None:
             return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in fields}
@@ -180,8 +182,8 @@ class TrackMemory:
 
     @cached_property
     def _whole(self) -> torch.Tensor | None:
-        """All units as rows of numbers, so that one pass copies what they have; None where their fields differ in
-        dtype, or there is no more than one."""
+        """All units as rows of numbers, so that one copy takes all fields of a unit; None if the fields differ in
+        dtype, if there is only one field, or if the track is not flat."""
         dtypes = {field.dtype for field in self._track.fields}
         if len(dtypes) > 1 or len(self._track.fields) == 1 or not self.is_flat:
             return None

@@ -81,8 +81,8 @@ class FilledCache:
 
 
 def can_be_packed(model: Any, layout: Layout) -> bool:
-    """Return True if there is reason to try several requests in one call: attention over pages can compute the model's
-    layers, and its attention asks a cache for them."""
+    """Return True if several requests may be tried in one call: attention over pages can compute the model's layers,
+    and the model uses ``sdpa`` attention, which is replaced, and takes positions."""
     asks = getattr(model.config, "_attn_implementation", None) == IMPLEMENTATIONS[0]
     return asks and "position_ids" in parameters(model) and unpageable(model, layout) is None
 
@@ -91,7 +91,7 @@ class PackedRows:
     """Several requests of one model in one call, on the pages themselves."""
 
     def __init__(self, model: Any, layout: Layout, slots: Sequence[TrackMemory]) -> None:
-        """``slots``: of each layer's keys and values."""
+        """``slots``: the memory of each layer's keys and values."""
         take_part()
         self._model = model
         self._layout = layout
@@ -219,7 +219,7 @@ class PagedModel:
         return torch.cat(logits[-keep:])
 
     def _copy_state(self, source: int, target: int) -> None:
-        """A checkpoint: the recurrent state in one slot, of every layer, to another."""
+        """Take a checkpoint: copy the recurrent states of all layers from one slot to another."""
         for bound in self._bound:
             for track, slots in zip(bound.part.tracks, bound.slots, strict=True):
                 if track.source == "mamba":

@@ -42,8 +42,8 @@ class LayerPart(ABC):
     has_tail = False
 
     def of(self, cache: Any, index: int) -> Any:
-        """Return the object that the other methods are given as ``layer``: the layer of the cache, which a class may
-        make when it is used."""
+        """Return the object that the other methods are given as ``layer``: the cache's layer number ``index``, which is
+        made if the cache does not have it yet."""
         while len(cache.layers) <= index:
             cache.layers.append(DynamicLayer())
         return cache.layers[index]

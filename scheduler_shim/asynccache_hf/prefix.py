@@ -47,7 +47,8 @@ REFUSED_SETTINGS = {
     "assistant_early_exit": "speculation takes tokens back, and pages keep them",
     "token_healing": "it takes the last tokens of the prompt back",
 }
-"""The same of a generation configuration, whoever made it."""
+"""Settings of a generation configuration, be it the caller's or the model's own, that ``PrefixCache`` does not take,
+and why."""
 
 REFUSED_FOR_ROWS = {
     "streamer": "a stream has one row, and there are several",
@@ -63,7 +64,9 @@ PASSED = frozenset(REFUSED_FOR_ROWS) | {
 """Arguments of ``generate`` that no generation configuration has, and no forward call is given."""
 
 OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
-"""Options that the caller has chosen by calling ``PrefixCache``, whatever a generation configuration says."""
+"""Options that ``PrefixCache`` sets in its calls of ``generate`` where the generation configuration has another
+value."""
+
 
 class PrefixCache(CachedModel):
     """A model of transformers with a cache of prefixes. May be used by several threads."""
@@ -98,12 +101,12 @@ class PrefixCache(CachedModel):
         self._paged = PagedModel(self._model, self._layout, self._cache.pools)
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
-        """Return what ``model.generate(input_ids, **options)`` returns, computed from where the cache ends.
+        """Return what ``model.generate(input_ids, **options)`` returns, without computing the tokens that are cached.
         ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
 
         Rows of one length are generated in one call if equally many of their tokens are cached, they share no page
-        beyond these, and there is room for all of them together. Otherwise, and if tokens are sampled, each row has a
-        call of its own. So random numbers go to other rows than in a batch of transformers.
+        beyond these, and there is room for all of them together. Other rows are generated in further calls. If tokens
+        are sampled, each row has a call of its own, so random numbers go to other rows than in a batch of transformers.
 
         Blocks the thread. A prompt is generated without the cache if the cache has no room for it, if its pages cannot
         be copied to the device, or if it is longer than ``Layout.limit``.
@@ -205,7 +208,8 @@ class PrefixCache(CachedModel):
         self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None,
         handle: PrefetchHandle | None = None,
     ) -> Any:  # fmt: skip
-        """``most``: the tokens that it may get. ``handle``: a prefetch of its tokens."""
+        """Return the output of one row. ``most``: the new tokens that it may get. ``handle``: a prefetch of its
+        tokens."""
         tokens = row.tolist()
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
@@ -294,7 +298,8 @@ async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint
 
 
 def _tokens(input_ids: Any, options: dict[str, Any]) -> torch.Tensor:
-    """``[rows, tokens]``: as ``input_ids`` or as ``inputs``, as transformers has it."""
+    """Return the prompts, ``[rows, tokens]``: ``input_ids`` or, if that is None, the option ``inputs``, which
+    transformers takes as well and which is removed from ``options``."""
     given = options.pop("inputs", None) if input_ids is None else input_ids
     if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.is_floating_point() or not given.numel():
         raise ConfigError(f"input_ids={checks.shown(given)} must be a tensor of tokens, [rows, tokens]")
@@ -319,9 +324,11 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
         settings.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     for name, value in settings.update(**options).items():
         if value is not None and name not in PASSED:
-            raise ConfigError(f"{name}: the model would compute from more than tokens, and a prompt is found by them")
+            raise ConfigError(f"{name}: the model would compute from more than tokens, and the cache finds a prompt by "
+                              "its tokens alone")
     if (settings.num_beams or 1) != 1:
-        raise ConfigError(f"num_beams={settings.num_beams}: beams swap their pasts, and a page has one")
+        raise ConfigError(f"num_beams={settings.num_beams}: beams take over each other's KV, and the pages of a "
+                          "request hold one sequence")
     for name, why in REFUSED_SETTINGS.items():
         if getattr(settings, name, None):
             raise ConfigError(f"{name}={checks.shown(getattr(settings, name))}: {why}")
@@ -387,8 +394,8 @@ def _sequences(out: Any) -> torch.Tensor:
 
 
 def _stacked(made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], settings: Any) -> Any:
-    """All rows in one tensor: the padding that a row came with, the row, and padding where others are longer. It is the
-    ``sequences`` of a single row whose answer is more than tokens."""
+    """Return all rows in one tensor: the padding that a row came with, the row, and padding where others are longer. If
+    the only row's output is an object and not a tensor, return that object with this tensor as its ``sequences``."""
     pad = settings.pad_token_id
     pad = next(iter(_ends(settings)), 0) if pad is None else int(pad)
     sequences = [_sequences(out)[0] for out in made]

@@ -25,10 +25,10 @@ def can_be_together(layout: Layout) -> bool:
 
 
 def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int) -> list[list[int]]:
-    """Return which of ``texts`` are rows of one call, call after call, if ``begins[i]`` tokens of ``texts[i]`` are
-    cached. The texts of one call have one length, equally many cached tokens, and share no page beyond these. The pages
-    that a call computes are cached for the calls after it, and this is taken into account. The answer is from the
-    tokens alone, so evictions in between may make it wrong.
+    """Return the calls to make, in order, each as the indices of the ``texts`` that are its rows. ``begins[i]``: how
+    many tokens of ``texts[i]`` are cached. The texts of one call have one length, equally many cached tokens, and share
+    no page beyond these. The pages that a call computes are taken to be cached for the calls after it; evictions in
+    between may make that wrong.
     """
     marks, most = [numbers(text, page_size) for text in texts], [findable(text, page_size) for text in texts]
     pages = [begin // page_size for begin in begins]
@@ -121,7 +121,7 @@ class BatchCache:
                 first.values = first.keys if alike else torch.cat([layer.values for layer in layers])
 
     def save(self, stop: int) -> None:
-        """Write what was added, up to ``stop`` tokens, to the pages of each."""
+        """Write the data that was added, up to token ``stop``, to the pages of each request."""
         heard = self._opened[0].heard
         for row, each in enumerate(self._opened):
             each.save(stop, [[_of_row(call, row) for call in calls] for calls in heard])

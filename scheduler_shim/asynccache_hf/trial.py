@@ -83,10 +83,10 @@ def tokens_for(model: Any, count: int) -> torch.Tensor:
 
 
 def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
-    """The layout, with the way to call the model that is right.
+    """Return ``layout`` with the way to call the model that gives the right logits.
 
     Raises:
-        ConfigError: no way is right; names the first layer that differs.
+        ConfigError: no way does; the message names the first layer that differs.
     """
     missed: list[tuple[TrialDifference, Layout]] = []
     for way in _ways(model, layout):
@@ -132,7 +132,7 @@ def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
     the model takes so many tokens.
 
     Raises:
-        ConfigError: the model takes less than two pages and a bit.
+        ConfigError: the model takes fewer tokens than three pages and ``MORE``.
     """
     size = layout.page_size
     positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
@@ -146,7 +146,7 @@ def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
 
 
 def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
-    """The ways to call it, the fastest first."""
+    """Yield the layout for each way to call the model, the fastest first."""
     if can_be_packed(model, layout):
         yield replace(layout, packed=True)
     yield layout
@@ -185,8 +185,8 @@ class _Stage:
     def compute(
         self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None, keep: int = 1
     ) -> torch.Tensor:
-        """The logits of the last ``keep`` tokens of a chunk (0: of all, GiB for a long window). ``state``: the slot of
-        the request's state; ``checkpoint``: that of its copy."""
+        """The logits of the last ``keep`` tokens of a chunk (0: of all, which for a long window is several GiB).
+        ``state``: the slot of the request's state; ``checkpoint``: the slot of a copy of it."""
         kept = Checkpoint(stop, checkpoint) if checkpoint is not None else None
         states = np.array([state], np.int32)
         chunk = Chunk(who, self.tokens, start, stop, pages, pages, states, kept, sample=False)
@@ -209,7 +209,8 @@ def _worst(model: Any, layout: Layout, expected: ExpectedLogits) -> TrialDiffere
 
 
 def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:
-    """Errors are root mean squares over the vocabulary, relative to the wanted logits' spread."""
+    """Return how much the logits ``seen``, of the tokens from ``at`` on, differ from those ``wanted``. Errors are root
+    mean squares over the vocabulary, relative to the wanted logits' spread."""
     half = seen.dtype in (torch.float16, torch.bfloat16)
     seen, wanted = seen.float(), wanted.float()
     wanted = wanted[: len(seen)]
@@ -250,7 +251,7 @@ def _blame(model: Any, layout: Layout, expected: ExpectedLogits) -> str:
 
 
 def _layers(model: Any, count: int) -> list[Any]:
-    """The modules of the model's layers: the longest list of so many."""
+    """The modules of the model's layers: its first list of ``count`` modules; empty if it has none."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     return list(lists[0]) if lists else []
 

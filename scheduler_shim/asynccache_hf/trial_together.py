@@ -32,7 +32,7 @@ def tried_together(manager: PagedManager, model: Any, layout: Layout, expected: 
     second, third = (np.concatenate([first[:shared], first[:own] + all_pages + i * own]) for i in range(2))
     worst = 0.0
     for requests in (  # each: its length, how many of its tokens are in its pages, its pages
-        [(late, 0, first)],  # in two steps
+        [(late, 0, first)],  # in two steps, since a step computes at most late - 1 tokens
         [(stop, late, first), (late + 1, late, second), (late + 2, late, third)],
         [(stop, stop - 1, first), (late + 2, late + 1, second), (late, 0, first + 2 * all_pages)],
     ):
@@ -52,7 +52,8 @@ def _stepped(
     processor: StepProcessor, model: Any, lengths: Sequence[int], expected: ExpectedLogits,
     failed: Sequence[BaseException],
 ) -> float:  # fmt: skip
-    """How far the logits of requests of these ``lengths`` are off, at most.
+    """Step until each request has its token. Return the largest difference of their logits from the expected ones.
+    ``lengths``: the tokens of each request. ``failed``: the errors of steps.
 
     Raises:
         ConfigError: a step failed.

@@ -58,6 +58,8 @@ def test_a_run_can_be_looked_into(capsys: pytest.CaptureFixture[str], tmp_path: 
     ("arguments", "sentence"),
     [(["http://127.0.0.1:1", "--tokens", "1"], "does not answer"), (["nonsense://x", "--tokens", "1"], "no address"),
      (["http://127.0.0.1:1", "--tokens", "1,b"], "'b' is no token id"),
+     (["http://127.0.0.1:1", "--tokens", "1,--5"], "'--5' is no token id"),
+     (["http://127.0.0.1:1", "--tokens", "9" * 5000], "is no token id"),
      (["http://127.0.0.1:1", "--tokens", "@/nowhere"], "cannot be read")],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_said_in_a_sentence(

@@ -156,7 +156,7 @@ def test_the_command_tells_every_figure(
         start = f"{row['direction']}, pieces of {row['width'] >> 10}.0 KiB"
         assert sum(line.startswith(start) for line in said.splitlines()) == 1
     words = " ".join(said.split())
-    for told in ("one large copy", "kernel_below is 32768", "from the call to the coroutine, µs: p50",
+    for told in ("one large copy", "kernel_below is 32768", "to wake a coroutine, µs: p50",
                  "a load of 4 layers takes", "wait_layer in the caller's thread"):  # fmt: skip
         assert told in words
     assert max(map(len, said.splitlines())) <= 80

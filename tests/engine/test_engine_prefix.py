@@ -146,7 +146,7 @@ def test_what_has_no_room_is_generated_without_it() -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"num_beams": 3}, "num_beams=3: beams swap their pasts"),
+    ({"num_beams": 3}, "num_beams=3: beams take over each other"),
     ({"past_key_values": transformers.DynamicCache()}, "past_key_values=.*: the cache is what this object brings"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: speculation"),

@@ -1,7 +1,7 @@
 """The engine of several ranks: its work is sent to all of them, as a batch.
 
-The payload of a batch says which pages to fill or to verify. A rank that finds wrong pages says so as the reason of a
-batch that has failed.
+The payload of a batch says which pages to fill or to verify. A rank that finds wrong pages fails the batch, and reports
+the pages as the reason.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class RankedSession(Session):
                     print(pids, file=sys.stderr, flush=True)
                 found = await self._served(cache, RankedEngine(cache, pools), source)
         except (CacheClosed, RankFailure) as error:
-            await asyncio.sleep(0.1)                       # a process that was killed is gone before it can be asked
+            await asyncio.sleep(0.1)  # the link of a killed process ends a little before its exit status can be read
             crew.note_ends()
             if not opened:
                 raise _not_opened(crew, error) from None
@@ -107,8 +107,8 @@ class RankedSession(Session):
 
 
 async def _watch_over(crew: Crew, cache: AsyncCache) -> None:
-    """Close the cache when a rank ends. This watch runs until the cache is open, because the cache would wait for ever
-    for a rank that has ended."""
+    """Close the cache when a rank ends. This watch runs until the cache is open, because the cache would wait
+    ``ARRIVAL`` seconds for a rank that has ended."""
     await crew.ends(1)
     crew.note_ends()
     await cache.aclose(0.0)

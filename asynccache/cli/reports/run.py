@@ -52,7 +52,7 @@ def hits(report: Report) -> Figure | None:
     rows = [(name, percent(hit[key], total), number(hit[key])) for name, key, _ in HITS]
     rows.append(("computed", percent(total - sum(hit.values()), total), number(total - sum(hit.values()))))
     return Figure("hits", "Where did the KV of prompts come from?", f"{percent(sum(hit.values()), total)} of "
-                  f"{number(total)} prompt tokens were in the cache when their request arrived.", plot,
+                  f"{number(total)} prompt tokens came from the cache.", plot,
                   [(name, kind) for name, _, kind in HITS], Table(("tier", "share", "prompt tokens"), rows),
                   f"Hit ratio: {HIT_RATIO}. Each point is of the prompts that became complete since the point before. "
                   "A token counts for the nearest tier that had it.")
