@@ -8,7 +8,7 @@ Laws:
 * A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
   give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
   evict or back up to the next holder.
-* Whoever takes the lock first applies the outcomes that wait, and decides anything only after that.
+* Whoever takes the lock applies the outcomes that wait before anything else is decided.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
@@ -338,8 +338,8 @@ class Driver:
             self.perform(self.locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
-        """Note that the ack task has taken ``ack`` out of the queue, and waits for the lock. Whoever takes the lock
-        first applies ``ack``."""
+        """Note that the ack task has taken ``ack`` out of the queue, and waits for the lock. The next holder of the
+        lock, which may be another task, applies ``ack``."""
         self._in_hand.append(ack)
 
     def _take_acks(self) -> list[Outcome]:

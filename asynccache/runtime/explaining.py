@@ -39,8 +39,7 @@ class Span(NamedTuple):
     """Tokens ``start`` to ``stop``, of which all is the same. ``where``: the nearest tier that has them. ``states``: by
     component, its state on device and host; empty if the tree does not know these tokens. ``pinned``: how many pins
     FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is known. ``judged``:
-    how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not, as if it learns
-    nothing."""
+    how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not, like ``lru``."""
 
     start: int
     stop: int

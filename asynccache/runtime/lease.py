@@ -212,7 +212,7 @@ class Lease:
     async def __aenter__(self) -> Lease:
         """Match, wait for pages in line, reserve, start load_back, pin.
 
-        Cancelling it at any point leaves nothing reserved, pinned or in line.
+        Cancelling it at any point leaves nothing reserved or pinned for this lease.
 
         Raises:
             CacheFull: the pages can never be had, or not now and ``wait`` is False.
@@ -567,7 +567,7 @@ class Lease:
     def commit_threadsafe(
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
-        """Call ``commit`` from an engine's worker thread. Returns a future of its result or its error.
+        """Call ``commit`` from another thread. Returns a future of its result or its error.
 
         Raises:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
@@ -577,8 +577,8 @@ class Lease:
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
-        """Call ``release`` from an engine's worker thread. It takes effect soon, behind the commits that were handed
-        over before it.
+        """Call ``release`` from another thread. It takes effect soon, behind the commits that were handed over before
+        it.
 
         Raises:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.

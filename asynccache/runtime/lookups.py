@@ -3,8 +3,8 @@ counted once for every lease that is granted.
 
 Wanted are the whole pages of a prompt without its last token. Wanted tokens that are cached count for the tier that had
 them when the request arrived. All others count for a reason. Tokens up to which FULL reaches, but not the match, count
-for what cut the match short. Tokens behind the end of the tree count for what became of the first page there or, where
-that is known of a prefetch, for why it did not bring that page.
+for what cut the match short. Tokens behind the end of the tree count for what became of the first page there. If a
+prefetch might have brought that page, and it is known why it did not, they count for that reason instead.
 """
 
 from __future__ import annotations

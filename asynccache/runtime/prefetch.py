@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 class PrefetchStatus(Enum):
     """How a prefetch ended. COMPLETE: with all pages that it was to bring. PARTIAL: with some of them. MISS: with none.
-    SKIPPED: there was nothing worth fetching. CANCELLED: it was given up, or the cache was closed."""
+    SKIPPED: it fetched nothing, for the ``reason`` in its result. CANCELLED: it was given up, or the cache was
+    closed."""
 
     COMPLETE = "complete"
     PARTIAL = "partial"

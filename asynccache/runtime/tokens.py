@@ -147,7 +147,7 @@ HASH_BYTES = 32
 SCHEMA = b"asynccache-prefix-1"
 SLICE_BYTES = 12 << 10
 """Bytes that are hashed in one turn of the loop: less than 100 us for pages of any size below ``THREAD_PAGE_BYTES``. A
-thread hashes 64 times as many before the loop hears of it."""
+thread hashes 64 times as many in one call."""
 PER_PAGE_BYTES = 192
 """Bytes that each page counts in a slice beyond its own: the fixed cost of a hash."""
 THREAD_PAGE_BYTES = 2048

@@ -275,7 +275,7 @@ class Worker(Protocol):
 
     @property
     def shut(self) -> bool:
-        """True as ``is_away`` returns it, but no store is probed."""
+        """True under the same condition as ``is_away``. Reading it probes no store."""
         ...
 
     @property

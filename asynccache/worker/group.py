@@ -497,8 +497,8 @@ class WorkerGroup:
         """See ``Worker``."""
         orders: list[m.Message] = []
         if self._to_forget and not all(work.kind is CopyKind.BACKUP for work in plan):
-            # A plan that loads or clones was decided after all known outcomes were applied. So from now on no batch
-            # and no private copy names a load whose failure was known by then.
+            # A plan with a load or a private copy was decided after all known outcomes were applied. So from now on no
+            # batch and no private copy names a load whose failure was known by then.
             orders, self._to_forget = self._to_forget, []
         orders += [m.PerformWork(work) for work in plan]
         if self.failure is None:
