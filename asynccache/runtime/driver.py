@@ -504,7 +504,7 @@ class Driver:
     def _why(self, cause: BaseException | None) -> str:
         if cause is None:
             return "the cache is closed"
-        what = "the cache's books may be wrong" if self.broken else "a worker died"
+        what = "the cache's books may be wrong" if self.broken else "a task of the cache died"
         return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:

@@ -31,6 +31,7 @@ def wasted(config: CoreConfig) -> tuple[str, ...]:
         if component.host < window:
             found.append(
                 f"{component.kind.name.lower()}: the host has room for {component.host} of its pages, a match that "
-                f"ends there needs {window}: its {full.host} pages of full help only whom the device has the rest for"
+                f"ends there needs {window}: the host's {full.host} pages of full serve only requests for which the "
+                f"device has the {window}"
             )
     return tuple(found)
