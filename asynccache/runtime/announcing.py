@@ -1,13 +1,13 @@
-"""The queue of KV events that ``on_event`` hears, and those events that are not the core's.
+"""The queue of KV events that ``on_event`` is called with, and those events that are not the core's.
 
 The core tells which pages came and went. ``Announcing`` adds that a cache begins and which keys its stores hold, and
 hands all of it to the subscriber: in order, and not within a call of the core.
 
 Laws:
-* A key is there from the moment that the first of the attached stores has it until the last of them has lost it or was
-  detached.
-* The name of a namespace is kept while the namespace has pages or is asked for, and until ``NAMES`` others were named
-  after that. So the number of names is bounded, however many namespaces there have been.
+* A key is reported as there from the moment that the first of the attached stores has it until the last of them has
+  lost it or was detached.
+* The name of a namespace is kept while the namespace has pages, and until ``NAMES`` others were named after it was
+  asked for last. So the number of names is bounded, however many namespaces there have been.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Announcing:
         return self._named_before.get(space) if known is None else known
 
     def begin(self, store: int) -> None:
-        """Tell of the keys that this store has, and of all that it gains and loses."""
+        """Report the keys that this store has, and from now on those that it gains and loses."""
         if self._key_of is not None:
             self._keys[store] = set()
             self._worker.stores.watch(store)
@@ -83,8 +83,8 @@ class Announcing:
         self._worker.stores.unwatch(store)
 
     async def forget(self, store: int) -> None:
-        """Tell that the keys of this store are gone, but for those that another store has. Cancelling it leaves some of
-        them untold."""
+        """Report that the keys of this store are gone, but for those that another store has. If it is cancelled, some
+        of them are not reported."""
         while keys := list(islice(self._keys.get(store, ()), _SLICE)):
             self.report(store, False, keys)
             await asyncio.sleep(0)
@@ -97,8 +97,8 @@ class Announcing:
             self._worker.stores.unwatch(store)
 
     def report(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
-        """Tell that a store has these keys from now on or, if ``there`` is False, has them no more. A key that another
-        store has is left out."""
+        """Report that a store has these keys from now on or, if ``there`` is False, has them no more. A key that
+        another store has is left out."""
         own = self._keys.get(store)
         if own is None:
             return

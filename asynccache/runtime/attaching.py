@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 BACKFILL_OPS = 16
 BACKFILL_SHARE = 0.25
-"""The most that a backfill has in flight: so many backups to storage, with this share of the pages that may wait for
-storage. The rest is for pages that are published meanwhile."""
+"""The bounds of what a backfill has in flight: the number of backups to storage, and their share of the pages that may
+wait for storage. The rest of these is for pages that are published meanwhile."""
 
 
 class StoreAttachments:
@@ -144,8 +144,8 @@ class StoreAttachments:
             pass  # ``unsaved`` says what is left
 
     async def _leave(self, store: StoreEntry, failed: list[BackendError]) -> None:
-        """Close a detached store. An error goes to ``failed``, for who waits for the detaching, and ends nothing
-        else."""
+        """Close a detached store. An error is put into ``failed``, for the task that waits for the detaching, and ends
+        nothing else."""
         try:
             if self._announcing is not None:
                 await self._announcing.forget(store.number)

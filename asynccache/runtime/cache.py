@@ -1,7 +1,8 @@
 """``AsyncCache``, the public face of a cache. It checks arguments, forwards calls and closes the cache; other modules
 decide what happens.
 
-One cache belongs to one event loop and its thread. Another thread's call raises, except a lease's ``*_threadsafe``.
+One cache belongs to one event loop and its thread. From any other thread its requests raise ``RuntimeError``; only a
+lease's ``*_threadsafe`` calls are for other threads.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _CLOSED_EARLY = "the cache was closed while it was being opened"
 
 
 class CloseReport(NamedTuple):
-    """The pages of FULL that ``aclose`` could not save. ``unsaved_host``: pages without a host copy.
-    ``unsaved_storage``: pages on the host that are not in storage.
+    """The pages of FULL that ``aclose`` could not save. ``unsaved_host``: pages that neither the host nor a store has.
+    ``unsaved_storage``: pages that the host has and no store; 0 if no store is written.
 
     ``error``: the error with which the cache had closed itself; None: it had not. After an error of the core both
     counts are 0, because nobody knows them.
@@ -64,9 +65,9 @@ class CacheStatistics(NamedTuple):
     """The counters of a cache at one moment. ``device``, ``host``: slots by component name. ``stages``: what each
     transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held; ``waiting``: how many
     are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks the cache runs. ``storage``:
-    the sums of the stores' counters; ``stores``: those of each store by its name, nearest first. ``lookups``: what
-    leases found and missed. ``queues``: how much waits in each queue. ``histograms``: latencies by stage.
-    ``dropped_backups``: operations to storage that gave way to later ones."""
+    the sums of the stores' counters; ``stores``: those of each store by its name, nearest first. ``core``: the core's
+    own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in each queue. ``histograms``:
+    latencies by stage. ``dropped_backups``: operations to storage that gave way to later ones."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
@@ -151,9 +152,9 @@ class AsyncCache:
         before = opener.cancelling()
         self._opening = opener.get_loop().create_task(self._open_or_leave_nothing(), name="asynccache-open")
         try:
-            await self._opening  # if this task is cancelled, the opening is, and has ended before this goes on
+            await self._opening  # a cancellation of this task cancels the opening, and is raised when that has ended
         except asyncio.CancelledError as error:
-            if self._parts is not None:  # the opening had ended well, but this task had not gone on yet
+            if self._parts is not None:  # cancelled after the opening had ended well, before this task went on
                 await completed(self.aclose(0.0))
                 self._parts = self._worker = self._closer = None
             if opener.cancelling() > before:
@@ -161,7 +162,7 @@ class AsyncCache:
             raise CacheClosed(_CLOSED_EARLY) from error
         finally:
             self._opening = None
-        if self._closer is not None:  # by a task that came between the end of the opening and this one
+        if self._closer is not None:  # another task has called aclose since the opening ended
             await self.aclose()
             raise CacheClosed(_CLOSED_EARLY)
         return self
@@ -209,16 +210,17 @@ class AsyncCache:
 
     async def aclose(self, deadline: float | None = None) -> CloseReport:
         """Refuse new requests, save what is not saved yet, and stop. It may be called from any task and any number of
-        times, also at the same time: all calls return the same report. A call that comes while the cache is being
-        opened ends the opening.
+        times, also at the same time: all calls return the same report, or raise the same error. A call that comes while
+        the cache is being opened ends the opening.
 
-        ``deadline``: seconds that saving may take (and, a second at least, copies on a device that outlives the cache);
-        the configuration's ``close_deadline`` if not given; none are left where it is 0 or negative. Of several calls,
-        the deadline that is over first counts.
-        Cancelling it stops the waiting; closing goes on.
+        ``deadline``: seconds that saving may take; if not given, the configuration's ``close_deadline``. With 0 or less
+        nothing that is to be saved is waited for. Copies on a device that outlives the cache are waited for until the
+        deadline, too, and for a second at least. Of several calls, the deadline that is over first counts. Cancelling
+        it stops the waiting; closing goes on.
 
         Raises:
             ConfigError: ``deadline`` is no number of seconds; the cache stays open.
+            BackendError: a store could not close cleanly; all the rest is closed.
         """
         if deadline is not None:
             deadline = checks.number("deadline", deadline)
@@ -245,9 +247,9 @@ class AsyncCache:
                 loop = asyncio.get_running_loop()
                 closer = self._closer = loop.create_task(self._close(parts), name="asynccache-close")
             await asyncio.wait([closer])
-            if not closer.cancelled():  # somebody cancelled all tasks that there were, and left this one
+            if not closer.cancelled():
                 return closer.result()
-            self._limit.shorten(0.0)
+            self._limit.shorten(0.0)  # somebody cancels tasks, perhaps all there are: close again at once
 
     async def _close(self, parts: CacheParts) -> CloseReport:
         driver = parts.driver
@@ -310,7 +312,8 @@ class AsyncCache:
         Call it when a request arrives.
 
         What is fetched, and what the host had of ``tokens``, stays there until the lease that takes the handle is
-        granted, the handle is cancelled or dropped, or others could not go on.
+        granted, the handle is cancelled or dropped, 30 seconds have passed without a lease that waits with the handle,
+        or others could not go on.
 
         Raises:
             ConfigError: the tokens are unusable.
@@ -345,9 +348,9 @@ class AsyncCache:
         ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
         window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter``
-        False: where all that is cached does not fit, it does not get in with less. ``shared_tokens``: how many tokens
-        at the start of the prompt other conversations have, too (system prompt, tools): ``release(ended=True)`` leaves
-        those, and has all that comes after them go first.
+        False: the lease is never granted with less than all that is cached, not even where that does not fit now.
+        ``shared_tokens``: how many tokens at the start of the prompt other conversations have, too (system prompt,
+        tools). ``release(ended=True)`` leaves those as they are, and what comes after them is evicted first.
 
         A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
         ``ResourceWarning`` that says where this was called.
@@ -365,8 +368,8 @@ class AsyncCache:
         return Lease(parts, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
-        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. The ``tokens`` of
-        the ``Kept`` that it returns says how much that is. Never waits for pages. Cancelling it keeps nothing.
+        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. Returns a ``Kept``,
+        whose ``tokens`` says how many are pinned. Never waits for pages. Cancelling it keeps nothing.
 
         Raises:
             ConfigError: the tokens are unusable, or ``ttl`` is no number of seconds above 0.
@@ -382,8 +385,8 @@ class AsyncCache:
         batch's number, for ``ready`` and ``after`` of the leases' calls. A batch is over when the engine has ended it
         on every worker (``RankWorker``, ``EngineBatch.end``) and its events there have fired.
 
-        ``payload``: whatever the engine wants to tell its workers. ``leases``: those whose pages the batch reads; it
-        gets those of their loads that have not ended, for ``wait_layers``.
+        ``payload``: whatever the engine wants to tell its workers. ``leases``: those whose pages the batch reads. Those
+        of their loads that have not ended are sent with the batch, for ``wait_layers``.
 
         Raises:
             ConfigError: ``payload`` is not bytes, or has more than 8 MiB; or there are no ``workers``.
@@ -413,14 +416,14 @@ class AsyncCache:
     # the whole cache
 
     async def flush(self, timeout: float | None = None) -> Unsaved:
-        """Wait until everything published is on the host and in storage, and durable as far as the stores promise.
-        Returns how much could not be saved.
+        """Return when everything published is on the host and in storage, and durable as far as the stores promise.
+        Returns how many pages could not be saved.
 
         Cancelling it stops the waiting; backups that began go on.
 
         Raises:
             TimeoutError: ``timeout`` seconds went by.
-            BackendError: the store could not make it durable.
+            BackendError: a store could not make its pages durable.
             ConfigError: ``timeout`` is no number of seconds.
         """
         parts = self._ready()
@@ -437,9 +440,9 @@ class AsyncCache:
         ``name=``, or its scheme (of a backend that is given, its class; the caller closes what the caller made).
 
         ``options`` are added to the URL's. ``position``: 0 is the nearest of the stores, asked first; None: the
-        farthest. ``backfill``: what is on the host already is stored there too, a little at a time.
+        farthest. ``backfill``: pages that are on the host already are written to the new store, too, a few at a time.
 
-        Cancelling it, like failing, leaves everything as it was and nothing open.
+        If it is cancelled or fails, everything is as it was, and nothing stays open.
 
         Raises:
             ConfigError: the URL or an option is wrong, the name is taken, or there is no host tier.
@@ -455,13 +458,15 @@ class AsyncCache:
         return await parts.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
-        """Use a store no more, and close it, while requests go on. They compute what it cannot give them any more.
-        Without ``name``, this is the only store. Returns how much could not be saved before the store was detached.
+        """Use a store no more, and close it, while requests go on. They compute what the store cannot give them any
+        more. ``name``: may be left out if there is one store only. Returns how many pages were not saved when the store
+        was detached.
 
         ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
-        the store is detached at once. It returns when the store is closed, after the calls of it that are under way; if
-        a call hangs, that is the store's ``timeout`` later, for which no request waits. Cancelling it while it drains
-        leaves the store attached. Cancelling it later stops the waiting, and the store is closed by and by.
+        the store is detached at once. The call returns when the store is closed, which is after the store's calls that
+        are under way. If one of them hangs, it ends after the store's ``timeout``, and no request waits for that.
+        Cancelling it while it drains leaves the store attached. Cancelling it later stops the waiting, and the store is
+        closed all the same.
 
         Raises:
             ConfigError: there is no such store, or several and no name was given; or ``drain`` is neither a truth value
@@ -482,9 +487,9 @@ class AsyncCache:
         """Forget the namespace of ``extra_key``. From the moment of the call none of its pages are matched or fetched.
         Leases that hold some of them finish undisturbed and publish nothing.
 
-        Device and host forget everything. In storage, what the tree knows is deleted. Pages that the tree had evicted
-        stay there, out of reach of this cache, but a later process may find them: where that matters, change
-        ``extra_key`` or ``reset``. Cancelling it may leave stored pages undeleted.
+        Device and host forget the namespace. In storage, the pages that the tree knows are deleted. Pages that the tree
+        had evicted stay in storage, out of reach of this cache, but a later process may find them: where that matters,
+        change ``extra_key`` or call ``reset``. Cancelling it may leave pages on every tier, out of reach of this cache.
 
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
@@ -495,7 +500,8 @@ class AsyncCache:
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
 
-        Cancelling it leaves device and host empty and may leave storage as it was.
+        If it is cancelled while it waits for other calls that change the cache, no page is forgotten. Cancelling it
+        later leaves device and host empty, and may leave storage as it was.
 
         Raises:
             BackendError: storage could not be cleared.
@@ -560,8 +566,8 @@ class AsyncCache:
         return await explain(parts.core, parts.worker, parts.pools, space, as_key(tokens))
 
     def learned(self) -> Learned | None:
-        """Return what the eviction policy has learned so far; None if it learns nothing, like ``lru``. The call takes
-        some tenths of a millisecond of the loop. It may be made after closing, too."""
+        """Return what the eviction policy has learned so far; None if it learns nothing, like ``lru``. It takes some
+        tenths of a millisecond of the loop's time, and may be called after closing, too."""
         parts = self._opened()
         return parts.core.learned(parts.driver.clock())
 

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 OnEvent = Callable[[Notice], None]
 
 REMEMBERED = 1 << 14
+"""How many nodes that left the tree the core remembers, to tell why a request missed."""
 FREEZE_EVERY = 2048
+"""Commits from one freezing of the garbage collector's objects to the next, at least."""
 
 
 class CacheParts:
@@ -146,9 +148,10 @@ class CacheParts:
 
 class Freezer:
     """Moves the tree out of the garbage collector's sight every few thousand commits (a commit makes a node or two).
+    Without this, one full collection takes seconds at a million nodes.
 
-    The core makes no reference cycles, so nothing that is frozen would ever have been collected; without this, one full
-    collection takes seconds at a million nodes.
+    ``gc.freeze`` moves all objects of the process. The core makes no reference cycles, so of its objects none would
+    ever have been collected.
     """
 
     def __init__(self, commits: Callable[[], int]) -> None:

@@ -59,6 +59,6 @@ async def save(parts: CacheParts, limit: SavingLimit) -> None:
     try:
         await limit.keep(end_and_drain)
     except TimeoutError:
-        pass  # what is left unsaved stands in the report of the caller
+        pass  # the report of the caller says what is left unsaved
     except (CacheClosed, RankFailure):
         pass  # a task or a rank died meanwhile; the caller's report names the reason

@@ -1,5 +1,5 @@
-"""The only place where the runtime drives the core: guarded calls, plans performed, outcomes applied; and who waits for
-it, in order.
+"""The driver makes all core calls that change anything once the cache is open, performs their plans and applies
+outcomes. Here are also the tree lock, and the lines in which others wait for room.
 
 Nothing in this module waits; ``driving`` has the coroutines around it.
 
@@ -8,17 +8,17 @@ Laws:
 * A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
   give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
   evict or back up to the next holder.
-* Whoever takes the lock applies outcomes first: those that wait are applied before anything is decided on top of them.
+* Whoever takes the lock applies the outcomes that wait before anything else is decided.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
 * The tree lock is handed over first come, first served: ``release`` hands it to whoever has waited longest, and it is
   never free in between. So nobody overtakes, not even by ``take``. A waiter that is cancelled takes nothing; if it had
   been handed the lock by then, it passes it on.
-* Who waits for pages stands in a ``Line`` and holds nothing. Only its head may try, and nobody overtakes it. A place
-  keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes back to
-  the same position. Whatever may give pages back calls ``wake``: a release, an ack, a load that failed, a prefetch that
-  ended in whatever way, and somebody who leaves the line.
+* Who waits for pages stands in a ``Line`` and holds nothing. Only the first in line may try, and nobody overtakes. A
+  place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes
+  back to the same position. Whatever may give pages back calls ``wake``: a release, an ack, a load that failed, a
+  prefetch that ended in whatever way, and somebody who leaves the line.
 * Each waiter awaits a future of its own, so cancelling one never touches another. An operation that is not among
   ``ops`` has ended. When the cache closes, every waiter gets the reason.
 
@@ -83,7 +83,7 @@ class TreeLock:
         return f"TreeLock({'held' if self._held else 'free'}, {len(self._waiters)} waiting)"
 
     def locked(self) -> bool:
-        """True while somebody holds it."""
+        """Return True while somebody holds the lock."""
         return self._held
 
     def take(self) -> bool:
@@ -111,7 +111,7 @@ class TreeLock:
         """Hand the lock to the next waiter, or leave it free.
 
         Raises:
-            RuntimeError: nobody holds it.
+            RuntimeError: nobody holds the lock.
         """
         if not self._held:
             raise RuntimeError("the tree lock is released by somebody who does not hold it")
@@ -125,7 +125,7 @@ class TreeLock:
 
 
 class LinePlace:
-    """One waiter's place. ``signal`` is set while it sleeps."""
+    """One waiter's place in a line. ``signal``: while the waiter sleeps, the future that wakes it; else None."""
 
     __slots__ = ("signal", "ticket")
 
@@ -184,7 +184,7 @@ class Line:
         place.signal = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Something was given back: wake the head, which tries again."""
+        """Wake the first in line, which tries again: something was given back."""
         if self._places and (signal := self._places[0].signal) is not None and not signal.done():
             signal.set_result(None)
 
@@ -200,7 +200,8 @@ Waiter = asyncio.Future[Status]
 
 
 class Operations:
-    """The operations in flight, and the futures of those who wait for them; ``driving`` has the coroutines that do."""
+    """The operations in flight, and the futures of those who wait for them; ``driving`` has the coroutines that
+    wait."""
 
     def __init__(self) -> None:
         self._live: dict[int, list[Waiter]] = {}
@@ -247,7 +248,7 @@ class Operations:
         return waiter
 
     def unwatch(self, ops: Iterable[int], waiter: Waiter) -> None:
-        """The caller of ``watch`` does not need the future any more."""
+        """Forget ``waiter``, which ``watch`` returned for ``ops``."""
         for op in ops:
             waiters = self._live.get(op)
             if waiters is not None and waiter in waiters:
@@ -309,7 +310,7 @@ class Driver:
 
     @property
     def unapplied(self) -> int:
-        """How many outcomes wait to be applied, including those in the hands of the ack task."""
+        """How many outcomes wait to be applied, including those in the hands of the ack task. A nudge counts, too."""
         return len(self._in_hand) + self.acks.qsize()
 
     def post(self, outcome: Outcome) -> None:
@@ -337,8 +338,8 @@ class Driver:
             self.perform(self.locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
-        """The ack task has taken ``ack`` out of the queue, and waits for the lock with it. Whoever takes the lock first
-        applies it."""
+        """Note that the ack task has taken ``ack`` out of the queue, and waits for the lock. The next holder of the
+        lock, which may be another task, applies ``ack``."""
         self._in_hand.append(ack)
 
     def _take_acks(self) -> list[Outcome]:
@@ -377,8 +378,8 @@ class Driver:
             world.may_split = False
 
     def unlocked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make a core call that splits nothing, with or without the tree lock: somebody else may hold it between two of
-        its slices. The caller performs the plan before it awaits anything.
+        """Make a core call that splits nothing. The caller need not hold the tree lock; another task may hold it,
+        between two slices of a call of its own. The caller performs the plan before it awaits anything.
 
         Raises:
             CacheClosed: the core's books may be wrong, and ``call`` was not made.
@@ -399,9 +400,9 @@ class Driver:
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """Make a core call as ``unlocked`` does, for what a holder of pins or pages must always be able to do: it is
-        never refused. If the core's books may be wrong, the call is not made, and the plan that is returned is
-        empty."""
+        """Make a core call as ``unlocked`` does, by which a holder of pins or pages gives them back. This must always
+        be possible, so it never raises ``CacheClosed``: if the core's books may be wrong, the call is not made, and
+        the plan that is returned is empty. Whatever ``call`` raises closes the cache."""
         if self.broken:
             return EMPTY
         try:
@@ -503,7 +504,7 @@ class Driver:
     def _why(self, cause: BaseException | None) -> str:
         if cause is None:
             return "the cache is closed"
-        what = "the cache's books may be wrong" if self.broken else "a worker died"
+        what = "the cache's books may be wrong" if self.broken else "a task of the cache died"
         return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:

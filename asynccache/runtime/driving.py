@@ -77,8 +77,9 @@ async def drive(
     """Take the lock, apply outcomes, make the core call ``call`` in slices, and return its answer. ``done`` is called
     with the answer under the lock, and performs its plan.
 
-    If the lock is free and one slice suffices, nothing is waited for. If it is cancelled before the first slice, no
-    core call is made; later, the call is finished first, and ``done`` is called. ``check``: as in ``slices``.
+    If the lock is free and one slice suffices, nothing is waited for. If ``drive`` is cancelled before the first slice,
+    ``call`` is not made. If it is cancelled later, ``call`` is finished first, and ``done`` is called. ``check``: as in
+    ``slices``.
     """
     if not driver.lock.take():
         await acquire(driver.lock)
@@ -150,4 +151,4 @@ async def all_ended(operations: Operations, ops: Iterable[int]) -> list[Status]:
         for op, waiter in watched:
             operations.unwatch((op,), waiter)
             if not waiter.cancel() and not waiter.cancelled():
-                waiter.exception()  # asyncio complains of errors nobody looked at; the first was raised
+                waiter.exception()  # else asyncio complains of an error that nobody has looked at

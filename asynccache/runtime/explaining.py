@@ -1,5 +1,5 @@
-"""The explanation of a prompt over all tiers, where its pages are: the core's answer, and what the store says of the
-rest. Reads only."""
+"""Explains where the pages of a prompt are, over all tiers: the core's answer, and what the stores say of the pages
+that the tree does not know. Reads only."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class Where(Enum):
 
 
 class Span(NamedTuple):
-    """Tokens ``start`` to ``stop``, all in one place. ``states``: by component, its state on device and host, as far as
-    the tree knows these tokens; ``pinned``: by how many, FULL on device and host. ``stored``: in storage as well.
-    ``judged``: what an eviction policy that learns thinks of FULL, its age to a tenth of a second; else None."""
+    """Tokens ``start`` to ``stop``, of which all is the same. ``where``: the nearest tier that has them. ``states``: by
+    component, its state on device and host; empty if the tree does not know these tokens. ``pinned``: how many pins
+    FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is known. ``judged``:
+    how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not, like ``lru``."""
 
     start: int
     stop: int
@@ -51,11 +52,12 @@ class Span(NamedTuple):
 
 class Explained(NamedTuple):
     """The places of a prompt's pages over all tiers, in tokens. ``tokens``: the prompt; ``length``: its whole pages.
-    ``device``, ``host``, ``storage``: how far a match would reach with what the device has, with the host, and with
-    storage (at least: a window that begins on the host and ends in storage is not put together here). ``loads``: pages
-    by component that the match would bring from the host. ``ends``: what ends the match on device and host, ``why`` in
-    words; ``fetch``: what a prefetch would do. ``learned``: what the eviction policy ``policy`` has learned from all
-    requests, whatever their prompts; None where it learns nothing."""
+    ``device``, ``host``, ``storage``: how far a match would reach with what the device has, with the host's pages, too,
+    and with those of storage (at least: a window that begins on the host and ends in storage is not put together here).
+    ``loads``: how many pages the match would bring from the host, by component. ``ends``: the component that ends the
+    match on device and host; None if it is not cut short. ``why``: the reason in words. ``fetch``: what a prefetch
+    would do, in words. ``learned``: what the eviction policy ``policy`` has learned from all requests, whatever their
+    prompts; None if it learns nothing."""
 
     tokens: int
     length: int
@@ -71,8 +73,8 @@ class Explained(NamedTuple):
     learned: Learned | None
 
     def plain(self) -> dict[str, Any]:
-        """Return the explanation as values that JSON has. ``learned`` is in short, at a few ages; it, ``policy`` and
-        ``judged`` are left out where they say nothing."""
+        """Return the explanation as values that JSON has. ``learned`` is given in its short form (``learning``).
+        ``learned``, ``policy`` and ``judged`` are left out if the policy learns nothing."""
         values = self._asdict()
         policy, learned = values.pop("policy"), values.pop("learned")
         values["spans"] = [_plain_span(span) for span in self.spans]
@@ -108,7 +110,7 @@ async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: byt
 async def _stored(
     core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
 ) -> dict[str, bytes]:
-    """Return by pool what the stores say of every page of the prompt."""
+    """Return a ``Result`` for every page of the prompt, as bytes for each pool."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
     whole = hashes[: found.length // core.config.page_size * HASH_BYTES]
     asked = [StoreQuestion(name, whole) for name, _ in pools.named()]
@@ -116,7 +118,7 @@ async def _stored(
 
 
 def _of_full(pools: PoolLayout, present: Mapping[str, bytes]) -> list[int]:
-    """Return what is known of every page of FULL, all pools that FULL consists of taken together."""
+    """Return a ``Result`` for every page of FULL, all pools that FULL consists of taken together."""
     parts = [present[spec.name] for spec in pools.lead if spec.name in present]
     return [int(Result.FAILED) if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
 

@@ -1,11 +1,12 @@
 """One fetch: storage to host, from the first question to commit or revoke.
 
-ask what is there -> FULL pages in batches -> the final end -> FULL's sidecars -> auxiliary components with theirs, by
-the end that all before left -> commit, or revoke.
+The steps: ask what is there; read FULL pages, some at a time; find the end that they allow; read FULL's sidecars; read
+the auxiliary components and their sidecars, for the end that is left; commit, or revoke.
 
 Laws:
-* Which pages the stores have is asked once and noted (``_present``). Whenever the end has to move, for want of room on
-  the host, a page that failed or a stop, it becomes the longest shorter end at which every pool has what it needs.
+* Which pages the stores have is asked once and noted (``_present``). Whenever the end has to move (there is no room on
+  the host, a page failed, or the fetch is to stop), it becomes the longest shorter end at which every pool has what it
+  needs.
 * No slot is given back before the I/O that uses it has let go.
 * A fetch commits what it has read under the tree lock, as a lease does. Where another operation must end first (a
   backup of the same pages), it waits for that without the lock, and tries again.
@@ -37,7 +38,9 @@ BATCH_PAGES = 128
 
 
 class Fetch:
-    """An open prefetch operation. ``sharers``: the handles it serves; ``end``: how far it was committed, in tokens."""
+    """A prefetch operation, from its opening to commit or revoke. ``sharers``: the prefetches that it serves. ``wish``:
+    theirs, taken together. ``cut``: why it got less than storage had. ``end``: how far it was committed, in tokens; 0
+    before, or if it was revoked. ``threshold``: how many tokens it must add to be committed, at least."""
 
     def __init__(
         self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, op: int, shape: PrefetchShape,
@@ -76,8 +79,8 @@ class Fetch:
             self.wish = Wish.CANCEL
 
     def told(self, handle: Prefetch) -> None:
-        """``handle``, one of the sharers, has changed its wish. A stop holds for all of them, a cancellation for itself
-        alone."""
+        """Act on the wish of ``handle``, one of the sharers, which has changed. A stop holds for all sharers, a
+        cancellation for ``handle`` alone."""
         if handle.wish is Wish.CANCEL:
             self.leave(handle)
             if self.sharers:
@@ -96,7 +99,8 @@ class Fetch:
                 self._close(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
 
     async def _transfer(self, chain: Chain, key: bytes) -> int:
-        """Read every page that a match of the returned length, in tokens, needs; 0 if no end is worth it."""
+        """Read pages, and return the end of a match, in tokens, that has all pages it needs; 0 if no such end is worth
+        it."""
         self._hashes = await chain.extend(key)
         await self._ask()
         end = self._usable(self.shape.length)
@@ -130,7 +134,8 @@ class Fetch:
     # asking
 
     async def _ask(self) -> None:
-        """Ask the stores which pages they have, up to the first page of FULL that they lack."""
+        """Ask the stores which pages they have: FULL's, up to the first one that they lack or a stop, and the auxiliary
+        pages up to there."""
         first, last = self._pages_of(self.shape.anchor), self._pages_of(self.shape.length)
         full_end = first
         while full_end < last and self.wish is Wish.RUN:
@@ -167,7 +172,7 @@ class Fetch:
                 self._present[spec.name][page] = result == Result.HIT
 
     def _look_at(self, results: bytes) -> None:
-        """Note damage or failure of the store in ``cut``; that a page is not there is neither."""
+        """Note in ``cut`` if a page was damaged or a store failed. A page that is not there is neither."""
         if Result.CORRUPT in results:
             self.cut = Cut.CHECKSUM
         elif Result.FAILED in results:
@@ -203,7 +208,7 @@ class Fetch:
 
     async def _fetch_sidecars(self, end: int) -> int:
         """Read the sidecars of FULL, whose own pages up to ``end`` have been read. Returns how far it got, in tokens.
-        Only a stop that comes meanwhile ends it: one that came before has shortened ``end`` already."""
+        Only a stop that comes meanwhile ends the reading: an earlier stop has shortened ``end`` already."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
         return await self._read(self._pools.follow, page, last) * self.shape.page_size
 
@@ -228,8 +233,8 @@ class Fetch:
         return min((pages.stop, *(page for missing in failed for page in missing)))
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
-        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. Returns False if one failed, which
-        ``_present`` then says."""
+        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. Returns False if a page failed; it is
+        noted in ``_present`` then."""
         wanted = {c: needed_pages(self.shape, c, end) for c in aux}
         reads = [(spec, wanted[c], slots) for c, slots in aux.items() for spec in self._pools.of[c]]
         return not any(await self._get(reads, run=False))
@@ -248,8 +253,8 @@ class Fetch:
                 for (spec, pages, _), results in zip(reads, answers, strict=True)]  # fmt: skip
 
     def _got(self, spec: PoolSpec, pages: Sequence[int], results: bytes) -> list[int]:
-        """Count what was read of one pool, and return the pages that failed. ``results``: one for each of the first
-        ``pages``."""
+        """Count what was read of one pool, and return the pages that failed. ``results``: one for each page that was
+        read, which are the first of ``pages``."""
         self._look_at(results)
         failed = [page for page, result in zip(pages, results, strict=False) if result != Result.HIT]
         for page in failed:
@@ -273,7 +278,7 @@ class Fetch:
         return await drive(self._driver, call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
-        """Hang the pages up to ``end`` into the tree. Cancelling it has committed everything or nothing."""
+        """Hang the pages up to ``end`` into the tree. Cancelling it commits everything or nothing."""
         driver = self._driver
         await asyncio.sleep(0)  # a store in memory answers at once: prefetches that came in the same turn join first
         while True:
@@ -285,8 +290,8 @@ class Fetch:
             await first_ended(driver.ops, blockers)
 
     def _try_to_commit(self, end: int) -> Sequence[int]:
-        """Under the lock: hang the pages up to ``end`` into the tree. Returns nothing if that is done; else nothing has
-        changed, and one of the operations that are returned must end first."""
+        """Under the lock: hang the pages up to ``end`` into the tree, and return no operations. If another operation
+        must end first, nothing changes; returned are the operations of which one has to end before the next attempt."""
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
         holders = [sharer.ticket for sharer in self.sharers]
         answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
@@ -314,5 +319,5 @@ class Fetch:
 
 
 def _batch(specs: Sequence[PoolSpec]) -> int:
-    """Return how many pages are read before the fetch looks again whether it was told to stop."""
+    """Return how many pages of each of ``specs`` are read before the fetch looks again whether it was told to stop."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, sum(spec.bytes_per_page for spec in specs))))

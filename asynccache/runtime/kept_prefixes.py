@@ -91,7 +91,7 @@ class KeptPrefixes:
         return kept
 
     def release(self, kept: Kept, lease: CoreLease) -> None:
-        """Called by ``Kept.release``."""
+        """Unpin ``kept``, whose pins ``lease`` has. For ``Kept.release`` alone."""
         self._kept.discard(kept)
         del self._parts.holders[kept]
         self._driver.release(lease)

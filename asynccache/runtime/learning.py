@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from asynccache.core.eviction import Learned
 
 AGES = (1.0, 10.0, 60.0, 600.0, 3600.0)
-"""The ages, in seconds, that the short form tells of."""
+"""The ages, in seconds, that the short form has."""
 _SHORT = ("1 s", "10 s", "1 min", "10 min", "1 h")
 
 
 class LearnedKind(NamedTuple):
     """One kind of page. ``blocks``: blocks of 512 tokens that the curve was learned from, faded with time. ``again``:
-    for each of ``AGES``, the share of them that is used again before that age, 0 to 1. ``worth``: what a block is worth
-    when it is so old; the policy evicts what is worth least."""
+    for each of ``AGES``, the share of these blocks that is used again before that age, 0 to 1. ``worth``: for each of
+    ``AGES``, what a block of that age is worth; the policy evicts what is worth least."""
 
     name: str
     blocks: float

@@ -1,13 +1,13 @@
-"""A request's hold on the cache, as an async context manager.
+"""A lease: what one request has of the cache, as an async context manager.
 
 Laws:
 * All or nothing: entering takes everything or holds nothing, whatever interrupts it.
 * ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
-* Nothing is published below pages that may yet fail, and no slot is free while the engine may still touch it.
-* A lease that holds something and is dropped gives it back, by a call of the loop's own, and warns.
+* Nothing is published below pages whose load may still fail, and no slot is free while the engine may still touch it.
+* A lease that is dropped without being released warns, and the loop gives back what it held.
 * A lease's commits are made in the order of the calls. A backup waits for the ``ready`` batch of the pages that it
-  copies: the engine's part of the runtime hears of that batch before the commit's plan is performed.
+  copies: ``EngineBatches`` hears of that batch before the commit's plan is performed.
 * A commit may find that the tree has some pages already. The lease's own copies of these are *duplicates*. They are
   free once the engine uses the new page table and has let go of the old one (``adopt``).
 """
@@ -58,13 +58,13 @@ class Hits(NamedTuple):
 
 
 Taken = tuple[CodeType, int]
-"""Where a lease was taken: a function, and how far in its bytecode. Its line is looked for when it is to be told: that
-takes some µs in a long function."""
+"""The place in the code where a lease was taken: a function, and an offset in its bytecode. The number of the line is
+worked out only for a warning, since that takes some µs in a long function."""
 
 
 class Publishing:
     """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
-    may not be over, and the duplicates that wait to be adopted. ``order``: one commit after the other."""
+    may not be over, and the duplicates that wait to be adopted. ``order``: a lock, for one commit after the other."""
 
     __slots__ = ("_chain", "_core", "_key", "_parts", "_ready", "_retiring", "_space", "order")
 
@@ -212,11 +212,11 @@ class Lease:
     async def __aenter__(self) -> Lease:
         """Match, wait for pages in line, reserve, start load_back, pin.
 
-        Cancelling it at any point leaves the cache as if it had never been called.
+        Cancelling it at any point leaves nothing reserved or pinned for this lease.
 
         Raises:
             CacheFull: the pages can never be had, or not now and ``wait`` is False.
-            TimeoutError: ``timeout`` seconds went by in line.
+            TimeoutError: ``timeout`` seconds went by while the lease waited for its prefetch or in line.
             CacheClosed: the cache is closed.
             RuntimeError: it would have to wait, and this task holds a lease already.
             RankFailure: a rank was lost, which has ended the cache.
@@ -242,7 +242,8 @@ class Lease:
         return self
 
     def _renew_namespace(self) -> None:
-        """Namespaces were invalidated since the lease was asked for. It enters the one that has its name now."""
+        """Let the lease enter the namespace that has its ``extra_key`` now: some were invalidated since it was
+        made."""
         namespaces = self._parts.namespaces
         self._since = namespaces.changes
         self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
@@ -274,7 +275,8 @@ class Lease:
 
         ``after``: an event behind the engine's work on these pages; own pages are retiring, not free, until it has
         fired, and later loads into any of them wait for it on the device. It is an event of the cache's device or, on a
-        GPU, a ``torch.cuda.Event`` or a ``cupy.cuda.Event``. ``ended``: this conversation will not come back.
+        GPU, a ``torch.cuda.Event`` or a ``cupy.cuda.Event``. In a cache with ``workers`` it is the number of a batch.
+        ``ended``: True if this conversation will not come back.
 
         Raises:
             ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
@@ -290,8 +292,8 @@ class Lease:
         _give_back(parts, self._core, self._publishing if batch is None else self._commits(), batch, ended)
 
     def __del__(self) -> None:
-        """Have the loop give back what the lease holds. Python finds the garbage in any thread and at any moment, also
-        within a call of the core."""
+        """Have the loop give back what the lease holds. The garbage collector calls this in any thread and at any
+        moment, also within a call of the core."""
         parts = self._parts
         if self._state is not HELD or parts.driver.closed is not None:
             return
@@ -305,7 +307,7 @@ class Lease:
             )  # fmt: skip
 
     def abort(self) -> None:
-        """Give up: out of the line, where the task that waits to enter is cancelled, or ``release``. Idempotent,
+        """Give up: cancel the task that waits to enter the lease, or release a lease that was entered. Idempotent,
         synchronous."""
         self._parts.driver.check_thread()
         entering, self._entering = self._entering, None
@@ -320,7 +322,7 @@ class Lease:
         return self._core
 
     def _commits(self) -> Publishing:
-        """Return the part that the commits of this lease share. It is made when it is first needed."""
+        """Return the ``Publishing`` of this lease, which is made when it is first needed."""
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
@@ -401,7 +403,8 @@ class Lease:
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
-        """An operation that is not in flight any more is DONE, unless it failed or the cache is closed."""
+        """Raise ``LoadFailed`` if a load of ``core`` has failed. If the cache is closed and ``core`` has loads, raise
+        why it is closed: nobody knows then what has arrived."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
         if core.loads and self._parts.driver.closed is not None:
@@ -430,12 +433,13 @@ class Lease:
         """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of every page is there. On a GPU
         that is a stream of torch or cupy, or anything with ``__cuda_stream__``; elsewhere a ``Stream`` of the device.
 
-        Does not block the host for longer than it takes to hand the load to the driver, and does not tell of a failed
-        load: ``loaded()`` does, before anything is published.
+        The call does not block for longer than it takes to hand the load to the GPU's driver. It does not tell of a
+        failed load: ``loaded()`` does, before anything is published.
 
         Raises:
             ConfigError: ``stream`` is no stream, or the model has no layer ``i``.
-            AsyncCacheError: the driver refused (a stream of another GPU, one that is captured): nothing was ordered.
+            AsyncCacheError: the GPU's driver refused (a stream of another GPU, one that is captured); ``stream`` does
+                not wait.
         """
         self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
 
@@ -448,11 +452,11 @@ class Lease:
     async def extend(self, tokens: int, states: int = 0, wait: bool = False) -> Pages:
         """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the lease has. Returns the new page table.
 
-        ``wait``: for backups to the host that are making room, never for what another lease holds. Cancelling it
-        leaves the old reservation, or the new one if it was granted already.
+        ``wait``: True to wait for backups to the host that are making room; what another lease holds is never waited
+        for. Cancelling it leaves the old reservation, or the new one if it was granted already.
 
         Raises:
-            CacheFull: not now.
+            CacheFull: there is no room now.
             ConfigError: an argument is unusable; nothing was reserved.
         """
         core, parts, driver = self._held(), self._parts, self._parts.driver
@@ -475,11 +479,12 @@ class Lease:
             await first_ended(driver.ops, answer.ops)
 
     def advance(self, position: int, after: object | None = None) -> None:
-        """All tokens before ``position`` are computed, and the next one is computed there: pages and pins that its
-        window leaves behind go back. To be called between two steps, of prefill (after the commit) and decoding alike.
+        """Give back the pages and pins that the sliding window leaves behind: all tokens before ``position`` are
+        computed, and the next one is computed there. To be called between two steps, of prefill (after the commit) and
+        decoding alike.
 
-        ``after``: an event (see ``release``) behind the engine's last work that reads them; loads into them wait for it
-        on the device.
+        ``after``: an event (see ``release``) behind the engine's last work that reads these pages; loads into them wait
+        for it on the device.
 
         Raises:
             ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
@@ -491,7 +496,8 @@ class Lease:
         driver.perform(driver.unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
-        """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
+        """Give back the lease's own pages that lie wholly beyond ``length`` tokens, such as those of speculative tokens
+        that were rejected.
 
         ``after``: as for ``advance``.
 
@@ -515,14 +521,16 @@ class Lease:
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> Pages:
         """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
-        ``release``) fires. Returns the page table that the engine uses from now on: others may have published some of
-        these pages before, and then theirs are in it.
+        ``release``) fires. Returns the page table that the engine uses from now on. If others have published some of
+        these pages before, the table has theirs. If the namespace was invalidated since the lease was entered, nothing
+        is published, and the table is as it was.
 
-        ``checkpoint``: (position in whole pages, slot out of ``states``) of a MAMBA state. Cancelling it either
-        publishes everything or nothing.
+        ``checkpoint``: the position of a MAMBA state (tokens, whole pages), and its slot, which is one of ``states``.
+        Cancelling it publishes everything or nothing.
 
         Raises:
-            LoadFailed: pages below were never loaded.
+            LoadFailed: a load of the lease failed.
+            CacheClosed: the cache is closed.
             ConfigError: ``tokens`` do not continue what the lease holds, or the checkpoint's position is not the end of
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
                 published, and ``ready`` was not taken.
@@ -542,8 +550,8 @@ class Lease:
             return self.pages
 
     def _still_valid(self) -> bool:
-        """Return True if the lease's namespace was not invalidated since it was made. Otherwise the lease finishes
-        undisturbed and publishes nothing."""
+        """Return True if the lease's namespace was not invalidated since the lease was entered. Otherwise the lease
+        finishes undisturbed and publishes nothing."""
         return self._parts.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
@@ -559,7 +567,7 @@ class Lease:
     def commit_threadsafe(
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
-        """Call ``commit`` from an engine's worker thread. Returns a future of its result or its error.
+        """Call ``commit`` from another thread. Returns a future of its result or its error.
 
         Raises:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
@@ -569,8 +577,8 @@ class Lease:
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
-        """Call ``release`` from an engine's worker thread. It takes effect soon, behind the commits that were handed
-        over before it.
+        """Call ``release`` from another thread. It takes effect soon, behind the commits that were handed over before
+        it.
 
         Raises:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.
@@ -601,8 +609,8 @@ def _give_back(
     parts: LeaseParts, core: CoreLease, publishing: Publishing | None, after: BatchInFlight | None = None,
     ended: bool = False,
 ) -> None:
-    """Give back all that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its
-    commits."""
+    """Give back all that a lease holds. ``publishing``: that of the lease; it may be None if ``after`` is None and the
+    lease has made no commit."""
     del parts.holders[core]
     if publishing is None:
         parts.driver.release(core, ended)

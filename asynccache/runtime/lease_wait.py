@@ -1,12 +1,12 @@
-"""How a lease gets its pages: it waits for its prefetch as the policy says, stands in line, and tries until it is
-granted.
+"""The wait of a lease for its pages. The lease waits for its prefetch as the policy says, stands in line, and tries
+until it is granted.
 
 Law: who waits holds nothing. A lease that has to wait for its prefetch (to its end under wait_complete, until the
 deadline under timeout) waits beside the line, so that it blocks nobody. Then it joins the line with the ticket that it
-drew on arrival. At the head, once its pages could be granted, a prefetch that still runs is told to stop: under
-best_effort, and under timeout after the deadline. The prefetch ends with the store's call that is in flight. If the
-store does not answer within ``GRACE`` seconds, or refuses calls by now, the lease is granted without the prefetch,
-whose pages go back when the store has let go of them.
+drew on arrival. When it is the first in line and its pages could be granted, a prefetch that still runs is told to
+stop: under best_effort, and under timeout after the deadline. The prefetch ends with the store's call that is in
+flight. If the store does not answer within ``GRACE`` seconds, or refuses calls by now, the lease is granted without the
+prefetch, whose pages go back when the store has let go of them.
 
 The parts of a cache that its leases share are ``LeaseParts``. Mutable state: ``holders``, which has the core's leases,
 each with the task to which it was granted, and the prefixes that are kept. ``holders`` keeps neither a request's
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asynccache.runtime.supervisor import Supervisor
 
 GRACE = 0.5
+"""Seconds that a lease waits for a prefetch that it has told to stop."""
 
 Granted = Callable[[Grant], None]
 
@@ -48,7 +49,7 @@ def ask_for(
     parts: LeaseParts, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
     swa_chunk: object, shorter: object, shared_tokens: object,
 ) -> LeaseRequest:  # fmt: skip
-    """Check the arguments of a lease, and return the request to the core, which stays the same until the lease is over.
+    """Check the arguments of a lease, and return the request for the core.
 
     Raises:
         ConfigError: an argument is unusable; the message names it and its value.
@@ -69,6 +70,7 @@ def ask_for(
 
 
 CHECKPOINTS = 2
+"""How many MAMBA slots for checkpoints a lease has if it does not say; one more is its working copy."""
 
 
 class LeaseParts:
@@ -125,7 +127,7 @@ class LeaseParts:
 
 
 class GrantAttempt(Enum):
-    """The result of one attempt at the head of the line."""
+    """The result of one attempt to get a lease granted."""
 
     GRANTED = "the lease holds everything"
     NOT_YET = "wait for something to be given back"
@@ -136,7 +138,7 @@ class LeaseWait:
     """The wait of one lease until it is granted: for a prefetch, for the tree lock, for pages.
 
     ``handle``: the lease's prefetch; None: it has none. ``arrival``: what the tiers held when the lease came; None:
-    that was not looked up.
+    nobody looked. ``wait``, ``timeout``: as in ``AsyncCache.lease``.
     """
 
     def __init__(
@@ -161,7 +163,14 @@ class LeaseWait:
 
     async def run(self, granted: Granted) -> None:
         """Wait until the lease is granted, and call ``granted`` with the grant. Cancelling it gives up the place in
-        line, and the prefetch if the lease has begun it itself."""
+        line, and the prefetch if the lease has begun it itself.
+
+        Raises:
+            CacheFull: the pages can never be had, or not now and ``wait`` is False.
+            TimeoutError: ``timeout`` seconds went by.
+            RuntimeError: see ``_stay``.
+            CacheClosed: the cache is closed.
+        """
 
         def entered(grant: Grant) -> None:
             granted(grant)
@@ -224,8 +233,8 @@ class LeaseWait:
 
     async def _stopped(self, handle: Prefetch) -> None:
         """Return when ``handle``, which was told to stop, has ended, or this lease has given it up after ``GRACE``
-        seconds. If the stores refuse calls, the lease gives it up at once: else those in line would wait for one call
-        that hangs after the other."""
+        seconds. If the stores refuse calls, the lease gives it up at once: else those in line would wait for one
+        hanging call after the other."""
         try:
             async with asyncio.timeout(0.0 if self._parts.worker.shut else GRACE):
                 await handle
@@ -234,7 +243,7 @@ class LeaseWait:
             handle.give_up()
 
     async def _turn(self, granted: Granted) -> GrantAttempt:
-        """Make an attempt, under the lock."""
+        """Make one attempt, under the lock."""
         if self._line.must_wait(self.ticket):
             return GrantAttempt.NOT_YET
         if self.handle is not None and not self.handle.done() and not self._gave_up:
@@ -242,7 +251,9 @@ class LeaseWait:
         return await self._try(granted)
 
     async def _probe(self, handle: Prefetch) -> GrantAttempt:
-        """Find out, without granting anything, if the pages could be granted; if so, tell the prefetch to stop."""
+        """Find out whether the pages could be granted without loading anything, and keep none of them. If they could,
+        tell the prefetch to stop. For a lease that does not wait nothing is found out: its prefetch is told to stop if
+        the policy allows that."""
         if not self._wait:
             if self._parts.prefetching.may_stop(handle):
                 handle.tell(Wish.STOP)
@@ -278,7 +289,7 @@ class LeaseWait:
 
         Raises:
             CacheFull: the lease is not to wait, or nothing is under way that could end its waiting.
-            RuntimeError: this task holds a lease, and what it would wait for may be what it holds.
+            RuntimeError: this task holds a lease, whose pages may be those that it would wait for.
         """
         if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")

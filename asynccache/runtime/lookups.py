@@ -1,9 +1,10 @@
 """Counters of the tokens that requests found, and of the reasons why they did not find the rest. Plain integers,
-counted once for every lease that gets in.
+counted once for every lease that is granted.
 
-A prompt's whole pages but the last token are wanted. Those that are cached count for the tier that had them at arrival.
-The others count for one reason each: where FULL reaches further than the match, for what cut it short; from where the
-tree ends on, for what became of that first page, and if storage may have had it, for why it was not fetched.
+Wanted are the whole pages of a prompt without its last token. Wanted tokens that are cached count for the tier that had
+them when the request arrived. All others count for a reason. Tokens up to which FULL reaches, but not the match, count
+for what cut the match short. Tokens behind the end of the tree count for what became of the first page there. If a
+prefetch might have brought that page, and it is known why it did not, they count for that reason instead.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ _SHORT = {
 
 
 class LookupStats(NamedTuple):
-    """Leases that got in, the tokens that they wanted, by tier those they found, and by reason those they did not;
-    ``missed_requests``: how many leases missed any for that reason."""
+    """Counters of leases that were granted. ``requests``: how many. ``tokens``: how many they wanted. ``hits``: tokens
+    that they found, by tier. ``misses``: tokens that they did not find, by reason. ``missed_requests``: how many leases
+    missed any tokens for that reason."""
 
     requests: int
     tokens: int
@@ -84,7 +86,7 @@ class Lookups:
         )  # fmt: skip
 
     def count(self, lease: CoreLease, ask: LeaseRequest, found: tuple[int, int, int], handle: Prefetch | None) -> None:
-        """Count a lease that got in. ``found``: cached tokens by the tier that had them, as ``Lease.hits``."""
+        """Count a lease that was granted. ``found``: cached tokens by the tier that had them, as ``Lease.hits``."""
         wanted = ask.limit // self._size * self._size
         device, host, storage = found
         self.requests += 1
@@ -125,7 +127,7 @@ class Lookups:
             return Miss.PREFETCH_TOO_LATE
         status = handle.result.status if handle.result is not None else PrefetchStatus.CANCELLED
         if status is PrefetchStatus.COMPLETE:
-            return Miss.NO_HOST_ROOM  # all that its quota of the host allowed
+            return Miss.NO_HOST_ROOM  # it has brought all that its share of the host allowed
         if status is PrefetchStatus.SKIPPED and gone is Gone.STORED:
             return Miss.PREFETCH_TOO_SHORT
         return _GONE[gone]

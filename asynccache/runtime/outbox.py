@@ -1,4 +1,4 @@
-"""Backups to storage on their way to the worker, and the limits that they keep to.
+"""The backups to storage that wait for the worker or are in its hands, and the limits that they keep to.
 
 Laws:
 * No request waits for a store to write. Whatever waits for storage is pinned on the host, so its amount is bounded for
@@ -13,8 +13,8 @@ Laws:
 * While storage is being cleared no backup begins: all wait until the last clearing is over. A page that is published
   after the tree was forgotten is written after the store was cleared. Written before, it would be cleared with the
   rest, and its node would still say that it is stored.
-* A backup that waits when the tree is forgotten is never written, for its page would be found under the old key. The
-  core starts no more of those once their namespace is dead.
+* A backup that waits when the tree is forgotten is never written: the keys stay the same, so its page would be found
+  again. The core starts no more backups of a namespace that is dead.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ from asynccache.worker.contract import Worker
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import StageMeter
 
-WORKERS = 16  # a batch takes several turns of a busy loop, so few in flight leave the store idle where pages are small
+WORKERS = 16
+"""How many batches may be in flight. A batch takes several turns of a busy loop, so with fewer batches the store would
+be idle where pages are small."""
 BATCH_OPS = 16
 BATCH_PAGES = 128
+"""How many operations, and how many pages of all components, a batch has at most. A larger operation is a batch by
+itself."""
 PATIENCE = 0.1
 TOO_LATE = 1.0
 
 
 class QueuedBackup(NamedTuple):
-    """A queued backup. ``at``: when the effect was queued, by the outbox's clock."""
+    """A queued backup. ``at``: when it was queued, in seconds of the outbox's clock."""
 
     effect: BackupStorage
     at: float
@@ -87,7 +91,7 @@ class Backlog:
         self.remove(effect)
 
     def remove(self, effect: BackupStorage) -> None:
-        """Note that ``effect`` leaves the queue without having been in flight."""
+        """Note that ``effect`` holds its slots no more."""
         for pages in effect.pages:
             self._held[pages.component] -= len(pages.slots) // SLOT_BYTES
 
@@ -95,8 +99,9 @@ class Backlog:
 class Outbox:
     """A queue of ``BackupStorage`` effects. ``WORKERS`` tasks run ``run``, and each has one batch in flight.
 
-    ``post``: called with the outcome of every effect. ``late``: called with True when the first batch is late, and with
-    False when none is any more. ``clock``: returns seconds, for latencies; what is late the loop's clock decides.
+    ``post``: called with the outcome of every effect. ``late``: called with True when a batch is late, and with False
+    when a later batch has ended in time and none that is late is still being written. ``clock``: returns seconds, for
+    latencies; what is late the loop's clock decides.
     """
 
     def __init__(
@@ -145,7 +150,7 @@ class Outbox:
         self._clearings += 1
 
     def outdate(self) -> None:
-        """The tree is being forgotten. The backups that wait belong to that tree, so they fail."""
+        """Let the backups that wait fail: the tree that they belong to is being forgotten."""
         for queued in self._inbox.take():
             self.backlog.remove(queued.effect)
             self._post(Outcome(queued.effect.op, Status.FAILED))
@@ -178,7 +183,7 @@ class Outbox:
         return True
 
     def _take(self) -> list[QueuedBackup]:
-        """The operations of the next batch, taken from the queue; none, if too much is in flight."""
+        """Take the backups of the next batch from the queue, and return them; none if too much is in flight."""
         pages = ops = 0
 
         def wanted(queued: QueuedBackup) -> bool:
@@ -239,5 +244,5 @@ class Outbox:
 
 
 def _pages_of(effect: BackupStorage) -> int:
-    """The slots of ``effect``, over all components."""
+    """Return how many slots ``effect`` has, over all components."""
     return sum(len(pages.slots) for pages in effect.pages) // SLOT_BYTES

@@ -1,14 +1,14 @@
-"""One request's prefetch, which users have as a ``PrefetchHandle``, and the pages that it claims once it has ended.
+"""One request's prefetch, which users have as a ``PrefetchHandle``, and its claim on pages once it has ended.
 
 Laws:
 * A prefetch has a *wish*: to run, to stop, or to be cancelled. The fetch that serves it looks at the wish between two
   I/Os and acts on it then, so no buffer is given back while I/O still owns it.
-* A prefetch that has ended has a claim on the pages that the host has, until its lease is granted.
-* Prefetches of the same pages share one fetch. Any of them may stop it: it keeps what it has, and the others fetch the
-  rest. Only the last one that shares it can cancel it.
+* A prefetch that has ended without being cancelled has a claim: the pages of its prompt that the host has stay there.
 * A claim ends when the lease that was given the handle is granted, when the handle is cancelled, when nobody refers to
   the handle any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
   earlier, for want of room.
+* Prefetches of the same pages share one fetch. Any of them may stop the fetch: what it has read is committed, and the
+  others fetch the rest. The fetch is cancelled when the last prefetch that shares it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 class PrefetchStatus(Enum):
-    """How a prefetch ended."""
+    """How a prefetch ended. COMPLETE: with all pages that it was to bring. PARTIAL: with some of them. MISS: with none.
+    SKIPPED: it fetched nothing, for the ``reason`` in its result. CANCELLED: it was given up, or the cache was
+    closed."""
 
     COMPLETE = "complete"
     PARTIAL = "partial"
@@ -41,7 +43,7 @@ class PrefetchStatus(Enum):
 
 class PrefetchResult(NamedTuple):
     """The result of a prefetch. ``tokens``: how many tokens storage added to what host and device held when the
-    prefetch was asked for."""
+    prefetch was asked for. ``reason``: why it was skipped, stopped or cancelled; may be empty."""
 
     status: PrefetchStatus
     tokens: int
@@ -95,8 +97,8 @@ class HandleClaims:
             self.note(ticket, leases)
 
     def note(self, ticket: int, leases: int) -> None:
-        """A claim was taken, or the number of ``leases`` in line with its handle has changed: start or stop its
-        clock."""
+        """Note that a claim was taken, or that the number of ``leases`` in line with its handle has changed. Starts or
+        stops the time that the claim has left."""
         self._stop(ticket)
         if not self._driver.broken:
             self._driver.unlocked(self._driver.core.confirm_claim, ticket, leases > 0)
@@ -114,7 +116,7 @@ class HandleClaims:
             self._driver.perform(self._driver.give_back(self._driver.core.drop_claim, ticket))
 
     def abandon(self, ticket: int) -> None:
-        """Have the cache's loop ``drop`` it soon. For any thread: the garbage collector calls this."""
+        """Have the cache's loop ``drop`` the claim soon. For any thread: the garbage collector calls this."""
         if ticket in self._timers:
             with suppress(RuntimeError):  # the loop is closed, and the cache with it
                 self._loop.call_soon_threadsafe(self.drop, ticket)
@@ -131,9 +133,15 @@ class HandleClaims:
 
 
 class Prefetch:
-    """One request's prefetch, as the rest of the runtime knows it.
+    """One request's prefetch, as the rest of the runtime knows it. ``await`` it for its result.
 
-    The user's handle and the task that serves it both refer to it. When neither does any more, its claim is dropped.
+    ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
+    number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
+    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: the
+    future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now.
+
+    The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
+    claim is dropped.
     """
 
     def __init__(
@@ -184,12 +192,12 @@ class Prefetch:
         return self.result is not None
 
     def cancel(self) -> None:
-        """``PrefetchHandle.cancel``."""
+        """See ``PrefetchHandle.cancel``."""
         self._check()
         self.give_up()
 
     def give_up(self) -> None:
-        """The same as ``cancel``, for callers on the cache's own thread."""
+        """The same as ``cancel``, for callers that are known to be on the cache's thread."""
         self.tell(Wish.CANCEL)
         self._claims.drop(self.ticket)
 
@@ -237,18 +245,19 @@ class Prefetch:
         self._claims.abandon(self.ticket)
 
     def reach(self, covered: int, end: int) -> None:
-        """A fetch for this prefetch was committed: a match that would have ended at ``covered`` tokens without it now
-        ends at ``end``."""
+        """Note that a fetch for this prefetch was committed. A match that would have ended at ``covered`` tokens
+        without the fetch now ends at ``end``."""
         self._elsewhere += max(0, covered - max(self.reached, self.arrival.host))
         self.reached = max(self.reached, end)
 
     def tokens(self, cached: int = EVERYTHING) -> int:
-        """Return how many tokens storage added to the first ``cached`` of the prompt. Those that came from elsewhere
-        after the request had arrived are not among them."""
+        """Return how many of the first ``cached`` tokens of the prompt storage has added. Tokens that came from
+        elsewhere after the request had arrived are not counted."""
         return max(0, min(cached, self.reached) - self.arrival.host - self._elsewhere)
 
     def finish(self, status: PrefetchStatus, reason: str = "") -> None:
-        """End the prefetch with this result, and tell everybody who awaits it."""
+        """End the prefetch with ``status`` and ``reason``, and tell everybody who awaits it. Does nothing if it has
+        ended."""
         if self.result is None:
             self.result = PrefetchResult(status, self.tokens(), reason)
             for waiter in self._waiters:
@@ -260,7 +269,7 @@ class Prefetch:
         self.finish(PrefetchStatus.SKIPPED, reason)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
-        """The cache is closed: everybody who awaits it gets an ``error()`` of its own."""
+        """End the prefetch because the cache is closed: everybody who awaits it gets an ``error()`` of its own."""
         if self.result is None:
             self.result = PrefetchResult(PrefetchStatus.CANCELLED, self.tokens(), "the cache is closed")
             for waiter in self._waiters:
@@ -293,12 +302,12 @@ class PrefetchHandle:
 
     @property
     def result(self) -> PrefetchResult | None:
-        """How it has ended; None before."""
+        """How the prefetch has ended; None before it has."""
         return self._prefetch.result
 
     def cancel(self) -> None:
-        """Give up the prefetch. Its fetch is revoked after its I/O has let go, unless somebody else shares it. The
-        pages that it brought may be evicted."""
+        """Give up the prefetch. Its fetch is revoked after the I/O has let go, unless another prefetch shares the
+        fetch. Pages that it has brought may be evicted."""
         self._prefetch.cancel()
 
 
@@ -306,7 +315,7 @@ def prefetch_of(handle: PrefetchHandle, claims: HandleClaims) -> Prefetch:
     """Return the prefetch that ``handle`` stands for.
 
     Raises:
-        ConfigError: ``handle`` is no handle, or one of another cache than that which has these claims.
+        ConfigError: ``handle`` is no handle, or is one of another cache: ``claims`` are those of this one.
     """
     prefetch = checks.instance("prefetch", handle, PrefetchHandle)._prefetch
     if not prefetch.belongs_to(claims):

@@ -1,14 +1,15 @@
-"""Prefetches, from storage to the host: a task for each, and the policy that says for how long.
+"""Prefetches, from storage to the host: a task for each, and the policy that says for how long a lease waits for one.
 
-A task opens a fetch, or joins one that is bringing the same pages, waits for its end and tells the handle.
+A task opens a fetch, or joins one that is bringing the same pages, waits until the fetch ends, and ends the prefetch.
+In this module and in ``fetching`` a ``handle`` is a ``Prefetch``.
 
 Laws:
 * Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use. That lease
-  leaves at least one token to be computed, so the window of a later end would be of no use. FULL alone serves every
-  end.
-* A prefetch that the core refuses for want of room waits in a line of its own, first come, first served, and claims
-  nothing while it waits. At the head of the line it waits for room on the host for ``PATIENCE`` seconds. Then it takes
-  what it can get, since the room may be held by claims of requests that wait for leases themselves.
+  leaves at least one token to be computed, so the window or state of a later end would be of no use. Pages of FULL are
+  of use whatever the end is.
+* A prefetch that the core refuses for want of room waits in the prefetches' line, first come, first served, and claims
+  nothing while it waits. When it is the first in line, it waits for room on the host for ``PATIENCE`` seconds. Then it
+  takes what it can get, since the room may be held by claims of requests that wait for leases themselves.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from asynccache.worker.stats import StageMeter
 
 PATIENCE = 0.5
 MOST_SAVES = 4
-"""How often a prefetch waits for the pages before its own to be copied to the host. They may be gone again by the time
-it looks: two prefetches whose pages the host cannot hold together may each take the other's room, and nothing else
-bounds how often."""
+"""How often a prefetch waits until the pages before its own are copied to the host. They may be gone again when it
+looks: of two prefetches whose pages the host cannot hold together, each may take the other's room again and again."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
 
 
 class Prefetching:
-    """Makes handles and runs them. Mutable state: the handles and fetches that are under way."""
+    """Makes prefetches and runs them. Mutable state: the prefetches (``handles``) and the fetches that are under way,
+    and how many prefetches have ended in each way (``outcomes``)."""
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
@@ -144,13 +145,13 @@ class Prefetching:
         handle.finish(PrefetchStatus.SKIPPED, reason)
 
     def cancel(self, space: bytes | None = None) -> None:
-        """Give up all handles of a namespace (None: of all)."""
+        """Cancel all prefetches of the namespace ``space`` (None: of all namespaces)."""
         for handle in tuple(self.handles):
             if space is None or handle.space == space:
                 handle.tell(Wish.CANCEL)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
-        """Tell whoever awaits a handle that the cache is closed, by an ``error()`` of its own."""
+        """End all prefetches because the cache is closed: everybody who awaits one gets an ``error()`` of its own."""
         for handle in self.handles:
             handle.fail(error)
 
@@ -172,7 +173,7 @@ class Prefetching:
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
-        self._driver.line.wake()  # the lease at the head may be waiting for this prefetch
+        self._driver.line.wake()  # the first lease in line may be waiting for this prefetch
 
     async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
@@ -207,7 +208,8 @@ class Prefetching:
             await self._asleep(handle, (op,))
 
     async def _open(self, handle: Prefetch) -> PrefetchBegun | Join | Skip | None:
-        """Ask the core for an operation until it has an answer; None if ``handle`` was told to end first."""
+        """Return the core's answer to ``handle``, after waiting for room and for backups; None if ``handle`` was told
+        to end first."""
         line = self._driver.prefetch_line
         place: LinePlace | None = None
         begin, until = Begin.NEXT, None
@@ -250,7 +252,7 @@ class Prefetching:
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
-        elif isinstance(answer, Join):                 # now, for it may be committed as soon as the lock is free
+        elif isinstance(answer, Join):  # at once: the fetch may be committed as soon as the lock is free
             self._fetches[answer.op].join(handle)
         return answer
 

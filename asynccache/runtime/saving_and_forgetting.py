@@ -1,4 +1,4 @@
-"""Calls that concern all pages of a cache at once: to save them, or to forget them."""
+"""Calls that concern many pages at once: to save all pages of a cache, or to forget a namespace or all of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HOPELESS_ROUNDS = 3
+"""After so many rounds in a row in which no backup was DONE, nothing more is tried."""
 
 
 async def drain(driver: Driver) -> Unsaved:
@@ -37,13 +38,13 @@ async def drain(driver: Driver) -> Unsaved:
 
 
 async def unsaved(driver: Driver) -> Unsaved:
-    """Return how many pages would be lost if the process ended now. Cancelling it changes nothing."""
+    """Return how many pages a close would lose now, if it saved nothing. Cancelling it changes nothing."""
     return await _survey(driver, None, Survey.unsaved)
 
 
 async def _survey(driver: Driver, space: bytes | None, question: Callable[[Survey], T | More]) -> T:
-    """The answer to ``question``, which is asked in slices while the tree lock is held. Works on a closed cache,
-    too."""
+    """Return the answer to ``question``, which is asked in slices while the tree lock is held. ``space``: the namespace
+    that is looked at; None: all of them. Works on a closed cache, too. Cancelling it changes nothing."""
     async with holding(driver.lock):
         if driver.closed is None:
             driver.apply_outcomes()
@@ -66,7 +67,9 @@ async def flush(driver: Driver, worker: Worker) -> Unsaved:
 async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space: bytes) -> None:
     """Drop a namespace on device, host and, as far as the tree knows it, in storage.
 
-    Leases finish undisturbed and publish nothing more. Cancelling it may leave stored pages undeleted.
+    ``space``: the digest that the namespace had; the caller has given it another one, so nobody finds these pages any
+    more. Leases finish undisturbed and publish nothing more. Cancelling it may leave the pages where they are, out of
+    reach.
     """
     prefetching.cancel(space)
     stored = await _survey(driver, space, Survey.hashes) if worker.has_stores else []
@@ -79,7 +82,8 @@ async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space
 async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, outbox: Outbox) -> None:
     """Drop every namespace on every tier. Pages that are published meanwhile go to storage afterwards.
 
-    Leases finish undisturbed and publish nothing more. Cancelling it may leave storage as it was.
+    Leases finish undisturbed and publish nothing more. If it is cancelled while it waits for the tree lock, no page is
+    forgotten. Cancelling it later leaves device and host empty, and may leave storage as it was.
     """
     prefetching.cancel()
     if not worker.takes_stores:

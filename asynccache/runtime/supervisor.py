@@ -1,14 +1,14 @@
-"""The task that owns all other tasks of a cache, a ``TaskGroup`` inside a task of the cache's own; and the work that
-other threads hand to the cache's loop (``hand_over``), which it owns, too.
+"""The supervisor, which owns all other tasks of a cache: a ``TaskGroup`` inside a task of the cache's own. It also owns
+the work that other threads hand to the cache's loop (``hand_over``).
 
 Law: when a task of the group dies, its error ends the group, everybody who waits is told, and no task of the user is
 cancelled. The same happens when the supervisor's own task or one of the group is cancelled from outside, since its work
-would never be done. A ``TaskGroup`` that was opened in ``__aenter__`` would belong to the user's task instead: it would
-cancel the body that runs there, and other tasks of the user would hang.
+would never be done. A ``TaskGroup`` that was opened in ``AsyncCache.__aenter__`` would belong to the user's task
+instead: it would cancel the body that runs there, and other tasks of the user would hang.
 
 Law of work from other threads: the thread gets a ``concurrent.futures.Future``, and every such future is answered,
-whatever happens: with the result, the error, or ``CacheClosed``. A thread that cancels the future before the work has
-begun stops the work; after that it has no effect.
+whatever happens: with the result, the error, or ``CacheClosed``. If a thread cancels the future before the work has
+begun, the work is not done; a later cancellation has no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Spawn = Callable[[Work, str], asyncio.Task[None] | None]
 
 
 class Supervisor:
-    """Owns the tasks of a cache. ``on_death`` is called once, with the error that ended them."""
+    """Owns the tasks of a cache. ``on_death``: called once, at most, with the error that ends them; ``error`` is that
+    error from then on, and None before."""
 
     def __init__(self, on_death: Callable[[BaseException], None]) -> None:
         self._on_death = on_death
@@ -124,7 +125,7 @@ class Supervisor:
 
 def hand_over(loop: asyncio.AbstractEventLoop, spawn: Spawn, work: HandedOver[T]) -> Future[T]:
     """Have ``work`` run soon on ``loop``, in a task that ``spawn`` makes, after what was handed over before. For any
-    thread. Returns the future of its outcome."""
+    thread. Returns the future of its result."""
     future: Future[T] = Future()
     loop.call_soon_threadsafe(_spawn, spawn, work, future)
     return future
@@ -135,7 +136,7 @@ def _spawn(spawn: Spawn, work: HandedOver[T], future: Future[T]) -> None:
     if task is None:
         _closed(future)
     else:
-        task.add_done_callback(lambda _: _closed(future))  # a task may be cancelled before it begins
+        task.add_done_callback(lambda _: _closed(future))  # a task that is cancelled before it begins delivers nothing
 
 
 async def _deliver(work: HandedOver[T], future: Future[T]) -> None:
@@ -151,5 +152,5 @@ async def _deliver(work: HandedOver[T], future: Future[T]) -> None:
 
 def _closed(future: Future[T]) -> None:
     if not future.done():
-        with suppress(InvalidStateError):  # its thread gave up just now
+        with suppress(InvalidStateError):  # a thread has cancelled the future just now
             future.set_exception(CacheClosed("the cache was closed before the work was done"))

@@ -1,12 +1,12 @@
-"""Tokens at the edge: whatever an engine holds becomes a key, little-endian int32 in one ``bytes``, and its pages get
-their hashes.
+"""Converts an engine's tokens to keys, and hashes the pages of keys. A key is one ``bytes`` of little-endian int32.
 
-Buffers of int32 are taken as they are (one memcpy, none for ``bytes``); a list is converted once. Below this module
+Buffers of int32 are taken as they are (one memcpy, none for ``bytes``); a list is converted once. Behind this module
 every sequence of tokens is a key.
 
-The prefix hash chain is H(i) = sha256(H(i-1) || page bytes), and H(-1) the digest of a namespace, as of its last
-invalidation. The core never hashes; this module does, in slices short enough for the loop. A slice of small pages runs
-on the loop (sha256 of less than 2 KiB keeps the GIL, so a thread would not help); larger pages go to a thread.
+The prefix hash chain is H(i) = sha256(H(i-1) || page bytes). H(-1) is the digest of a namespace since its last
+invalidation. The core never hashes; this module does, in slices short enough for the loop. Small pages are hashed on
+the loop, because sha256 of less than 2 KiB keeps the GIL, and a thread would not help. Larger pages are hashed in a
+thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 SIGN_BYTE = TOKEN_BYTES - 1
-"""A token is negative if its last byte is no ASCII."""
+"""The offset of a token's highest byte. The token is negative if that byte is not ASCII, that is 128 or more."""
 INT32 = np.dtype("<i4")
 
 Tokens = Any
@@ -84,7 +84,7 @@ def _negative(key: bytes) -> ConfigError:
 def _of_list(tokens: Sequence[int]) -> bytes:
     try:
         return array("i", tokens).tobytes()
-    except Exception:  # an object that says it were an integer may fail in any way
+    except Exception:  # an object that claims to be an integer may raise anything
         raise ConfigError(_first_bad(tokens)) from None
 
 
@@ -105,7 +105,7 @@ def _of_buffer(tokens: bytes | bytearray | memoryview | array[int]) -> bytes:
         if view.ndim == 1 and view.format in ("i", "l", "B", "b", "c") and view.itemsize in (1, TOKEN_BYTES):
             return view.tobytes()
         found = np.asarray(view)
-    except (TypeError, ValueError, BufferError) as error:  # a format that numpy does not know; memory that was released
+    except (TypeError, ValueError, BufferError) as error:  # a format that numpy does not know, a released view
         raise ConfigError(f"tokens: {type(tokens).__name__} holds no int32 tokens: {error}") from None
     return _of_array(found)
 
@@ -120,12 +120,12 @@ def _of_array(tokens: npt.NDArray[Any]) -> bytes:
 
 
 def _of_tensor(tokens: Tokens) -> npt.NDArray[np.generic]:
-    """Return the array of a CPU tensor, for which torch is not imported, or of anything else that numpy
-    understands."""
+    """Return a CPU tensor, or anything else that numpy understands, as an array. A tensor is converted by its own
+    method ``numpy``, so torch is not imported."""
     try:
         to_numpy = getattr(tokens, "numpy", None)
         return np.asarray(to_numpy() if to_numpy is not None else tokens)
-    except Exception as error:  # whatever it is, it fails as it likes
+    except Exception as error:  # an unknown object may raise anything
         raise ConfigError(f"tokens: {type(tokens).__name__} holds no int32 tokens: {error}") from None
 
 
@@ -146,15 +146,18 @@ def _to_int32(tokens: npt.NDArray[np.generic]) -> npt.NDArray[np.int32]:
 HASH_BYTES = 32
 SCHEMA = b"asynccache-prefix-1"
 SLICE_BYTES = 12 << 10
-"""Page bytes hashed per loop turn, each page counting ``PER_PAGE_BYTES`` more: under 100 us at any page size."""
+"""Bytes that are hashed in one turn of the loop: less than 100 us for pages of any size below ``THREAD_PAGE_BYTES``. A
+thread hashes 64 times as many in one call."""
 PER_PAGE_BYTES = 192
+"""Bytes that each page counts in a slice beyond its own: the fixed cost of a hash."""
 THREAD_PAGE_BYTES = 2048
+"""Pages of this size in bytes, and larger ones, are hashed in a thread."""
 
 
 @lru_cache(maxsize=4096, typed=True)
 def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None = None, epoch: int = 0) -> bytes:
-    """Return H(-1): a digest of all that a page depends on but tokens. ``epoch``: how often the namespace was
-    invalidated.
+    """Return H(-1) of a namespace: the digest of ``model``, ``page_size``, ``extra_key`` and ``epoch``. ``epoch``: how
+    often the namespace was invalidated.
 
     Raises:
         ConfigError: ``extra_key`` is neither text nor bytes nor None, or is text that has no UTF-8.
@@ -172,7 +175,8 @@ def _tagged(extra_key: str | bytes | None) -> bytes:
 
 
 def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:
-    """Return the hashes of the pages that lie in ``key[start:stop]`` (bytes, whole pages), after ``parent``."""
+    """Return the hashes, joined, of the whole pages in ``key[start:stop]``. ``parent``: the hash of the page before
+    them."""
     hashes = []
     for offset in range(start, stop, page_bytes):
         parent = sha256(parent + key[offset : offset + page_bytes]).digest()
@@ -205,7 +209,8 @@ class Chain:
         return len(self.key) >= whole and self.key.startswith(key[:whole])
 
     def known(self, key: bytes, hashes: bytes) -> None:
-        """Take over ``hashes`` of the first pages of ``key``, if these are more pages than have been hashed here."""
+        """Take over ``hashes``, those of the first pages of ``key``, if they are more than have been computed here, or
+        if those that have been computed are of another key."""
         if len(hashes) > len(self.hashes) or not key.startswith(self.key):
             self.key = key[: len(hashes) // HASH_BYTES * self._page_bytes]
             self.hashes = hashes
@@ -238,7 +243,8 @@ class Chain:
 
 class Namespaces:
     """The namespaces of one cache. Mutable state: how often each was invalidated, and when. ``changes``: how many
-    invalidations there were by now, of one or of all. A caller that finds it unchanged need not ask ``valid``."""
+    invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as it was before
+    need not ask ``valid``."""
 
     def __init__(self, config: CacheConfig, names: Announcing | None) -> None:
         self.changes = 0

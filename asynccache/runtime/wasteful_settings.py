@@ -1,4 +1,4 @@
-"""Settings that waste room, each in a sentence for whoever opens the cache. Decided from the settings alone."""
+"""Finds settings that waste room, and says each in a sentence to those who open the cache. Looks at settings alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ahead, so that requests do not wait for them."""
 def wasted(config: CoreConfig) -> tuple[str, ...]:
     """Return a sentence for each setting that leaves room on the host unused; none where there is no host tier.
 
-    None is said of ``write_through_selective``. The pages that it leaves out are those that one request used: whether
-    they would have been hit depends on the load, and no size of the host tells.
+    Nothing is said of ``write_through_selective``. The pages that it leaves out are those that one request used:
+    whether they would have been hit depends on the load, and no size of the host tells.
     """
     full = config.components[0]
     if not full.host:
@@ -31,6 +31,7 @@ def wasted(config: CoreConfig) -> tuple[str, ...]:
         if component.host < window:
             found.append(
                 f"{component.kind.name.lower()}: the host has room for {component.host} of its pages, a match that "
-                f"ends there needs {window}: its {full.host} pages of full help only whom the device has the rest for"
+                f"ends there needs {window}: the host's {full.host} pages of full serve only requests for which the "
+                f"device has the {window}"
             )
     return tuple(found)

@@ -60,8 +60,8 @@ class Workers:
         return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in here]
 
     def answer(self, hello: bytes, link: RankLink) -> bytes:
-        """Return the encoded welcome for the worker that says ``hello`` over ``link``. Raises ``RankFailure``: the
-        worker is refused; the text is the reason."""
+        """Return the encoded welcome for the worker that says ``hello`` over ``link``, and keep the link. Raises
+        ``RankFailure``: the worker is refused; the text is the reason."""
         word = decode_hello(hello)
         if word.version != VERSION:
             raise RankFailure(f"asynccache {word.version} cannot work for a head of {VERSION}")
@@ -79,7 +79,8 @@ class Workers:
         return encode(Welcome((topology.tp, topology.cp, topology.pp)))
 
     async def arrived(self) -> Mapping[int, RankLink]:
-        """Return the links of all ranks but the own one, by rank, when all have come. Cancelling it stops the waiting.
+        """Return the links of all ranks but the head's own, by rank, when all have come. Cancelling it stops the
+        waiting.
 
         Raises:
             RankFailure: not all came in time.
@@ -119,7 +120,7 @@ async def listen(
     ``address``: ``127.0.0.1:7011``, ``[::1]:7011`` or ``unix:/path``; with port 0 any port that is free, which
     ``Workers.address`` tells. ``secret``: what both sides must know; by default the value of ``ASYNCCACHE_SECRET``, or
     what is in the file that ``ASYNCCACHE_SECRET_FILE`` names. ``own``: the rank of this process; None: it has none and
-    loads no torch, like a scheduler without a GPU. ``timeout``: seconds of silence after which a worker is given up.
+    imports no torch, like a scheduler without a GPU. ``timeout``: seconds of silence after which a worker is given up.
     ``arrival``: seconds that the cache, when it opens, waits for all workers. ``shard``: see ``connect``; for ``own``.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Folds what several workers say into one answer. All functions are plain. A thing is so if all workers say so; of
-different errors, the one of the lowest rank gives its class."""
+"""Folds what several workers say into one answer. All functions are plain. Something was done if all workers say so. If
+several workers report errors, the lowest of their ranks gives the class of the error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KINDS = {kind.__name__: kind for kind in (ConfigError, BackendError, Unavailabl
 
 def worst(answers: Sequence[bytes]) -> bytes:
     """Return the worst result of each page: CORRUPT is worse than FAILED, that is worse than MISS, and that worse than
-    HIT. ``answers``: a result for each page, of each worker. The shortest of them says for how many pages to
-    return one."""
+    HIT. ``answers``: for each worker, a result for each page. If they differ in length, the pages after the end of the
+    shortest one are left out."""
     first = answers[0]
     if all(answer == first for answer in answers):
         return first
@@ -43,7 +43,7 @@ def are_results(answers: Sequence[bytes]) -> bool:
 def stored(
     parts: Sequence[PagesWritten] | Sequence[StoredBatch], *, full_pages: Callable[[Iterable[int]], int]
 ) -> StoredBatch:
-    """Return the sum of ``parts``. An operation is stored when every part of it is; pages and bytes add up.
+    """Return ``parts`` as one. An operation is stored if every part of it is; pages and bytes add up.
 
     ``full_pages`` is ``max`` where the parts are those of several workers, whose pages hold the same tokens, and
     ``sum`` where they are those of messages that follow each other."""

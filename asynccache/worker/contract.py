@@ -39,7 +39,8 @@ class StoreQuestion(NamedTuple):
 
 
 class ReadOrder(NamedTuple):
-    """An order to read pages of ``pool`` into host slots. ``hashes``: 32 bytes for each page; ``slots``: an int32."""
+    """An order to read pages of ``pool`` into host slots. For each page ``hashes`` has 32 bytes, and ``slots`` an
+    int32."""
 
     pool: str
     hashes: bytes
@@ -48,8 +49,8 @@ class ReadOrder(NamedTuple):
 
 class StoredBatch(NamedTuple):
     """How a batch of backups ended. ``failed``: the operations of which at least one page was not stored. ``pages``:
-    how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them stand for a page
-    of FULL."""
+    how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them count as pages of
+    FULL (``PoolLayout.counts``)."""
 
     failed: frozenset[int]
     pages: int
@@ -98,8 +99,8 @@ class WorkerStores(Protocol):
         ...
 
     def find(self, name: str | None) -> StoreEntry:
-        """Return the store of this name; with None, the only store. Raises ``ConfigError``: there is no such store, or
-        there are several and no name was given."""
+        """Return the store that is called ``name``; with None, the only store. Raises ``ConfigError``: there is no such
+        store, or there are several and no name was given."""
         ...
 
     async def open(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
@@ -122,7 +123,7 @@ class WorkerStores(Protocol):
         ...
 
     def leave(self, number: int) -> None:
-        """Ask the store nothing from now on. ``close`` must follow. A second call does nothing."""
+        """Give the store no more calls from now on. ``close`` must follow. A second call does nothing."""
         ...
 
     async def close(self, number: int) -> None:
@@ -146,8 +147,8 @@ class Worker(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has, up to the last one that the worker has; of several workers the head's own one
-        is asked, if there is one."""
+        """How many layers the model has, up to the last one that the worker has. For several workers: the last one that
+        the head's own worker has; without an own worker, the last one that any of them has."""
         ...
 
     @property
@@ -268,13 +269,13 @@ class Worker(Protocol):
         ...
 
     def is_away(self, page_hash: bytes) -> bool:
-        """Return True if there are stores and all of them refuse calls now, on any worker. Stores may be probed with
-        the key of this page."""
+        """Return True if there are stores and all of them refuse calls now; of several workers, if this is so on any of
+        them. Stores may be probed with the key of this page."""
         ...
 
     @property
     def shut(self) -> bool:
-        """The same as ``is_away``, but no store is probed. False without a store."""
+        """True under the same condition as ``is_away``. Reading it probes no store."""
         ...
 
     @property
@@ -328,12 +329,12 @@ __all__ = [
 
 
 MOMENT = 1.0
-"""Seconds that a closing cache waits at least for copies on a device of the embedder's, whatever the deadline."""
+"""Seconds that a closing cache waits for copies on the embedder's device, at least, whatever the deadline."""
 
 
 class EmbedderParts:
     """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
-    it made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
+    the embedder made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
 
     def __init__(
         self, device: Device | None = None, storage: Storage | None = None,

@@ -1,9 +1,10 @@
 """Several workers as one: what the head says goes to all of them, and what they say is folded into one answer.
 
 Laws:
-* One message for all, put on every link in the core call's turn. The head's own worker takes it in that turn, too.
-* An operation has one outcome: when all have let go of it; DONE if it was DONE everywhere.
-* A call has one answer, when all have answered; a question's is the worst result of each page.
+* Each message is for all workers, and is put on every link in the core call's turn. The head's own worker takes it in
+  that turn, too.
+* An operation has one outcome, when all workers have let go of it: DONE if it was DONE everywhere.
+* A call has one answer, when all workers have answered. That of a question is the worst result of each page.
 * A batch is over when it is over on every worker.
 * A worker that is gone, is silent, cannot go on, or says what makes no sense is the end of the group: everybody who
   waits is told its rank and the reason, and so are the other workers.
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPENING = 600.0
-"""Seconds of silence that are a failure while workers open: pinning memory may keep an interpreter from answering."""
+"""Seconds of silence that are a failure while pools or stores are opened: pinning memory may keep an interpreter from
+answering."""
 LATE = 3.0
 """Seconds beyond its deadline that a closing cache still waits for workers."""
 UNABLE = 1024
@@ -63,8 +65,8 @@ _STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.
 
 
 class RankReports:
-    """Something that every rank says once. ``left``: the ranks that have not said it yet. ``said``: what each of the
-    others said, by rank."""
+    """What every rank says once of one thing. ``left``: the ranks that have not said it yet. ``said``: what each of the
+    other ranks said, by rank."""
 
     __slots__ = ("left", "said")
 
@@ -82,7 +84,8 @@ class RankReports:
 
 
 class WorkInFlight(RankReports):
-    """A work in flight. ``at``: when it began, in seconds of ``perf_counter``."""
+    """A work in flight, with the status that each rank reports. ``at``: when it began, in seconds of
+    ``perf_counter``."""
 
     __slots__ = ("at", "work")
 
@@ -260,7 +263,7 @@ class WorkerGroup:
             if self.failure is None:
                 await self._call(lambda call: m.CloseWorker(call, patience), m.CallDone)
         except RankFailure as failure:
-            if self._late:  # else it is known already, or nobody is left to be told
+            if self._late:  # else the group had failed before, or a worker that is to close has gone
                 raise BackendError(f"{failure}: it may have lost what it had stored last") from None
         finally:
             for timer in self._timers:
@@ -273,7 +276,7 @@ class WorkerGroup:
         self._timers += [loop.call_later(seconds, self._hurry), loop.call_later(seconds + LATE, self._give_up_late)]
 
     def _hurry(self) -> None:
-        """Wait for batches no longer: an engine that is still at one loses its pages."""
+        """Wait for batches no longer: an engine that still runs one loses its pages."""
         self._hurried = True
         self._stirred.tell()
 
@@ -286,15 +289,15 @@ class WorkerGroup:
             self._fail(RankFailure("had not answered when the cache was to be closed", late[0]))
 
     async def abandon(self, error: BaseException) -> None:
-        """The cache could not be opened, because of ``error``: close all that is open, on every worker."""
+        """Close all that is open, on every worker: the cache could not be opened, because of ``error``."""
         reason = str(error) or type(error).__name__
         self._wire.put(m.GroupLost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
         self._closing = self._leaving = True
         await self._let_go(1.0, inf)
 
     async def _let_go(self, patience: float, latest: float) -> None:
-        """Close the head's own worker and the links. ``latest``: until when, by the loop's clock, the own worker is
-        waited for; after that it goes on closing by itself."""
+        """Close the head's own worker and the links. ``patience``: as for ``LocalWorker.aclose``. ``latest``: until
+        when, by the loop's clock, the own worker is waited for; after that it goes on closing by itself."""
         self._wire.flush()
         for batch in self._batches.values():
             batch.fail(self._again if self.failure is not None else _closed)
@@ -331,8 +334,8 @@ class WorkerGroup:
         all have answered. Cancelling it returns when all have let go of their buffers.
 
         Raises:
-            RankFailure: the group is over; or a worker raised what is no error of a store, with which the group ends
-                if it was to write, find or read pages.
+            RankFailure: the group is over; or a worker raised an error of another class than the two below. If the
+                call was to write, find or read pages, the group ends with such an error.
             ConfigError, BackendError: a worker raised it.
         """
         if self.failure is not None:
@@ -364,12 +367,12 @@ class WorkerGroup:
         return found
 
     async def _let_go_of(self, call: AwaitedAnswers) -> None:
-        """Return when all workers have let go of a cancelled call. A worker that does not, within the time-out and what
-        a store's call may take, has failed like one that is silent. Raises ``RankFailure``: the group is over."""
+        """Return when all workers have let go of a cancelled call. A worker that has not after ``_patience`` seconds
+        has failed, like one that is silent. Raises ``RankFailure``: the group is over."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while call.left and (rest := began + self._patience() - loop.time()) > 0:
-            with suppress(TimeoutError):  # what is opened meanwhile allows for more
+            with suppress(TimeoutError):  # while something is being opened, more time is allowed
                 async with asyncio.timeout(rest):
                     await call.wait()
         if call.left:
@@ -494,8 +497,8 @@ class WorkerGroup:
         """See ``Worker``."""
         orders: list[m.Message] = []
         if self._to_forget and not all(work.kind is CopyKind.BACKUP for work in plan):
-            # What is loaded now was decided with all outcomes applied that were known: no batch and no private copy
-            # names a load any more that had failed by then.
+            # A plan with a load or a private copy was decided after all known outcomes were applied. So from now on no
+            # batch and no private copy names a load whose failure was known by then.
             orders, self._to_forget = self._to_forget, []
         orders += [m.PerformWork(work) for work in plan]
         if self.failure is None:
@@ -516,7 +519,7 @@ class WorkerGroup:
                 self._end(copies.work, copies.at, failed=Status.FAILED in copies.said.values())
 
     def _end(self, work: Work, at: float, *, failed: bool) -> None:
-        """``work``, which began ``at``, has ended on all workers: count it, and report its end."""
+        """Count ``work``, which began ``at`` and has ended on all workers, and report its end."""
         meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
         meter.took(perf_counter() - at, count)
         if failed:
@@ -529,8 +532,8 @@ class WorkerGroup:
             self._reports.ended(Status.FAILED if failed else Status.DONE, work.ops)
 
     def _size_of(self, moves: Iterable[Move]) -> tuple[int, int, int]:
-        """Return how much ``moves`` copy: the pages of all workers, FULL's pages and the bytes of all workers. FULL's
-        pages are counted once, because they hold the same tokens on each worker."""
+        """Return how much ``moves`` copy: pages, summed over all workers; FULL's pages; and bytes, summed over all
+        workers. FULL's pages are counted once, because they hold the same tokens on each worker."""
         pages = full_pages = size = 0
         for component, slots, _ in moves:
             count, (pools, weight) = len(slots) // SLOT_BYTES, self._weights[component]
@@ -540,11 +543,11 @@ class WorkerGroup:
         return pages, full_pages, size
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker``. Of the head's own worker."""
+        """See ``Worker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
         await self._has_own("layer").layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``Worker``. Of the head's own worker."""
+        """See ``Worker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
         self._has_own("wait_layers").wait_layers(stream, ops, i)
 
     def _has_own(self, what: str) -> Performer:
@@ -657,14 +660,14 @@ class WorkerGroup:
         await self._call(m.FlushStores, m.CallDone)
 
     def is_away(self, page_hash: bytes) -> bool:
-        """See ``Worker``. True if it is so on any worker, since then no page can be fetched whole."""
+        """See ``Worker``. True if all stores of any worker refuse calls, since then no page can be fetched whole."""
         if self._shut:
             self._put(m.ProbeStores(page_hash))
         return bool(self._shut)
 
     @property
     def shut(self) -> bool:
-        """See ``Worker``. True if it is so on any worker."""
+        """See ``Worker``. True if all stores of any worker refuse calls."""
         return bool(self._shut)
 
     def _health(self, rank: int, news: m.StoreHealth) -> None:
@@ -676,7 +679,7 @@ class WorkerGroup:
         return bool(self.stores.entries)
 
     def _be_patient(self, more: int) -> None:
-        """Bear longer silence than the time-out while pools or stores are opened, because that may pin the host's
+        """Allow ``OPENING`` seconds of silence while pools or stores are opened, because that may pin the host's
         memory. ``more``: 1 when an opening begins, -1 when it ends."""
         self._opening += more
         for link in self._links.values():
@@ -709,7 +712,7 @@ class WorkerGroup:
         return counts
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """See ``Worker``. What other processes count is as of the last time that they told it."""
+        """See ``Worker``. The counters of other processes are as they last told them."""
         if self.own is not None:
             self.own.count()
         parts = list(self._counters.values())

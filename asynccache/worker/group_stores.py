@@ -2,7 +2,7 @@
 
 Laws:
 * A store is opened on all workers or on none.
-* What one worker calls a store, all do: the head chooses the number.
+* A store has the same number on all workers: the head chooses it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CallAll(Protocol):
 
 
 async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` to its end, also through a cancellation of the caller, and drop its error."""
+    """Run ``work`` to its end, also if the caller is cancelled meanwhile, and drop its error."""
     task = asyncio.get_running_loop().create_task(work)
     await settled([task])
     if not task.cancelled():
@@ -39,7 +39,8 @@ async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
 class GroupStores:
     """See ``WorkerStores``. ``call``: sends all workers a message, and returns their answers. ``put``: sends all a
     message that nobody answers. ``be_patient``: called with 1 before a store is opened, and with -1 afterwards.
-    ``keys``: what the watched stores have. ``slowest``: the longest ``timeout`` of an open store, in seconds."""
+    ``keys``: the pages that the watched stores have. ``slowest``: the longest ``timeout`` of an open store, in
+    seconds."""
 
     def __init__(
         self, call: CallAll, put: Callable[[m.Message], None], be_patient: Callable[[int], None], keys: WatchedKeys

@@ -1,5 +1,5 @@
-"""Where the tasks of a worker wait: a queue without a bound, whose reader takes all items at once or the first few; and
-a signal that some state has changed."""
+"""The two things that tasks wait at: a queue without a bound, from which all items are taken at once, or the first few;
+and a signal that some state has changed. The head and workers use both."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Inbox(Generic[T]):
         return taken
 
     def take_while(self, wanted: Callable[[T], bool]) -> list[T]:
-        """Take and return items from the front, as long as ``wanted`` returns True for the next one. It is called once
-        for each."""
+        """Take and return items from the front, as long as ``wanted`` returns True for the next one. ``wanted`` is
+        called once for each item that is taken, and once for the first that is not."""
         taken = []
         while self._items and wanted(self._items[0]):
             taken.append(self._items.popleft())

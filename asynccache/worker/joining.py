@@ -1,5 +1,5 @@
-"""Joins the backups of a plan that follow each other into one ``Work``, so that later steps cost something for each
-plan and little for each operation. The module is plain, and compiled by mypyc."""
+"""Joins the backups of a plan that follow each other into one ``Work``, so that the later steps cost about as much for
+many operations as for one. The module has plain functions only, and is compiled by mypyc."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Numbered(Protocol):
 
 def joined(effects: Sequence[Copy], before: Callable[[Copy], Sequence[Numbered]]) -> list[Work]:
     """Return ``effects`` as works, in their order: backups that follow each other are one work, every other effect is
-    a work by itself. A plan has one load at most, and a private copy may be made of what another one has copied.
-    ``before``: returns the batches that an effect has to wait for; of backups that are joined, it is called for the
-    first only."""
+    a work by itself. (A plan has one load at most. Private copies are not joined, because one may be made of what
+    another private copy has copied.) ``before``: returns the batches that an effect has to wait for; of backups that
+    are joined, it is called for the first only."""
     made: list[Work] = []
     alike: list[Copy] = []
     after: tuple[int, ...] = ()

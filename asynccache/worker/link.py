@@ -10,15 +10,16 @@ Laws:
   within ``begin`` or ``send``.
 * A peer that closes, is silent past the time-out, or sends what is no frame, is lost; nothing of a frame that is not
   whole is heard.
-* Nobody waits for a full socket. What a peer does not read is kept here: what may be under way is bounded by the
-  core's bound on operations in flight, and a peer that reads nothing is lost after the time-out. Should both fail, the
-  link ends when ``MOST_UNSENT`` bytes are kept.
+* Nobody waits for a full socket. What a peer does not read is kept here. Two things bound how much that is: the core
+  bounds the operations in flight, and a peer whose loop stands still is silent, too, so it is lost after the time-out.
+  Should both fail, the link ends when ``MOST_UNSENT`` bytes are kept.
 * A frame goes out at once, in one write. Messages of one turn of the loop travel in one frame, the same for every link,
-  in the order in which they were put; a plan's at once. Putting never waits and never fails; a frame that would be too
-  long is sent as several. Outcomes that follow each other and are alike are one message.
-* A message that cannot be sent takes no other one along, and is never lost in silence: ``failed`` hears of it.
+  in the order in which they were put. The messages of a plan do not wait for the end of the turn. Putting never waits
+  and never fails; a frame that would be too long is sent as several. Outcomes that follow each other and are alike are
+  one message.
+* If a message cannot be sent, the others are sent all the same, and ``failed`` is called for it.
 
-The text of a failure says what the peer did ("was silent for 30 s"). Whoever knows the peer's name puts it in front.
+The text of a failure says what the peer did ("was silent for 30 s"). Callers that know the peer's name put it in front.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from asynccache.errors import RankFailure
 from asynccache.worker.messages import Message, WorksEnded, encode
 
 MOST_FRAME = 16 << 20
-"""Bytes that a frame has at most."""
+"""How many bytes a frame has at most."""
 MOST_UNSENT = 256 << 20
-"""Bytes that are kept for a peer that does not read."""
+"""How many bytes are kept for a peer that does not read."""
 MOST_EARLY = 64 << 10
-"""Bytes that are kept here before ``begin``; one piece of the stream may come on top."""
+"""How many bytes are kept here before ``begin``; one piece of the stream may come on top."""
 GRACE = 2.0
 """Seconds that ``aclose`` waits until what was unsent is sent and the peer has closed, too."""
 DOUBT = 0.05
-"""Seconds between the suspicion that a peer is silent and the verdict: this loop may have been busy for longer than the
+"""Seconds from when a peer first seems to be silent until it is lost. This loop may have been busy for longer than the
 time-out, and what the peer said meanwhile waits in the socket."""
 
 SLICE = 1024
-"""Messages that a frame has at most, so that a long plan is performed while its end is still being encoded."""
+"""How many messages a frame has at most, so that a long plan is performed while its end is still being encoded."""
 BYTES_PER_PAGE = 256
-"""More bytes than a page takes in any message: those of its hash, of a slot or two, and its share of what names the
-list that it is in."""
+"""An upper bound of the bytes that a page takes in any message: its hash, a slot or two, and its share of the name of
+the list that it is in."""
 
 LENGTH = 4
 _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
@@ -71,8 +72,8 @@ class RankLink(Protocol):
         ...
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
-        """From now on ``heard`` is called with every frame, in order, and ``lost`` at most once, after the last frame.
-        To be called once. An error that ``heard`` raises ends the link. ``lost`` gets that error if it is a
+        """Call ``heard`` from now on with every frame, in order, and ``lost`` at most once, after the last frame. To be
+        called once. An error that ``heard`` raises ends the link. ``lost`` gets that error if it is a
         ``RankFailure``, else a ``RankFailure`` with that error as its cause."""
         ...
 
@@ -172,9 +173,9 @@ class StreamLink(asyncio.Protocol):
             self._transport.write(content)
 
     def established(self, timeout: float) -> None:
-        """The handshake is over, and frames may be sent. ``timeout``: seconds of silence that are a failure, at both
-        ends alike. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are kept here, so that a peer that is
-        gone is noticed; the rest stays in the socket."""
+        """End the handshake: frames may be sent from now on. ``timeout``: seconds of silence that are a failure, at
+        both ends alike. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are kept here, so that a peer
+        that is gone is noticed; the rest stays in the socket."""
         self._timeout = self._patience = timeout
         if self._ended or self._transport is None:
             return
@@ -184,7 +185,7 @@ class StreamLink(asyncio.Protocol):
         self._watch()
 
     def refuse(self) -> None:
-        """The handshake has failed: close the connection once what was written is sent."""
+        """Close the connection once what was written is sent: the handshake has failed."""
         if self._transport is not None:
             self._transport.close()
 
@@ -278,7 +279,7 @@ class StreamLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See ``asyncio.Protocol``."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(0)     # uvloop keeps less than this until the end of its turn
+        self._transport.set_write_buffer_limits(0)     # 0: uvloop would keep smaller pieces until its turn ends
         if self._ended:
             self._transport.abort()
         elif self._made is not None:
@@ -334,7 +335,7 @@ class StreamLink(asyncio.Protocol):
             self._rest = bytearray(data[start:])
 
     def eof_received(self) -> None:
-        """See ``asyncio.Protocol``: the transport closes."""
+        """See ``asyncio.Protocol``. Returns None, so the transport closes."""
         if self._rest and self._heard is not None:
             self._end(RankFailure("closed the connection in the middle of a frame"))
 
@@ -387,8 +388,9 @@ def _deaf(_: bytes) -> None:
 
 
 class Wire:
-    """Sends what one process says over its links. ``links``: may become fewer at any time; the end of a link is left to
-    whoever listens to it. ``failed``: called for a message that cannot be sent, which is the end of the group."""
+    """Sends what one process says over its links. ``links``: those that are used; they may become fewer at any time. A
+    link that ends is no matter of this class. ``failed``: called for a message that cannot be sent, which is the end of
+    the group."""
 
     def __init__(self, links: Iterable[RankLink], failed: Callable[[RankFailure], None]) -> None:
         self.links = list(links)

@@ -2,7 +2,7 @@
 
 Laws:
 * Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
-* Closing lets go in the reverse order: stores, then copies that are under way, then the device, if it is our own.
+* Closing goes in the reverse order: stores, then copies that are under way, then the device, if the worker opened it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
 
 
 class _OpenParts:
-    """The parts of a worker that are open by now, for whoever has to close them."""
+    """The parts of a worker that are open by now. If the opening fails, these are closed."""
 
     def __init__(self, device: Device | None) -> None:
         self.device = device
@@ -88,8 +88,9 @@ def open_device(name: str) -> Device:
 async def close_all(
     tiers: TieredStore, mover: Mover | None, device: Device | None, patience: float, *, own: bool
 ) -> None:
-    """Close the stores, the pools and, if it is our ``own``, the device. Our own device waits for its copies as long as
-    they take; on another one they are waited for ``patience`` seconds."""
+    """Close the stores, the pools and, if the worker has opened it (``own``), the device. A device that the worker has
+    opened waits for its copies as long as they take. On the embedder's device they are waited for ``patience``
+    seconds. Raises ``BackendError``: a store could not close cleanly; all the rest is closed."""
     try:
         await tiers.aclose()
     finally:
@@ -104,8 +105,8 @@ async def close_all(
 
 
 SWEEP = 64
-"""How many batches may be known, beyond twice those that were not over after the last sweep, before the next one. A
-sweep forgets the batches that are over."""
+"""When the next sweep is made. A sweep forgets the batches that are over. The next one is made when there are ``SWEEP``
+more than twice as many as the last one has left."""
 
 
 class LocalBatch:
@@ -146,7 +147,7 @@ class LocalBatches:
 
     def of(self, event: Event) -> LocalBatch:
         """Return the batch that ends with ``event``."""
-        known = self._by_event.get(id(event))  # its batch keeps the event alive, so nothing else has that id
+        known = self._by_event.get(id(event))  # the batch keeps its event alive, so nothing else has that id
         if known is not None:
             return known
         if len(self._batches) >= self._sweep_at:

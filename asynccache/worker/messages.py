@@ -5,8 +5,8 @@ Laws:
 * Everything is checked while it is read: a frame that holds anything else raises ``RankFailure``, which ends the link,
   and none of its messages is acted on.
 * All that the head says is for every worker alike, and is encoded once.
-* A reason, which may be anybody's text, can always be sent: it is cut off at ``MOST_REASON``, and what has no UTF-8 in
-  it is replaced.
+* A reason, which may be any text, can always be sent: it is cut off after ``MOST_REASON`` bytes, and characters that
+  have no UTF-8 are replaced.
 
 A message with a field ``call``, a number that the head chooses, gets exactly one answer, which carries the same number.
 """
@@ -28,7 +28,7 @@ Places = tuple[int, int, int]
 
 
 MOST_REASON = 4096
-"""Bytes that a reason may have."""
+"""How many bytes a reason has at most."""
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -189,7 +189,7 @@ class DropStore(Call, tag=18):
 
 
 class LeaveStore(Message, tag=19):
-    """Ask this store nothing from now on."""
+    """Give this store no more calls from now on."""
 
     number: int
 
@@ -208,7 +208,7 @@ class WatchStore(Message, tag=21):
 
 
 class CancelCall(Message, tag=22):
-    """Note that nobody wants the answer of this call any more. The answer still comes, when the call's buffers are let
+    """Cancel this call: nobody wants its answer any more. The answer still comes, when the call's buffers are let
     go."""
 
     call: int
@@ -222,7 +222,8 @@ class CloseWorker(Call, tag=23):
 
 
 class GroupLost(Message, tag=24):
-    """The group is over. ``rank``: the one that failed; -1 is a head without a rank. ``reason``: what it did."""
+    """The group is over. ``rank``: the rank that failed; -1 if that is a head without a rank. ``reason``: what it
+    did."""
 
     rank: int
     reason: str
@@ -379,7 +380,7 @@ _COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full
 
 def settings_of(config: CacheConfig) -> PlainConfig:
     """Return ``config`` as plain values."""
-    plain = msgspec.to_builtins(config)  # not encoded yet: a worker of this process may have what no frame can hold
+    plain = msgspec.to_builtins(config)  # not encoded here: the head's own worker may get values that no frame can hold
     kinds = [type(part).__name__ for part in config.components]
     return PlainConfig(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
 

@@ -1,10 +1,10 @@
-"""The pools that hold each component's pages (``PoolLayout``), and on a worker what these pages weigh, where they lie
+"""The pools that hold each component's pages (``PoolLayout``), and on a worker the bytes of these pages, where they lie
 on the host, and their storage keys (``PoolMap``). Plain arithmetic over the pools' specifications, for the head and for
 workers.
 
 A component's slots index its own pool and every sidecar derived from it; a logical pool has no bytes and is left out.
-FULL *is* its own pool or, where that is logical, all pools that derive from it (``lead``); what else derives from it
-(``follow``) is stored before it and read after it.
+FULL's data is in its own pool or, where that is logical, in all pools that derive from it (``lead``). The other pools
+that derive from FULL (``follow``) are stored before it and read after it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Laws:
   fails, too, and an engine is told whose batch names it.
 * Each work and each call is answered once, when its buffers are let go, also if it is cancelled.
 * An error that answers no call (a device that refuses a copy, a stage that ends) is the end of the group.
-  The engine here is told first, so that it takes nothing that is lost for something that has come.
+  The engine here is told first, so that it does not take pages that are lost for pages that have arrived.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ CLOSED = "the worker is closed"
 
 
 class Performer:
-    """The worker of ``rank``. ``tell``: called with each message for the head. ``local``: the pools and stores while
-    they are open. ``batches``: the engine's batches.
+    """The worker of ``rank``. ``tell``: called with each message for the head. ``local``: the worker that has the pools
+    and stores; None before they are open, and when they are closed. ``batches``: the engine's batches. Other mutable
+    state: works that wait for a batch's event (``_held``), loads in flight, loads that failed, and calls that are under
+    way.
     """
 
     def __init__(
@@ -136,8 +138,8 @@ class Performer:
         return self._own.layers
 
     def die(self, error: BaseException) -> None:
-        """Tell the engine and the head that this worker cannot go on: the engine first, before it can take what was
-        lost for what has arrived."""
+        """Tell the engine and the head that this worker cannot go on. The engine is told first, before it can take
+        pages that are lost for pages that have arrived."""
         if not self._stopped:
             self._stopped = True
             self.finish(RankFailure(said(error), self.rank))
@@ -229,7 +231,7 @@ class Performer:
             self._own.put[work.kind](work, self.batches.events(work.after))
 
     def _try_held(self) -> None:
-        """A batch has got its event, or is over: perform the works that wait for no other batch."""
+        """Perform the works that wait for no other batch, after a batch has got its event or is over."""
         held, self._held = self._held, {}
         for work in {id(work): work for work in held.values()}.values():
             if self._must_wait(work):
@@ -247,7 +249,7 @@ class Performer:
             self.die(error)
 
     def _ended(self, status: Status, ops: Sequence[int]) -> None:
-        """The operations ``ops`` of one work have ended with ``status``."""
+        """Note, and tell the head, that the operations ``ops`` of one work have ended with ``status``."""
         loads = self._loads.intersection(ops)
         self._loads -= loads
         if status is Status.FAILED and loads:
@@ -316,9 +318,9 @@ class Performer:
         self._calls[call] = task
         if isinstance(order, m.WritePages):
             first = order.batch[0].op
-            self._storing.add(first)  # at once: that it is given up may be heard in this turn
+            self._storing.add(first)  # at once: a ``GiveUp`` for it may come in this turn
             task.add_done_callback(lambda _: self._storing.discard(first))
-        task.add_done_callback(lambda done: self._answer(call, done))  # also of one that is cancelled before it begins
+        task.add_done_callback(lambda done: self._answer(call, done))  # also if it is cancelled before it begins
 
     def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
         del self._calls[call]
@@ -354,7 +356,7 @@ class Performer:
         await self._own.delete([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
 
     async def _flush(self, _: m.FlushStores) -> None:
-        """Flush the stores, and then tell what they count."""
+        """Flush the stores, and then tell the head what they count."""
         try:
             await self._own.flush()
         finally:
@@ -392,7 +394,7 @@ class Performer:
             self._tell(m.StoreHealth(self._shut))
 
     def count(self) -> None:
-        """Tell what the stores count, if that has changed since the last time."""
+        """Tell the head what the stores count, if that has changed since the last time."""
         if self.local is not None:
             self._count(self.local)
 
@@ -433,13 +435,13 @@ def check_shard(whole: CacheConfig, own: CacheConfig) -> None:
 
 
 def said(error: BaseException) -> str:
-    """Return the text by which other processes are told of ``error``."""
+    """Return the text that other processes get for ``error``."""
     return str(error) if isinstance(error, (RankFailure, ConfigError)) else f"{type(error).__name__}: {error}"
 
 
 def _in_turn(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """Make ``call`` on the loop's thread, behind all that this thread has handed to the loop before, and return or
-    raise what it does. Raises ``RankFailure``: the loop ends first."""
+    """Make ``call`` on the loop's thread, behind all that this thread has handed to the loop before. Returns what it
+    returns, and raises what it raises. Raises ``RankFailure``: the loop ends first."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -109,8 +109,8 @@ class SentBatches:
         """Return the next batch that nobody has read. Cancelling it loses none.
 
         Raises:
-            StopAsyncIteration: the cache is closed. Nobody wants the batches that were not read.
-            RankFailure: the head is gone, or the group has failed. The same holds then.
+            StopAsyncIteration: the cache is closed. Batches that were not read are dropped.
+            RankFailure: the head is gone, or the group has failed. Batches that were not read are dropped.
         """
         while not self._finished and not self._unread:
             await self._came.wait()
@@ -173,8 +173,8 @@ class SentBatches:
                 batch.lost = True
 
     def end(self, number: int, event: Event | None, error: str) -> None:
-        """The engine has ended batch ``number``, which is over when ``event`` has fired, or now if that is None.
-        ``error``: why the engine could not run it; empty if it did."""
+        """Note that the engine has ended batch ``number``, which is over when ``event`` has fired, or now if that is
+        None. ``error``: why the engine could not run the batch; empty if it did."""
         self._unread.pop(number, None)
         try:
             over = event is None or event.done()
@@ -195,7 +195,7 @@ class SentBatches:
         try:
             await event.wait()
         except CopyFailed:
-            pass  # over, though not well
+            pass  # the batch is over, though not well
         except Exception as error:
             self._failed(error)
             return

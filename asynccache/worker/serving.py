@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 ARRIVAL = 300.0
 COUNTED = 5.0
-"""Seconds from an answer to the head until it is told what the stores count, once for all answers meanwhile."""
+"""Seconds from an answer until the head is told what the stores count, once for all answers in this time."""
 
 
 class WorkerEnd:
-    """A worker's end of its link: it hands what the head says to a ``Performer``, and sends what that says. Mutable
-    state: which messages concern the link itself (``_concerned``), and how long closing may take."""
+    """A worker's end of its link. It hands the head's messages to a ``Performer``, and sends the messages of the
+    ``Performer`` to the head. ``_concerned``: what it does itself, by type of message. Mutable state: the stores that
+    are being opened, until when closing is waited for, and whether the link is over."""
 
     def __init__(
         self, link: RankLink, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
@@ -72,9 +73,9 @@ class WorkerEnd:
         await self._opened
 
     async def aclose(self) -> None:
-        """Leave the group: end what is under way, and close all that is open. A store that hangs is waited for until
-        the link's time-out, or the time that the head has said closing may take, whichever is longer; after that it
-        goes on closing by itself. May be called again."""
+        """Leave the group: end what is under way, and close all that is open. A store that hangs is waited for as long
+        as the link's time-out or, if that is longer, as the head has said that closing may take. After that the closing
+        goes on by itself. May be called again."""
         if self._counting is not None:
             self._counting.cancel()
         self._gives_up_at = min(self._gives_up_at, self._loop.time() + max(self._link.timeout, self._closing_takes))
@@ -132,7 +133,8 @@ class WorkerEnd:
         self._end(RankFailure(f"the head {failure.reason}"))
 
     def _end(self, failure: RankFailure | None) -> None:
-        """The link is over. Tell whoever waits here: ``failure``, or with None that the head has closed."""
+        """Note that the link is over, and tell everybody who waits here. ``failure``: why; None: the head has closed
+        the cache."""
         if not self._opened.done():
             self._opened.set_exception(failure or RankFailure("the cache was closed while it was opened"))
             self._opened.exception()
@@ -147,8 +149,8 @@ class WorkerEnd:
 
 @asynccontextmanager
 async def serving(serve: WorkerEnd) -> AsyncIterator[RankWorker]:
-    """Open ``serve`` and give its worker. It closes when the head closes, and at the end of the ``async with`` at the
-    latest."""
+    """Open ``serve`` and give its worker. The worker closes when the head closes the cache, and at the end of the
+    ``async with`` at the latest."""
     try:
         await serve.open()
         closing = asyncio.get_running_loop().create_task(_close_when_over(serve), name="asynccache-worker")

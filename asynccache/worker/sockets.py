@@ -143,7 +143,7 @@ async def open_link(
                 link = StreamLink(room=len(GREETING) + NONCE)
                 try:
                     return link, await _enter(where, link, key, hello)
-                except OSError as error:               # nobody is there, or nobody yet
+                except OSError as error:               # no head is there, or none yet
                     why = f": {error}"
                 except BaseException:
                     link.abort()
@@ -154,8 +154,8 @@ async def open_link(
 
 
 async def _enter(where: ListenAddress, link: StreamLink, secret: bytes, hello: bytes) -> bytes:
-    """Connect, and return the head's welcome. Raises ``OSError``: there was no greeting; another attempt may do
-    better."""
+    """Connect, and return the head's welcome. Raises ``OSError``: there was no greeting, and another attempt may get
+    one; and ``RankFailure``: the head refused, or one end does not know the secret."""
     loop = asyncio.get_running_loop()
     if where.path:
         await loop.create_unix_connection(lambda: link, where.path)
@@ -200,8 +200,8 @@ async def _prove(link: StreamLink, greeting: bytes, secret: bytes, hello: bytes)
 
 
 class Listener:
-    """Admits workers that connect; ``open_listener`` makes it. ``address``: where it listens, with the port that it
-    got."""
+    """Admits workers that connect; ``open_listener`` makes it. ``address``: where it listens, with the port that the
+    system chose if none was given."""
 
     def __init__(self, secret: bytes, answer: Answer, timeout: float) -> None:
         self.address = ""
@@ -239,7 +239,7 @@ class Listener:
         strangers = dict(self._strangers)
         for link, task in strangers.items():
             task.cancel()
-            link.abort()                               # a task that has not begun yet will never do it
+            link.abort()                               # a task that is cancelled before it begins does not
         await asyncio.gather(*strangers.values(), return_exceptions=True)
 
     def _connection(self) -> StreamLink:
@@ -254,7 +254,8 @@ class Listener:
         task.add_done_callback(lambda _: self._strangers.pop(link))
 
     async def _admit(self, link: StreamLink) -> None:
-        """Carry out the handshake. One that fails closes its connection, disturbs nobody and is not reported."""
+        """Carry out the handshake. If it fails, the connection is closed; nobody else is disturbed, and nothing is
+        reported."""
         try:
             async with asyncio.timeout(HANDSHAKE):
                 hello = await self._authenticated(link)

@@ -4,18 +4,19 @@ copies on the device), ``backup_storage`` (writing to the stores) and ``prefetch
 The first two have queues, and tasks that serve them. Queues have no bound, because the core bounds the operations in
 flight. Laws:
 
-* A backup is one batched copy per wake-up; its event decides every operation in it.
-* A submission of load_back is one batched load, layer by layer, and the clones behind it. Clones run on a stream of
-  their own, and each waits for the load that it needs.
-* A submission is a plain function: ``wait_layer`` needs the event of a layer at once, so it submits what is queued and
+* Whenever its task wakes up, ``backup_host`` copies all backups that wait, as one copy. The event of this copy decides
+  every operation in it.
+* A submission of ``load_back`` is one copy for all loads that wait, layer by layer, and the private copies behind it.
+  Private copies run on a stream of their own, and each waits for the load that it needs.
+* A submission is a plain function: ``wait_layers`` needs the event of a layer at once, so it submits what is queued and
   does not wait for the stage's task.
-* If a batched load fails, every load in it fails: an engine whose work was ordered behind its layers may have read
-  them.
+* If the copy for several loads fails, every load in it fails: an engine whose work was ordered behind its layers may
+  have read them.
 * Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
   worker writes.
 * Auxiliary components and sidecars are written before FULL (``PoolMap.written``), so that a reader who finds FULL
-  mostly finds the rest; it is no proof. Of an operation that has failed, nothing more is written. The head decides
-  which operations make a batch, and when a batch is given up.
+  mostly finds the rest; the order is no proof of that. Of an operation that has failed, nothing more is written. The
+  head decides which backups are written as one batch, and when a batch is given up.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def _joined(batch: Sequence[QueuedWork]) -> tuple[list[Move], list[Event]]:
 
 
 class BackupHostStage:
-    """A queue of backups and the task that performs them. ``post``: called with the outcome of each work. ``clock``:
-    returns seconds."""
+    """A queue of backups and the task that performs them. ``post``: called with the outcome of each work. ``size_of``:
+    see ``PoolMap.size_of``. ``clock``: returns seconds."""
 
     def __init__(
         self,
@@ -138,8 +139,8 @@ class _Line:
 class LoadBackStage:
     """The queues of loads and of private copies, and the tasks that await what is on the device. The two have a stream
     each, so that private copies, which are short, wait for the loads that they need and for no others. ``post``: called
-    with the outcome of each work. ``clock``: returns seconds. ``fail``: called with what the device raised when it
-    refused a copy."""
+    with the outcome of each work. ``size_of``: see ``PoolMap.size_of``. ``clock``: returns seconds. ``fail``: called
+    with the error that the device raised when it refused a copy."""
 
     def __init__(
         self,
@@ -177,8 +178,8 @@ class LoadBackStage:
         return self._by_op.get(op)
 
     def submit_now(self) -> None:
-        """``submit``. If the device refuses a batch, its loads are lost, and that is the end of the cache. ``fail`` is
-        called before anybody can ask for these loads and take them for loads that have ended."""
+        """Call ``submit``. If the device refuses a copy, its loads are lost, and that is the end of the cache. ``fail``
+        is called before anybody can ask for these loads and take them for loads that have ended."""
         try:
             self.submit()
         except BaseException as error:
@@ -186,7 +187,7 @@ class LoadBackStage:
             raise
 
     def submit(self) -> None:
-        """Hand all that is queued to the device: one batch of loads, then the clones."""
+        """Hand all that is queued to the device: the loads as one copy, then the private copies."""
         loads = self._loads.inbox.take()
         if loads:
             self._submit_loads(loads)
@@ -227,7 +228,7 @@ class LoadBackStage:
             await self._land(line)
 
     async def _something(self, line: _Line) -> None:
-        """Return when there is something to submit or to await. The queue may be empty even so: ``wait_layer`` has
+        """Return when there is something to submit or to await. The queue may be empty then: ``wait_layers`` may have
         submitted what was in it."""
         while not line.flying and not len(line.inbox):
             line.filled.clear()
@@ -246,7 +247,7 @@ class LoadBackStage:
 
 
 async def _copied(*events: Event | None) -> Status:
-    """Return how copies ended, when all of these events have: FAILED if one of them failed. A private copy of a load
+    """Return when all of these events have fired: FAILED if one of them failed, else DONE. So a private copy of a load
     that failed has failed, too."""
     try:
         for event in events:
@@ -258,6 +259,7 @@ async def _copied(*events: Event | None) -> Status:
 
 
 BATCH_PAGES = 128
+"""How many pages one call of a store has at most."""
 
 
 class WritableStore(Protocol):
@@ -293,7 +295,7 @@ class WritingStage:
 
     def give_up(self, op: int) -> None:
         """Write nothing more of the batch that begins with ``op``, after the call of the store that is under way. To
-        be called for a batch that ``store`` has been given and has not ended, whether it has begun or not."""
+        be called before or while ``store`` writes this batch, and not later."""
         self._given_up.add(op)
 
     async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
@@ -439,7 +441,7 @@ class ReadingStage:
 
 
 def _nothing_lacks(hashes: bytes) -> bytes:
-    """The answer for a pool of which this worker has no bytes: a HIT for each page, since other workers' answers
+    """Return the answer for a pool of which this worker has no bytes: a HIT for each page, since other workers' answers
     decide."""
     return bytes([Result.HIT]) * (len(hashes) // HASH_BYTES)
 

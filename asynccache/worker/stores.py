@@ -1,6 +1,6 @@
 """The stores of one worker, by the numbers that the head gives them. A store is opened, used, watched, left and closed.
 
-Law: a store is told of the host's memory, and of the ring where promoted pages lie, before its first read or write.
+Law: a store is told where the host's pages lie before its first read or write.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class HostMemory(Protocol):
 
 class OpenStores:
     """The ``WorkerStores`` of one worker. ``used``: True while any store is used. ``tell``: called with the keys of
-    watched stores, see ``Reports``; set before the first is watched. Mutable state, by number: the stores, and for each
-    store that is watched the call that ends that."""
+    watched stores, as ``Reports.keys``; set before the first store is watched. Mutable state, by number: the stores,
+    and for each store that is watched the function that ends the watching."""
 
     tell: Told
 
@@ -59,8 +59,8 @@ class OpenStores:
         return StoreEntry(number, attached.options)
 
     async def open_first(self, storages: Sequence[Storage], options: Mapping[str, str]) -> None:
-        """Open and use the stores that the cache begins with. If it fails or is cancelled, the stores that are used by
-        then stay open."""
+        """Open and use the stores that the cache begins with. If it fails or is cancelled, the stores that were opened
+        by then stay open until ``tiers`` is closed."""
         await open_all(self.tiers, storages, self._layout, options)
         for attached in self.tiers.attached:
             self._introduce(attached)

@@ -13,7 +13,7 @@ from asynccache.errors import ConfigError
 
 
 class RankPlace(NamedTuple):
-    """One rank's coordinates."""
+    """One rank's coordinates, each from 0 on."""
 
     tp: int
     cp: int

@@ -1,8 +1,8 @@
 """Knows which pages the watched stores of all workers have, and reports them by the keys of one worker.
 
 A worker's stores know a page by a key that depends on the worker's shard. The head can compute every worker's key of a
-page once it has the page's hash. So keys are kept as the workers tell them, and compared when the head *names* a page,
-because it asks for it, reads it or has stored it.
+page once it has the page's hash. So the keys that workers tell are kept, and compared when the head *names* a page,
+which is when it asks for the page, reads it or has stored it.
 
 Law: a page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with
 bytes of FULL is a writer; in a shared store, workers that hold the same bytes are one writer.
@@ -19,8 +19,8 @@ Report = Callable[[int, bool, Sequence[bytes]], None]
 
 
 class _Store:
-    """One watched store. ``writers``: the digest of each. ``has``: the keys that each writer has. ``told``: the keys of
-    the pages that were reported as being there."""
+    """One watched store. ``writers``: the digest of each writer. ``has``: the keys that each writer has. ``told``: the
+    keys of the pages that were reported as being there."""
 
     def __init__(self, writers: dict[Hashable, bytes], *, shared: bool) -> None:
         self.shared = shared
@@ -88,8 +88,8 @@ class WatchedKeys:
         self._look(store, own, dict.fromkeys(self._named[key] for key in keys if key in self._named))
 
     def name(self, hashes: Iterable[bytes]) -> None:
-        """Note the hashes of pages that the head has learned of; each item of ``hashes`` is one or more, joined. If
-        every store has one writer, this does nothing: what the writer tells is reported as it is."""
+        """Note the hashes of pages that the head names; each item of ``hashes`` is one or more, joined. If every store
+        has one writer, this does nothing: what the writer tells is reported as it is."""
         if not any(len(own.writers) > 1 for own in self._stores.values()):
             return
         pages = [

@@ -18,8 +18,8 @@ class CopyKind(IntEnum):
 
 
 class Work(NamedTuple):
-    """One effect of the core, or several backups that follow each other: their operations ``ops`` are copied together
-    and end together. ``moves``: all that they copy. ``source``: the load whose pages a private copy is made of; 0: no
+    """One effect of the core, or several backups that follow each other. Its operations ``ops`` are copied together and
+    end together. ``moves``: all that they copy. ``source``: the load whose pages a private copy is made of; 0: no
     load. ``after``: the numbers of the batches that must be over, on the device, before the copy begins."""
 
     kind: CopyKind

@@ -91,7 +91,7 @@ async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
                 with pytest.raises(CacheClosed):
                     await lease.layer(1)
 
-    with pytest.raises(CacheClosed, match="a worker died"):
+    with pytest.raises(CacheClosed, match="a task of the cache died"):
         await die_under_a_lease()
     await device.aclose()
 
@@ -115,7 +115,7 @@ async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.
                 with pytest.raises(CacheClosed):
                     await lease.loaded()
 
-    with pytest.raises(CacheClosed, match="a worker died"):
+    with pytest.raises(CacheClosed, match="a task of the cache died"):
         await refuse_a_load()
     await device.aclose()
 
