@@ -197,7 +197,7 @@ $(VENV)/.installed-cli: $(VENV)/.created pyproject.toml constraints.txt
 
 # The site is made from the sources as text: neither torch nor anything else of ours has to be there.
 $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "mkdocs is installed, about 30 MB"
+	@echo "mkdocs is installed, a download of about 40 MB"
 	$(INSTALL) $$($(BIN)/python -c 'import tomllib; \
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@

@@ -41,22 +41,20 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/components.md", '.venv/bin/python -m pytest tests/core tests/worlds -q -m "not slow and not soak"'),
-    ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13, as your driver needs; with cupy and NVRTC"),
+    ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13, as your driver needs; brings cupy, NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
-    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment; it does not install vLLM. "
-                             "From a clone: '.[vllm]'"),
+    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment, without vLLM; in a clone: '.[vllm]'"),
     ("docs/engines/vllm.md", "from vllm import LLM"),
-    ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
-                            "--batches 128     # make test-sglang makes build/sglang"),
-    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; it does not install "
-                               "SGLang. From a clone: '.[sglang]'"),
+    ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 --batches 128"),
+    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment, without SGLang; in a clone: "
+                               "'.[sglang]'"),
     ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),
     ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
     ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),
 }
 # Blocks that are drawings, not code.
-DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 3}
+DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 2}
 PATIENCE = 120.0
 LONG = re.compile(r"\b(stress|replay|bench|make|plan|openai_server|for _ in range)\b")
 
