@@ -176,14 +176,14 @@ class Ranked(Protocol):
 R = TypeVar("R", bound=Ranked)
 
 
-def by_rank(jobs: Iterable[R]) -> list[R]:
-    """The jobs in their order, the one that goes first at the front."""
-    return sorted(jobs, key=lambda job: (-job.priority, job.order))
+def by_rank(requests: Iterable[R]) -> list[R]:
+    """The requests in their order, the one that goes first at the front."""
+    return sorted(requests, key=lambda request: (-request.priority, request.order))
 
 
-def victim(jobs: Sequence[R]) -> R | None:
-    """The job to be retracted: the newest of those of the lowest priority; None if there are no jobs."""
-    return by_rank(jobs)[-1] if jobs else None
+def victim(requests: Sequence[R]) -> R | None:
+    """The request to be retracted: the newest of those of the lowest priority; None if there are no requests."""
+    return by_rank(requests)[-1] if requests else None
 
 
 def chunk_stop(start: int, end: int, budget: int, page_size: int, marks: Sequence[int] = ()) -> int:
