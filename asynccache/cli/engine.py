@@ -1,7 +1,7 @@
 """The stand-in for an inference engine: it writes and reads KV on the device, where a real engine would.
 
 The stand-in writes the bytes that ``pattern`` defines, and to read means to compare the pages with those bytes. The
-work is done in threads, in calls that release the GIL; on the loop's thread such a call would have to wait until it
+work is done in a thread, in calls that release the GIL; on the loop's thread such a call would have to wait until it
 gets the GIL back. So a request's work is in flight while its task waits, and the work goes on when that task is
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
 kernel on a stream.
@@ -52,7 +52,7 @@ class Gate(Event, Protocol):
 class PageRun(NamedTuple):
     """Pages of one component that follow each other in one sequence.
 
-    ids: the page's slot on the device; -1: the lease has no page there.
+    ids: each page's slot on the device; -1: the lease has no page there.
     values: what defines the bytes of each page, see ``pattern``.
     first: the position of the first page in its sequence, in pages; for messages.
     """

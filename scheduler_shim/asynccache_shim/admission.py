@@ -121,7 +121,7 @@ def demand(shape: CacheShape, extend: int, remaining_chunk: int, more: int, matc
 
 def passes(need: SlotCounts, room: SlotCounts, growing: int) -> bool:
     """The first gate. Return True if ``need`` fits into ``room``, the free and evictable slots, with one page left for
-    each of the ``growing`` requests that run."""
+    each of the ``growing`` requests that hold pages."""
     return (
         need.full + growing <= room.full
         and (not need.swa or need.swa + growing <= room.swa)
@@ -140,7 +140,8 @@ def cut_offers(shape: CacheShape, whole: LeaseOffer, matched: int) -> list[Lease
     """Offers for a request when no other one holds pages, the largest first, down to one page.
 
     The first is what fits beside the window that the request's own prefix (``matched`` tokens) pins. The next ones drop
-    the part of SWA that is reserved for later steps, and halve the chunk each time.
+    the part of SWA that is reserved for later steps, and halve the chunk each time. With recurrent states, the last one
+    has no slot for a checkpoint.
     """
     page = shape.page_size
     states, chunk, swa = whole.states, whole.chunk, whole.swa_chunk

@@ -26,7 +26,7 @@ class SchedulerConfig:
     max_running: how many requests hold pages at the same time at most.
     checkpoint_every: how many tokens are decoded between two checkpoints of a recurrent state.
     preempt: whether a request of lower priority is retracted when one of higher priority finds no room.
-    load_attempts: how often a request's pages may fail to load before the request fails.
+    load_attempts: with how many failed loads of its pages a request fails.
 
     Raises:
         ConfigError: a value is of the wrong type or out of its bounds.
@@ -46,7 +46,7 @@ class Board:
     """The shared state of one scheduler.
 
     waiting, held: requests by number. freed: how often a request gave its pages back, so far.
-    ended: the numbers of requests that ended or were retracted and that the model has not been told of yet.
+    ended: the numbers of requests that gave their pages back and that the model has not been told of yet.
     alone: the request that waits in the cache's line for pages, which one does only while none holds pages; None: none.
     shards: the model's shards on other ranks; None: there are none.
     bell: set when the loop has something to do.

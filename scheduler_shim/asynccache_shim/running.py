@@ -4,7 +4,8 @@ Laws:
 * A request computes its first chunk in the pages that it was admitted with. Later chunks and decoding extend its lease.
 * If there is no page to extend a lease, the last request in the order is retracted, even if that is the request which
   needs the page. So the first request in the order always goes on.
-* What a request has computed is published before its pages are given back.
+* What a request has computed is published before its pages are given back, unless it failed or was aborted between two
+  steps.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class ScheduledRequest:
 
     @property
     def over(self) -> bool:
-        """True if the caller's request has ended, in whatever way."""
+        """True if the request has ended, in whatever way."""
         return self.submitted.finish is not None
 
     @property

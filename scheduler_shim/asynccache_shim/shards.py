@@ -3,9 +3,9 @@
 No other module of this package, except ``payload``, knows of ranks.
 
 Laws:
-* A batch is sent in the same turn of the event loop in which its step begins, after the loads that it needs. Every
-  commit and release names the batch that was sent last, so no page is given to another request before all ranks have
-  computed that batch.
+* A batch is sent in the same turn of the event loop in which this rank begins to compute it, after the loads that it
+  needs. Every commit and release names the batch that was sent last, so no page is given to another request before all
+  ranks have computed that batch.
 * Nothing of a step is published, and none of its tokens is handed out, before all ranks have computed it. An error on
   one rank fails the requests of that step and no others.
 * When a rank has failed, every request fails at once, even while the model on this rank is computing.
@@ -27,7 +27,8 @@ R = TypeVar("R")
 
 
 class Shards:
-    """The scheduler's side. ``sent``: the number of the batch that was sent last; None before the first one.
+    """The scheduler's side of the link to the other ranks: sends batches, and waits until all ranks have computed them.
+    ``sent``: the number of the batch that was sent last; None before the first one.
 
     ``own``: the worker of this process. ``lost`` is called when the group of ranks has failed, at most once.
     """
