@@ -1,4 +1,4 @@
-"""Runs of whole caches in processes: ``asynccache stress`` over ranks, left alone or struck, and what it reports."""
+"""Runs of ``asynccache stress`` over ranks, each a process, undisturbed or with an accident, and their reports."""
 
 from __future__ import annotations
 

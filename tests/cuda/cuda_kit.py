@@ -1,4 +1,4 @@
-"""What the tests of this folder share: an engine with a stream of its own, and pools on a simulated driver."""
+"""Shared by the tests of this folder: an engine with a stream of its own, and pools on a simulated driver."""
 
 from __future__ import annotations
 

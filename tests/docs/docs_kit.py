@@ -1,7 +1,7 @@
 """The code blocks of README and the documentation, as the tests need them.
 
 A block that cannot be run where the tests run has ``<!-- not run: the reason -->`` on the line before it. A ``text``
-block that follows a block of Python is what that prints. A block with a title is a file of that name.
+block that follows a block of Python is that block's output. A block with a title is a file of that name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a parameter takes, what must become of an odd value there, and a cache whose books are looked at afterwards."""
+"""The kinds of values that parameters take, what must happen with an odd value, and a cache whose books are checked
+afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that somebody may hand in where something else is meant, and what each of them means, if anything."""
+"""Values that a caller may pass where another kind is meant, and what each of them means, if anything."""
 
 from __future__ import annotations
 

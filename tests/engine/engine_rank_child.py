@@ -1,6 +1,6 @@
 """One rank of a served model as a process of its own: rank 0 has the cache and the scheduler, and each its shard.
 
-Reads jobs from stdin, a line of JSON each; answers each with a line. Rank 0 asks what the job's ``rounds`` say.
+Reads jobs from stdin, a line of JSON each; answers each with a line. Rank 0 submits the job's ``rounds`` of prompts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What an engine writes on one rank, and what it must read there: every rank has bytes of its own, but for what is
-replicated, and a page's are a function of everything up to its end."""
+"""The bytes that an engine writes on one rank, and must find there when it reads. Every rank has bytes of its own,
+except in replicated pools. The bytes of a page are a function of everything up to the page's end."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Random worlds of groups: whole caches with one to eight workers, on the virtual clock, out of one seed each.
 
 The seed says how many ranks there are and how they share every page; which pools, stores and policies; what each rank's
-device, store and link does wrong; what requests do and where they are cancelled; and which rank has an accident. What
-must hold, whatever it says:
+device, store and link does wrong; what requests do and where they are cancelled; and which rank has an accident. In
+every world must hold:
 
 * The core's books are right after every plan (``audit``).
 * Every rank finds in its pages, when its stream reads them, its own part of what was computed for them.
-* Who was not cancelled is served, or told a reason that there is. After an accident everybody is told of it in time.
-* What the head calls stored every rank has stored.
+* A request that was not cancelled is served, or fails with the true reason. After an accident all are told in time.
+* Every page that the head calls stored is stored by every rank.
 * At the end nothing is held and nothing in flight, no process and no task is left, and in a calm world what was
   published is found by the next group.
 """

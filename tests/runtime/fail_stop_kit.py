@@ -1,8 +1,9 @@
-"""The core with a point after each of its statements: what a world reaches is noted there, or an exception is raised.
+"""The core with a call after each of its statements. The call notes that the statement was reached, or raises an
+exception.
 
 The functions of the core are compiled again with a call at every statement, and given back their own code at the end.
-The call stands after a statement that is simple; behind the value of a ``return``; and before what has no after, or no
-single one: ``raise``, ``continue``, ``break``, and statements that have statements in them.
+The call stands after a simple statement, behind the value of a ``return``, and before statements that nothing follows
+or that end in several places: ``raise``, ``continue``, ``break``, and statements that have statements in them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A wish told while its handle waits for the lock counts like any other; a store that raises anything is a miss."""
+"""A handle that is told or stopped while it waits for the lock obeys; a prefetch gives up when its anchor leaves the
+host; a store that raises anything is a miss."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Worlds of a scheduler whose model has a shard on each of several ranks, over simulated links.
 
 One seed decides everything: the pools, who asks for what, how long copies, reads, models and links take, and which
-copies and reads fail on which rank. Must hold: the tokens of every request, the right bytes in every page that any
-shard reads, the same batches on every rank in the same order, and that each commit and release names a batch which
-was sent.
+copies and reads fail on which rank. In every world there must be: the right tokens for every request, the right bytes
+in every page that any shard reads, and the same batches on every rank in the same order. Each commit and release must
+name a batch that was sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One guest never spoils it for the others: bad input, models that misbehave, who comes while another one waits."""
+"""No request spoils it for the others: bad input, models that misbehave, requests that come while another one waits."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``leading()`` puts it in the place of ``p2c``. Whether it leads, and what each class and age is worth, is drawn again
 and again; in between it is worth what was learned. Ages begin at 50 microseconds instead of half a second, since no
-world takes long. So it gives up what no recency would. All else is ``P2c``'s own.
+world takes long. So it evicts data that recency would not. All else is ``P2c``'s own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CacheMachine: every core call in any order, against a dict of what was ever committed.
 
-Law: after each step the audit holds (the player checks it), every page that a request may read has the right bytes (the
-player knows them), no match is longer than what was ever committed, and while nothing was evicted, every match is as
+Law: after each step the audit holds and every page that a request may read has the right bytes (``SynchronousRuntime``
+checks both), no match is longer than what was ever committed, and while nothing was evicted, every match is as
 long as what was committed. At the end everything is released, and nothing may be left.
 
 A Hypothesis state machine. Subclass it and set ``components`` and whatever else should differ.

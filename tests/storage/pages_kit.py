@@ -1,4 +1,5 @@
-"""What the tests of ``Pages`` share: memory that cannot be closed while anybody has any; stores that misbehave."""
+"""Shared by the tests of ``Pages``: memory that cannot be closed while anybody has a view of it; stores that
+misbehave."""
 
 from __future__ import annotations
 

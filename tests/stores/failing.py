@@ -2,8 +2,8 @@
 
 A *course* is one run: it warms up until storage gives hits, then, trouble after trouble, the store is hurt, healed, and
 hits have to come back by themselves. Nothing may go wrong in all that time: no request fails, no byte is wrong, nothing
-leaks. The run without L3 beside it, under the same load, says what requests may take. ``courses`` has those that there
-are.
+leaks. The run without L3 beside it, under the same load, says what requests may take. The courses are in
+``courses``.
 """
 
 from __future__ import annotations

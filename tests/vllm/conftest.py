@@ -1,4 +1,4 @@
-"""vLLM is imported once, before any test, where it is installed: what it warns of is not ours to mend."""
+"""vLLM is imported once, before any test, where it is installed: its own warnings are no failures here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links over real sockets, and somebody who listens to them."""
+"""Links over real sockets, and both ends of them."""
 
 from __future__ import annotations
 
