@@ -38,11 +38,11 @@ class Model:
         self._held: dict[int, set[bytes]] = {FULL: set(), SWA: set(), MAMBA: set()}
 
     def add(self, component: int, digest: bytes) -> None:
-        """This page (or state) was committed."""
+        """Note that this page (or state) was committed."""
         self._held[component].add(digest)
 
     def forget(self, digests: list[bytes]) -> None:
-        """Its namespace was invalidated."""
+        """Forget these pages: their namespace was invalidated."""
         for held in self._held.values():
             held.difference_update(digests)
 
@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(text=texts, space=spaces)
     def begin_with_something(self, text: str, space: bytes) -> None:
-        """An empty cache is a dull one."""
+        """Commit something first, because few calls do anything in an empty cache."""
         self.run.insert(text, space=space)
         self.keys[space].add(text)
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings(), suppress(ModuleNotFoundError):
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the tier tells in vLLM's log, which does not go on to the root's."""
+    """The tier's lines in vLLM's log, which are not passed on to the root logger."""
     logger = logging.getLogger("vllm.asynccache")
     before = logger.level
     logger.addHandler(caplog.handler)
