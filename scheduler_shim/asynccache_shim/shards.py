@@ -27,8 +27,8 @@ R = TypeVar("R")
 
 
 class Shards:
-    """The scheduler's side of the link to the other ranks: sends batches, and waits until all ranks have computed them.
-    ``sent``: the number of the batch that was sent last; None before the first one.
+    """The scheduler's side: sends batches to the other ranks, and waits until all ranks have computed them. ``sent``:
+    the number of the batch that was sent last; None before the first one.
 
     ``own``: the worker of this process. ``lost`` is called when the group of ranks has failed, at most once.
     """
