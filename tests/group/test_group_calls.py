@@ -1,5 +1,5 @@
 """Calls of the head that concern all workers: to forget, to explain, to count, to tell events. An answer covers every
-rank; what is true of one rank alone is not true."""
+rank, and says nothing that holds for one rank only."""
 
 from __future__ import annotations
 
