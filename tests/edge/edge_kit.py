@@ -197,7 +197,7 @@ class World:
         await self._device.aclose()
 
     def once(self, name: str, made: Callable[[], AbstractContextManager[Any]]) -> Any:
-        """What ``made`` gives, entered when it is first asked for and left with this world."""
+        """The object that ``made`` gives: entered when it is first asked for, and left with this world."""
         if name not in self._once:
             self._once[name] = self._stack.enter_context(made())
         return self._once[name]

@@ -46,7 +46,7 @@ GUEST = "sim:guest?name=guest"
 
 
 class SharedStore(SimulatedBackend):
-    """What one rank has of a store that all write to. ``writers``: who has written a page, of all ranks."""
+    """One rank's side of a store that all write to. ``writers``: who has written a page, of all ranks."""
 
     def __init__(
         self, random: Random, hostility: Hostility, pages: dict[PageKey, tuple[bytes, bytes]], rank: int,

@@ -99,7 +99,8 @@ class Leading(EvictionPolicy):
 
 @contextmanager
 def leading(seed: int | str = 0) -> Iterator[Counter[str]]:
-    """Whoever sets up a core with ``p2c`` meanwhile has ``Leading``. Yields what all of them together have ``seen``."""
+    """A core that is set up with ``p2c`` within the block has ``Leading``. Yields what all of these have ``seen``
+    together."""
     seen: Counter[str] = Counter()
     edges = [edge // 10_000 for edge in reuse._EDGES]
     with (

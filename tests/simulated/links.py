@@ -195,7 +195,7 @@ class SimulatedWorker:
 
     @property
     def face(self) -> RankWorker:
-        """What its engine has."""
+        """The worker as the rank's engine sees it."""
         return self.serving.worker
 
     async def _run(self) -> None:

@@ -481,7 +481,7 @@ class Request:
                     self._put(name, table[i], self._content(text, i))
 
     def _content(self, text: Sequence[int], page: int) -> bytes:
-        """What a page holds is a function of everything up to its end."""
+        """The content of a page, which is a function of everything up to the page's end."""
         end = min(len(text), (page + 1) * self.page)
         return sha256(repr((self.extra_key, list(text[:end]))).encode()).digest()
 

@@ -1,4 +1,4 @@
-"""What a cache does while its store fails: the stress tool runs with verification, and trouble comes and goes.
+"""A cache whose store fails: the stress tool runs with verification, while trouble comes and goes.
 
 A *course* is one run: it warms up until storage gives hits, then, trouble after trouble, the store is hurt, healed, and
 hits have to come back by themselves. Nothing may go wrong in all that time: no request fails, no byte is wrong, nothing

@@ -166,7 +166,7 @@ class RunningEngine:
 
     @property
     def log(self) -> str:
-        """What vLLM and its tiers have written so far."""
+        """The output of vLLM and its tiers so far."""
         return self._log.read_text(errors="replace")
 
     def generate(self, prompt: Sequence[int], tokens: int = 8, logprobs: int | None = 8) -> Answer:
