@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from asynccache import AsyncCache, RankFailure, checks
@@ -78,7 +79,8 @@ class Shards:
         cancelled = await returned(own)
         error = own.exception()  # retrieved in any case, or asyncio would warn of an error that was never retrieved
         if not over.done():
-            await self._end_own(number, error)
+            with suppress(RankFailure):  # ``over`` ends with it as well, and its error must be retrieved
+                await self._end_own(number, error)
         cancelled = await returned(over) or cancelled
         if cancelled is not None:
             raise cancelled
