@@ -164,6 +164,7 @@ class World:
                     self.group.processes[rank].task.cancel()
                 await asyncio.wait(self.followers.values())
                 assert all(task.cancelled() or task.exception() is None for task in self.followers.values())
+                await self.group.ended()  # a process that has lost the head lets its stores' calls finish
                 await self.group.aclose()
                 audit.check(self.cache.core)
                 assert not self.cache.core.active_leases()
