@@ -2,13 +2,13 @@
 #
 #   PYTHON    the interpreter that .venv is made with (3.11 or newer), and the one that test-core tries
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
-#   JOBS      how many processes the tests run in; 0: in one, as pytest does. One more than there are cores, unless you say
-#             otherwise: a tenth of the time goes by in waiting for servers that hang on purpose
+#   JOBS      how many processes the tests run in; 0: in one, as pytest does. The default is one more than there are
+#             cores, because a tenth of the time is spent waiting for servers that hang on purpose
 #   SECONDS   how long each program of `make soak` runs
-#   DEMO      more options of the command that `make demo` runs, as in DEMO="--requests 40"
+#   DEMO      options to add to the command that `make demo` runs, as in DEMO="--requests 40"
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 #   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
-#   CUDA      the major version that test-gpu installs cupy for, 12 or 13: torch's own, unless you say which
+#   CUDA      the major version that test-gpu installs cupy for, 12 or 13; the default is torch's own
 
 PYTHON   ?= python3
 PIP_ARGS ?=
@@ -36,7 +36,8 @@ SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test
 RECENT   := import sys; sys.exit(sys.version_info < (3, 11) and \
     "asynccache needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.12" % sys.version.split()[0])
 
-# Compiled once, whatever the caller's environment says: tests start some two hundred processes that import the sources.
+# Python keeps its bytecode, whatever the caller's environment says: tests start some two hundred processes that import
+# the sources.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo compiled test test-compiled test-core soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
@@ -45,10 +46,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
-	@echo "make compiled   the core, compiled with mypyc and a C compiler: runs from then on, ASYNCCACHE_PURE=1 is without"
+	@echo "make compiled   compile the core, with mypyc and a C compiler: used from then on, unless ASYNCCACHE_PURE=1"
 	@echo "make test-compiled   the tests of what is compiled, core and runtime, on the compiled core; part of make test"
 	@echo "make test-core PYTHON=python3.13   the core's tests on another interpreter, pure and compiled; needs no torch"
-	@echo "make check   the same without the tests marked slow: before a commit"
+	@echo "make check   make test without the tests marked slow and those of the compiled core: before a commit"
 	@echo "make soak    whole recorded traces, ranks at length, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
@@ -70,7 +71,8 @@ demo: $(VENV)/.installed-cli
 compiled: $(VENV)/.installed-dev
 	$(BIN)/python hatch_build.py
 
-# $(call beside,TARGETS,MARKS): the tests of these marks, and beside them what uses one core or waits; told of when all are over.
+# $(call beside,TARGETS,MARKS): runs the tests with these marks and, at the same time, TARGETS, which use one core each or
+# wait. The output of TARGETS is printed when all of them are over.
 define beside
 	@mkdir -p build; status=0; parts=; \
 	    for part in $(1); do setsid make --no-print-directory $$part >build/$$part.log 2>&1 & parts="$$parts $$part:$$!"; done; \
@@ -84,8 +86,8 @@ endef
 test: style
 	$(call beside,types test-compiled,not soak)
 
-# What tests the modules that are compiled: the core, and of the runtime and the worker those in `asynccache.compiled.ALSO`.
-# The tests of a slow store measure waiting, not these modules; a quarter of the groups' worlds has every kind of them.
+# The tests of the modules that are compiled: the core, and those in `asynccache.compiled.ALSO`. The tests of a slow store
+# measure waiting, not these modules. One quarter of the worlds of groups is enough: it has every kind of world.
 COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_slow_storage.py tests/worker/test_joining.py \
     tests/worker/test_messages.py tests/group/test_group_bytes.py 'tests/group/test_group_worlds.py::test_worlds_of_groups[0]' \
     tests/packaging/test_which_core.py
@@ -95,7 +97,7 @@ test-compiled: $(VENV)/.installed-dev
 	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
 	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" $(COMPILED)
 
-# Another interpreter, which torch need not exist for: the core and its tests want none of what asynccache depends on.
+# Another interpreter, for which torch need not exist: the core and its tests need nothing that asynccache depends on.
 test-core:
 	@version=$$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null) || \
 	    { echo "$(PYTHON) cannot be run; try: make test-core PYTHON=/path/to/python3.13" >&2; exit 2; }; \
@@ -139,7 +141,8 @@ test-vllm: test-vllm-tier
 test-vllm-tier: build/vllm/.installed
 	build/vllm/bin/python -m pytest -q -rs $(wildcard tests/vllm/test_tier_*.py)
 
-# A version that has no build for CPUs: its Python over the compiled parts of the other is enough for the manager.
+# A version of vLLM that has no build for CPUs: its Python files, with the compiled parts of the other version, are enough
+# for the manager.
 test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
 	PYTHONPATH=build/vllm-next build/vllm/bin/python -m pytest -q -rs \
 	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py
@@ -166,7 +169,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-# The programs of the distributed stores. Whatever can start does; the script says what cannot, and why.
+# The programs of the distributed stores. Those that can start do; the script says which cannot, and why.
 stores-install:
 	@$(PYTHON) tests/stores/up.py install --s3 $(S3)
 
@@ -195,7 +198,7 @@ $(VENV)/.installed-cli: $(VENV)/.created pyproject.toml constraints.txt
 	$(filter-out --quiet,$(INSTALL)) -e '.[cli]'
 	@touch $@
 
-# The site is made from the sources as text: neither torch nor anything else of ours has to be there.
+# The site is made from the sources as text: neither torch nor asynccache itself has to be installed.
 $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "mkdocs is installed, a download of about 40 MB"
 	$(INSTALL) $$($(BIN)/python -c 'import tomllib; \

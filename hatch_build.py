@@ -2,11 +2,11 @@
 
 mypyc turns the modules of ``asynccache.core``, and a few besides, into C as they stand, and the C compiler that Python
 itself was made with turns that into extension modules; see ``asynccache.compiled`` for which these are and when they
-run. What is in place is not built again as long as the source, and what builds it, are the same; of what is built, only
-those C files that have changed.
+run. Nothing is built as long as the source, mypyc and this file are the same. Otherwise mypyc writes all C files again,
+and those that have changed are compiled.
 
-A wheel has the compiled core, and its tag says for which interpreter, if ASYNCCACHE_COMPILE=1; otherwise it is for
-every interpreter and has none.
+With ASYNCCACHE_COMPILE=1 a wheel has the compiled core, and its tag says for which interpreter. Otherwise a wheel has
+only the source, for every interpreter.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ except ImportError:                                    # make compiled needs no 
 
 ROOT = Path(__file__).parent
 CACHE = ROOT / "build" / "compiled"
-"""The folder of what a build leaves for the next one: object files, in a folder for each kind of interpreter."""
+"""The folder of the object files that a build leaves for the next one; each kind of interpreter has its own in it."""
 SWITCH = "ASYNCCACHE_COMPILE"
 OPEN_CLASSES = {"eviction.py": ("EvictionPolicy",)}
 """Classes that others may write subclasses of, in Python."""
 FIXES = {"bytes_ops.c": ("slice_len = endn - startn;", "slice_len = endn > startn ? endn - startn : 0;")}
-"""Corrections of mypyc's own C, by file: what stands there, and what should. A slice of bytes that ends before it
-begins raised SystemError; it is empty."""
+"""Corrections of mypyc's own C, by file: the text there, and the text that replaces it. Without this one, a slice of
+bytes that ends before it begins raises SystemError; it must be empty."""
 LIBRARY = "asynccache.core.all"
 HEADERS = os.path.join("c", *LIBRARY.split(".")[:-1])
-"""Where mypyc puts the headers of the library, which its other files miss."""
+"""The folder into which mypyc puts the library's headers. Without it the C files do not find them."""
 NEEDS = ("mypy[mypyc]>=1.18", "setuptools>=70")
 FLAGS = ("-O2", "-g0", "-w")
 GENERATE = """\

@@ -1,7 +1,8 @@
-"""How much code the workers of several ranks are: `python .ci/code_lines.py` prints what docs/design.md says of it.
+"""Counts lines of code. `python .ci/code_lines.py` counts those of the workers of several ranks, which docs/design.md
+cites; `python .ci/code_lines.py FILES` counts those of other files.
 
-Counted are lines that hold code: no blank lines, no comments, and no string that stands alone (docstrings, and what
-is said below a constant). Other files may be given instead, as arguments.
+Counted are lines that hold code: no blank lines, no comments, and no string that stands alone (docstrings, and texts
+below a constant).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def code_lines(path: Path) -> int:
 
 
 def tell(title: str, paths: list[Path]) -> int:
-    """Print the lines of each, and their sum, which is returned."""
+    """Print how many lines of code each of ``paths`` has, and their sum. Returns the sum."""
     counts = [code_lines(path) for path in paths]
     for path, count in zip(paths, counts, strict=True):
         sys.stdout.write(f"{count:6,}  {path}\n")

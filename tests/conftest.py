@@ -1,10 +1,10 @@
 """``pytest --device cuda:0`` runs every test that makes a CPU device on a GPU; ``--device simulated-cuda`` on the CUDA
-device with a simulated driver, which needs none, and looks for races besides.
+device with a simulated driver, which needs no GPU and looks for races besides.
 
 ``pytest --core compiled`` runs every test on the compiled core; without it, all of them run on the source, whatever is
-compiled. Tests that change what is inside the core are marked ``source``: they have no part in the former.
+compiled. Tests that change what is inside the core are marked ``source``: they are not run on the compiled core.
 
-The name ``CpuDevice`` stands for the other device then, wherever a test or the cache itself makes one.
+With ``--device``, the name ``CpuDevice`` stands for the other device, wherever a test or the cache itself makes one.
 """
 
 from __future__ import annotations

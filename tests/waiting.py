@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 async def turns(count: int = 20) -> None:
-    """Let everybody run who can."""
+    """Let all tasks run that can, for ``count`` turns of the loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -31,7 +31,8 @@ async def until(
 
 @contextmanager
 def interrupted_after(seconds: int) -> Iterator[None]:
-    """What blocks in a system call, or the loop, for so long is interrupted: the test has failed. Main thread only."""
+    """After so many ``seconds`` a block that hangs, in a system call or in the loop, is interrupted, and the test
+    fails. For the main thread only."""
 
     def give_up(*_: object) -> None:
         raise AssertionError(f"still busy after {seconds} s")

@@ -106,7 +106,7 @@ def program(args: object) -> list[str] | None:
 
 
 class Starter:
-    """This side of the process that forks. From any thread."""
+    """This process's side of the starter, the process that forks. May be used from any thread."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -126,7 +126,7 @@ _making = threading.Lock()
 
 
 def starter() -> Starter:
-    """That of this process: made when it is first wanted."""
+    """The starter of this process, made when it is first wanted."""
     global _starter
     with _making:
         if _starter is None:
@@ -187,7 +187,7 @@ def serve(end: socket.socket) -> dict[str, Any] | None:
 
 
 def become(asked: dict[str, Any]) -> None:
-    """This process is what was asked for, and runs its program."""
+    """Become the process that was asked for, and run its program."""
     if asked["ranks"]:
         _start_warm()
     os.chdir(asked["cwd"])
@@ -217,7 +217,8 @@ def become(asked: dict[str, Any]) -> None:
 
 
 def _start_warm() -> None:
-    """What this program starts begins warm: it has a starter of its own, forked while there are no threads."""
+    """Give this program a starter of its own, forked while there are no threads, so that processes that it starts begin
+    warm."""
     global _starter
     ours, theirs = socket.socketpair()
     if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""What the workers of one run of pytest share (pytest-xdist): the order of tests, and what is made only once."""
+"""Shared by the workers of one run of pytest (pytest-xdist): the order of tests, and things that are made only once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The stand-in for an inference engine: it writes and reads KV on the device, where a real engine would.
 
 The stand-in writes the bytes that ``pattern`` defines, and to read means to compare the pages with those bytes. The
-work is done in threads, in calls that release the GIL; on the loop's thread such a call would have to wait until it
+work is done in a thread, in calls that release the GIL; on the loop's thread such a call would have to wait until it
 gets the GIL back. So a request's work is in flight while its task waits, and the work goes on when that task is
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
 kernel on a stream.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CALL_BYTES = 1 << 20
 """The bytes of a layer that one call of torch fills or compares at most, unless a single page has more."""
 ENOUGH_CPU = 0.01
-"""Seconds of CPU time that the jobs must have taken before ``slowdown`` is computed from them."""
+"""Seconds of CPU time that the batches must have taken before ``slowdown`` is computed from them."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -53,7 +53,7 @@ class Gate(Event, Protocol):
 class PageRun(NamedTuple):
     """Pages of one component that follow each other in one sequence.
 
-    ids: the page's slot on the device; -1: the lease has no page there.
+    ids: each page's slot on the device; -1: the lease has no page there.
     values: what defines the bytes of each page, see ``pattern``.
     first: the position of the first page in its sequence, in pages; for messages.
     """
@@ -76,9 +76,10 @@ class Verdict(NamedTuple):
 NOTHING = Verdict(0, 0)
 
 
-class EngineJob(NamedTuple):
-    """Work that an engine has begun. ``work``: the event or the number of the batch that ends with it, to be named to
-    the cache. ``verdict``: returns the result when the work has ended; cancelling it leaves the work running."""
+class BegunBatch(NamedTuple):
+    """A batch that an engine has begun: pages to fill or to verify. ``work``: the event that fires when the batch has
+    ended, or the batch's number; either is to be named to the cache. ``verdict``: returns the result when the batch has
+    ended; cancelling it leaves the batch running."""
 
     work: object
     verdict: Callable[[], Coroutine[Any, Any, Verdict]]
@@ -91,34 +92,34 @@ class Engine(Protocol):
     @property
     def slowdown(self) -> float: ...
 
-    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> EngineJob:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
         """Begin to compare these pages with what they must hold or, if ``verifies`` is False, to fill them."""
         ...
 
     def close(self) -> None:
-        """Wait for the jobs in flight, and take no more. Blocking."""
+        """Wait for the batches in flight, and take no more. Blocking."""
         ...
 
 
 class EngineStream:
-    """The work of one request. ``work``: that of the latest job, which the request names when it gives its pages back;
-    None: there was no job yet."""
+    """The batches of one request. ``work``: that of the latest batch, which the request names when it gives its pages
+    back; None: there was no batch yet."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.work: Any = None
 
     def begin(self, pieces: Sequence[PageRun], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
-        """Begin to fill these pages, or to verify them; returns the job's ``verdict``. If filling fails and nobody
+        """Begin to fill these pages, or to verify them; returns the batch's ``verdict``. If filling fails and nobody
         asks for the verdict, the pages hold wrong bytes."""
         if not any(len(piece.ids) for piece in pieces):
             return _nothing
-        job = self._engine.begin(pieces, verifies=verifies)
-        self.work = job.work
-        return job.verdict
+        batch = self._engine.begin(pieces, verifies=verifies)
+        self.work = batch.work
+        return batch.verdict
 
     async def write(self, pieces: Sequence[PageRun]) -> None:
-        """Fill these pages and return when they are filled. Cancelling leaves the job running; ``work`` ends with
+        """Fill these pages and return when they are filled. Cancelling leaves the batch running; ``work`` ends with
         it."""
         await self.begin(pieces)()
 
@@ -132,7 +133,7 @@ async def _nothing() -> Verdict:
 
 
 class StandInEngine:
-    """Owns the thread that fills and compares pages, job by job, as kernels run on one stream. One per cache, to be
+    """Owns the thread that fills and compares pages, batch by batch, as kernels run on one stream. One per cache, to be
     closed with it.
 
     ``specs``: the cache's pools; ``pools``: their layers by the pool's name; ``gate`` makes an event that can be fired
@@ -150,11 +151,11 @@ class StandInEngine:
 
     @property
     def slowdown(self) -> float:
-        """The factor by which a busy machine made the jobs take longer: (CPU time + time waiting for a core) / CPU
-        time, over all jobs so far.
+        """The factor by which a busy machine made the batches take longer: (CPU time + time waiting for a core) / CPU
+        time, over all batches so far.
 
-        1.0 until the jobs have taken ``ENOUGH_CPU``, where the kernel does not count the wait, and where the pages are
-        on a GPU, which a busy machine does not slow down.
+        1.0 until the batches have taken ``ENOUGH_CPU``, where the kernel does not count the wait, and where the pages
+        are on a GPU, which a busy machine does not slow down.
         """
         if self._cpu < ENOUGH_CPU or any(pool.is_cuda for pools in self._pools.values() for pool in pools):
             return 1.0
@@ -164,23 +165,23 @@ class StandInEngine:
         """See ``Engine``."""
         self._thread.shutdown()
 
-    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> EngineJob:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
         """See ``Engine``."""
         future, event = self.submit(lambda: self.perform(pieces, verifies=verifies))
-        return EngineJob(event, lambda: _result(future))
+        return BegunBatch(event, lambda: _result(future))
 
-    def submit(self, job: Callable[[], Verdict]) -> tuple[Future[Verdict], Event]:
-        """Queue ``job``. Returns its future and an event that fires when the job has ended, failed, or been dropped
+    def submit(self, batch: Callable[[], Verdict]) -> tuple[Future[Verdict], Event]:
+        """Queue ``batch``. Returns its future and an event that fires when the batch has ended, failed, or been dropped
         before it began: from then on no thread touches its pages."""
         gate = self._gate()
-        future = self._thread.submit(self._timed, job)
+        future = self._thread.submit(self._timed, batch)
         future.add_done_callback(lambda _: gate.open())
         return future, gate
 
-    def _timed(self, job: Callable[[], Verdict]) -> Verdict:
+    def _timed(self, batch: Callable[[], Verdict]) -> Verdict:
         cpu, queued = time.thread_time(), run_delay()
         try:
-            return job()
+            return batch()
         finally:
             self._cpu += time.thread_time() - cpu
             self._queued += run_delay() - queued

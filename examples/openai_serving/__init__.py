@@ -1,1 +1,1 @@
-"""The parts of ``examples/openai_server.py``: text, models, the protocol, one engine, its routes."""
+"""The parts of ``examples/openai_server.py``: text, models, protocol, ways to compute, service and routes."""

@@ -244,7 +244,7 @@ async def _no_cache(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client is gone, so it is not sent
+    return Response(status_code=499)  # nobody receives this, because the client is gone
 
 
 async def _failed(request: Request, error: Exception) -> Response:

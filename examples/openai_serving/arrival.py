@@ -1,4 +1,4 @@
-"""A deadline for the head of HTTP requests. uvicorn itself waits for it for as long as single bytes arrive.
+"""A deadline for the head of HTTP requests. uvicorn itself has none: it waits as long as single bytes arrive.
 
 The body of a request has its own deadline, in ``app``.
 """
@@ -14,9 +14,9 @@ PATIENCE = 10.0
 
 
 class Punctual(H11Protocol):
-    """Closes a connection whose request has no complete head within ``PATIENCE`` seconds. These begin when the
-    connection is made, and for further requests on it with their first byte. Connections beyond ``limit_concurrency``
-    are closed at once."""
+    """Closes a connection whose request has no complete head within ``PATIENCE`` seconds. The time begins when the
+    connection is made; for a further request on the connection, with that request's first byte. Connections beyond
+    ``limit_concurrency`` are closed at once."""
 
     _late: asyncio.TimerHandle | None = None
 

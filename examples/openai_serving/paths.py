@@ -51,9 +51,9 @@ class WantedAnswer:
 
 
 class TokenStream(Protocol):
-    """One answer that is being computed; iterating yields its tokens, from the first one on. ``output``: the tokens so
-    far. ``hits``: the tiers that the cached tokens of the prompt came from; None until that is known. ``finish``: how
-    the answer ended; None until it has."""
+    """One answer that is being computed (a *run*); iterating yields its tokens, from the first one on. ``output``: the
+    tokens so far. ``hits``: the tiers that the cached tokens of the prompt came from; None until that is known.
+    ``finish``: how the answer ended; None until it has."""
 
     output: list[int]
     hits: Hits | None
@@ -162,8 +162,8 @@ class SchedulerPath:
 
 
 class _InThreads(Generic[C]):
-    """A path whose means are a class of ``asynccache_hf`` with a cache of its own, which is opened, asked and closed in
-    threads."""
+    """A path on a class of ``asynccache_hf`` that has a cache of its own. An object of that class is opened, asked and
+    closed in threads."""
 
     name: str
 

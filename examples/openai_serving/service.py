@@ -104,7 +104,7 @@ class Generation:
 
 
 class Choices:
-    """The answers to one request: as many as it asks for. ``prompt``: tokens of its prompt."""
+    """The answers to one request: as many as it asks for. ``prompt``: how many tokens its prompt has."""
 
     def __init__(self, service: Service, prompt: int) -> None:
         self._service = service
@@ -267,7 +267,7 @@ class Service:
         """Refuse a request for another model than the one that is served.
 
         Raises:
-            ApiError: ``name`` is not its name.
+            ApiError: ``name`` is not the name of the model that is served.
         """
         if name != self.served.name:
             raise ApiError(404, f"the model {name!r} does not exist; this server has {self.served.name!r}",

@@ -102,7 +102,7 @@ class CheckpointWords:
 
 class Incremental:
     """A reader for any tokenizer that can decode. It keeps a window of the last tokens. The first ``_known`` tokens of
-    it were shown already; they are kept so that the others are decoded with the tokens before them."""
+    the window were shown already; they are kept so that the others are decoded with the tokens before them."""
 
     def __init__(self, words: CheckpointWords, before: Sequence[int]) -> None:
         self._decode = words.decode
@@ -111,8 +111,9 @@ class Incremental:
         self._shown = len(text)
 
     def _begun(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """The last few tokens of ``before`` and their text. They begin at the beginning of a character if ``before``
-        ends at the end of one; otherwise there are none."""
+        """The last few tokens of ``before`` and their text, which does not end with a damaged character. No tokens if
+        ``before`` ends within a character. Some tokenizers show all bytes before a damaged one as damaged, so several
+        numbers of tokens are tried until one begins at the beginning of a character."""
         for count in range(BEFORE, BEFORE + OPEN + 1):
             window = list(before[-count:])
             text = self._decode(window) if window else ""
@@ -154,8 +155,10 @@ class Incremental:
 
 
 def _fixed(text: str, fresh: int) -> int:
-    """How many characters of ``text`` no later token can change. ``fresh``: how many tokens were not shown yet. If they
-    may contain a character that is not complete, a tokenizer may show the bytes before it as damaged as well."""
+    """How many characters of ``text`` no later token can change: all but damaged ones at its end, which may become one
+    character. ``fresh``: how many tokens were not shown yet. With more than ``OPEN`` + 1 of them only the last ``OPEN``
+    characters can change; with fewer every damaged one at the end can, because a tokenizer may show the bytes before an
+    incomplete character as damaged as well."""
     most = len(text) if fresh <= OPEN + 1 else OPEN
     end = len(text)
     while end > max(0, len(text) - most) and text[end - 1] == DAMAGED:

@@ -111,8 +111,8 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
     def _pieces(
         self, device: GPULoadStoreSpec, host: LoadStoreSpec
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return for each tensor of each group the blocks, the chunks that they belong to, and their places in these
-        chunks.
+        """Yield for each tensor of each group: the tensor, the blocks, the chunks that they belong to, and their places
+        in these chunks.
 
         A group's blocks follow each other in the request. The first one may lie in the middle of its chunk.
         """

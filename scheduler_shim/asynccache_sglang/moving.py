@@ -2,9 +2,10 @@
 
 Laws:
 * The calls of all pools are begun before any of them is waited for.
-* A batch ends at its deadline. Pages that are not known to have been moved by then count as not moved. Pages that are
-  copied are in rows of our own, so a store that hangs is not waited for. A store that uses the memory of SGLang's pool
-  (``DirectPages``) is waited for even after the deadline, because it may still be writing to that memory.
+* A batch ends ``GRACE`` seconds after its deadline at the latest, with one exception: a store that uses the memory of
+  SGLang's pool (``DirectPages``) is waited for, because it may still be writing to that memory. Pages that are copied
+  are in rows of our own, so a store that hangs is not waited for.
+* Pages that are not known to have been moved when the batch ends count as not moved.
 * Rows are taken in the order of the pools' names, so two batches cannot wait for each other's rows.
 """
 
@@ -154,7 +155,7 @@ class PoolMove:
 
     def _loaded(self, source: CopiedPages) -> bool:
         """Copy the pages of the next call into their rows. Returns False if SGLang's pool raised an error; then none of
-        them is moved."""
+        them is moved, nor any page after them."""
         try:
             for index, row in zip(self.indices[self.at :], self._slots, strict=False):
                 source.load(index, self.pool.rows.memory[row])

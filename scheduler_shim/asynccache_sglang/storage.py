@@ -170,8 +170,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._opened().store_stats()
 
     def close(self) -> None:
-        """Let the calls that have begun end, and close the stores. Pages of later calls are misses. A second call does
-        nothing."""
+        """Let the calls that have begun go on for ``CLOSE_DEADLINE`` seconds, and close the stores. Pages of later
+        calls are misses. A second call does nothing."""
         with self._lock:
             self._closed = True
             self._close_pages()

@@ -121,7 +121,7 @@ def demand(shape: CacheShape, extend: int, remaining_chunk: int, more: int, matc
 
 def passes(need: SlotCounts, room: SlotCounts, growing: int) -> bool:
     """The first gate. Return True if ``need`` fits into ``room``, the free and evictable slots, with one page left for
-    each of the ``growing`` requests that run."""
+    each of the ``growing`` requests that hold pages."""
     return (
         need.full + growing <= room.full
         and (not need.swa or need.swa + growing <= room.swa)
@@ -140,7 +140,8 @@ def cut_offers(shape: CacheShape, whole: LeaseOffer, matched: int) -> list[Lease
     """Offers for a request when no other one holds pages, the largest first, down to one page.
 
     The first is what fits beside the window that the request's own prefix (``matched`` tokens) pins. The next ones drop
-    the part of SWA that is reserved for later steps, and halve the chunk each time.
+    the part of SWA that is reserved for later steps, and halve the chunk each time. With recurrent states, the last one
+    has no slot for a checkpoint.
     """
     page = shape.page_size
     states, chunk, swa = whole.states, whole.chunk, whole.swa_chunk
@@ -176,14 +177,14 @@ class Ranked(Protocol):
 R = TypeVar("R", bound=Ranked)
 
 
-def by_rank(jobs: Iterable[R]) -> list[R]:
-    """The jobs in their order, the one that goes first at the front."""
-    return sorted(jobs, key=lambda job: (-job.priority, job.order))
+def by_rank(requests: Iterable[R]) -> list[R]:
+    """The requests in their order, the one that goes first at the front."""
+    return sorted(requests, key=lambda request: (-request.priority, request.order))
 
 
-def victim(jobs: Sequence[R]) -> R | None:
-    """The job to be retracted: the newest of those of the lowest priority; None if there are no jobs."""
-    return by_rank(jobs)[-1] if jobs else None
+def victim(requests: Sequence[R]) -> R | None:
+    """The request to be retracted: the newest of those of the lowest priority; None if there are no requests."""
+    return by_rank(requests)[-1] if requests else None
 
 
 def chunk_stop(start: int, end: int, budget: int, page_size: int, marks: Sequence[int] = ()) -> int:

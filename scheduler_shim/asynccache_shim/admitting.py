@@ -1,17 +1,17 @@
-"""The queue of jobs; a *job* is a request as the scheduler keeps it (``ScheduledRequest``). When a job arrives, its
-pages are prefetched for as long as the cache's policy allows. Then it passes both gates, and waits until load_back has
-brought its pages. A job that is retracted arrives again.
+"""The queue of requests. When a request arrives, its pages are prefetched for as long as the cache's policy allows.
+Then it passes both gates, and waits until load_back has brought its pages. A request that is retracted arrives again.
 
 Laws:
-* A prefetch never holds up the admission of another request. If the cache has no room for the prefetch now, it waits in
-  the cache's own line.
-* Jobs are admitted in their order (``admission.by_rank``). A job that waits for pages is not overtaken; a job that
-  waits for storage may be overtaken.
-* While any job holds pages, no job waits for pages; it is tried again in the next step. When no job holds pages, the
-  first one waits in the cache's line, for backups and for other users of the cache. It gives up its place to a job that
-  comes before it in the order.
-* A job does not give up its cached prefix because room for load_back is missing at this moment.
-* A job that was retracted is not admitted again before some job has given pages back.
+* A prefetch never holds up the admission of another request. If the cache has no room for a prefetch now, the prefetch
+  waits in the cache's own line.
+* Requests are admitted in their order (``admission.by_rank``). A request for whose pages there is no room is not
+  overtaken; a request that waits for storage may be overtaken.
+* While any request holds pages, the loop does not wait for room: it tries to admit the first request again in the next
+  step. When no request holds pages, the first request waits in the cache's line, for backups and for other users of the
+  cache. It gives up its place to a request that comes before it in the order.
+* A request does not give up its cached prefix because room for load_back is missing at this moment.
+* While other requests hold pages, a request that was retracted is not admitted again before one of them has given
+  pages back.
 """
 
 from __future__ import annotations
@@ -37,212 +37,212 @@ def patience(config: CacheConfig, tokens: int) -> float | None:
     return min(allowed, config.prefetch_timeout_max)
 
 
-def arrive(board: Board, job: ScheduledRequest) -> None:
-    """Put ``job`` into the queue, and begin to prefetch its pages."""
-    board.waiting[job.id] = job
-    job.patient = True
-    job.handle = board.cache.prefetch(job.tokens, extra_key=job.terms.extra_key)
-    if job.handle.done():
-        job.request.state = State.WAITING
-        board.call(job)
+def arrive(board: Board, request: ScheduledRequest) -> None:
+    """Put ``request`` into the queue, and begin to prefetch its pages."""
+    board.waiting[request.id] = request
+    request.patient = True
+    request.handle = board.cache.prefetch(request.tokens, extra_key=request.terms.extra_key)
+    if request.handle.done():
+        request.submitted.state = State.WAITING
+        board.call(request)
     else:
-        job.request.state = State.PREFETCHING
-        job.watch = asyncio.get_running_loop().create_task(_fetched(board, job), name=f"prefetch-{job.id}")
+        request.submitted.state = State.PREFETCHING
+        request.watch = asyncio.get_running_loop().create_task(_fetched(board, request), name=f"prefetch-{request.id}")
 
 
-async def _fetched(board: Board, job: ScheduledRequest) -> None:
-    handle = job.handle
+async def _fetched(board: Board, request: ScheduledRequest) -> None:
+    handle = request.handle
     assert handle is not None
     with suppress(AsyncCacheError):  # the cache is closed; the scheduler's next call of it raises that
         try:
-            async with asyncio.timeout(patience(board.cache.config, job.length)):
+            async with asyncio.timeout(patience(board.cache.config, request.length)):
                 await handle
         except TimeoutError:
-            job.patient = False  # the next attempt to admit the job stops the prefetch, which keeps what it has by then
-            board.call(job)
+            request.patient = False  # the next attempt to admit it stops the prefetch, which keeps what it has by then
+            board.call(request)
             await handle
-    if not job.over:
-        job.request.state = State.WAITING
-    board.call(job)
+    if not request.over:
+        request.submitted.state = State.WAITING
+    board.call(request)
 
 
-async def retract(board: Board, job: ScheduledRequest) -> None:
-    """Publish what ``job`` has computed, give its pages back and put it into the queue again. When it is admitted again
-    it goes on from what the cache still has. Cancelling may leave it as it was."""
-    await board.publish(job)
-    board.release(job)
-    if not job.over:
-        job.request.retractions += 1
-        job.blocked = board.freed
-        arrive(board, job)
+async def retract(board: Board, request: ScheduledRequest) -> None:
+    """Publish what ``request`` has computed, give its pages back and put it into the queue again. When it is admitted
+    again it goes on from what the cache still has. Cancelling may leave it as it was."""
+    await board.publish(request)
+    board.release(request)
+    if not request.over:
+        request.submitted.retractions += 1
+        request.blocked = board.freed
+        arrive(board, request)
 
 
 async def admit(board: Board, budget: int) -> None:
-    """Admit jobs that fit, as long as there is something left of ``budget``, the step's tokens. Cancelling leaves those
-    that were admitted so far as they are."""
-    for job in by_rank(list(board.waiting.values())):
+    """Admit requests that fit, as long as there is something left of ``budget``, the step's tokens. Cancelling leaves
+    those that were admitted so far as they are."""
+    for request in by_rank(list(board.waiting.values())):
         if budget < 1:
             return
-        if job.over:
+        if request.over:
             continue
-        if job.request.state is State.PREFETCHING:
-            await _end_patience(board, job)
-        elif (board.held and job.blocked == board.freed) or not await _admit_one(board, job, budget):
+        if request.submitted.state is State.PREFETCHING:
+            await _end_patience(board, request)
+        elif (board.held and request.blocked == board.freed) or not await _admit_one(board, request, budget):
             return
         else:
-            budget -= min(budget, job.length - job.computed)
+            budget -= min(budget, request.length - request.computed)
 
 
-async def _end_patience(board: Board, job: ScheduledRequest) -> None:
+async def _end_patience(board: Board, request: ScheduledRequest) -> None:
     """Have the cache stop a prefetch whose time is over. Asking for a lease that may not wait does that; the lease is
     refused while the prefetch is still stopping."""
-    if job.patient or job.handle is None or job.handle.done():
+    if request.patient or request.handle is None or request.handle.done():
         return
     try:
-        lease = await _lease(board, job, LeaseOffer(1, 1, 0), wait=False, shorter=False).__aenter__()
+        lease = await _lease(board, request, LeaseOffer(1, 1, 0), wait=False, shorter=False).__aenter__()
     except CacheFull:
         return
     lease.release(board.batch)  # the prefetch had ended just now, so the lease was granted
 
 
-async def _admit_one(board: Board, job: ScheduledRequest, budget: int) -> bool:
-    if len(board.held) < board.settings.max_running and await _through_the_gates(board, job, budget):
+async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bool:
+    if len(board.held) < board.settings.max_running and await _through_the_gates(board, request, budget):
         return True
     loser = victim(list(board.held.values()))
-    if board.settings.preempt and not job.over and loser is not None and loser.priority < job.priority:
+    if board.settings.preempt and not request.over and loser is not None and loser.priority < request.priority:
         await retract(board, loser)  # only one in each step, because its pages take a moment to become free
     return False
 
 
-async def _through_the_gates(board: Board, job: ScheduledRequest, budget: int) -> bool:
-    match = await _match(board, job)
-    extend = max(1, job.length - match.host)
-    need = demand(board.shape, extend, budget, job.more, match)
-    whole = offer(board.shape, extend, budget, job.more)
+async def _through_the_gates(board: Board, request: ScheduledRequest, budget: int) -> bool:
+    match = await _match(board, request)
+    extend = max(1, request.length - match.host)
+    need = demand(board.shape, extend, budget, request.more, match)
+    whole = offer(board.shape, extend, budget, request.more)
     if not board.held:
-        return await _admit_alone(board, job, cut_offers(board.shape, whole, match.host))
-    return passes(need, board.room(), len(board.held)) and await _try(board, job, [whole])
+        return await _admit_alone(board, request, cut_offers(board.shape, whole, match.host))
+    return passes(need, board.room(), len(board.held)) and await _try(board, request, [whole])
 
 
-async def _match(board: Board, job: ScheduledRequest) -> Matched:
-    found = await board.cache.match(job.tokens, extra_key=job.terms.extra_key)
-    job.request.match = Matched(
+async def _match(board: Board, request: ScheduledRequest) -> Matched:
+    found = await board.cache.match(request.tokens, extra_key=request.terms.extra_key)
+    request.submitted.match = Matched(
         found.device, found.host, found.host_hit_length, found.swa_host_hit_length, found.mamba_host_hit_length
     )
-    return job.request.match
+    return request.submitted.match
 
 
-async def _admit_alone(board: Board, job: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
-    """Admit ``job`` while no job holds pages. Returns whether it was admitted.
+async def _admit_alone(board: Board, request: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
+    """Admit ``request`` while no request holds pages. Returns whether it was admitted.
 
-    First each of ``offers`` is tried without waiting, the largest first. If none fits, the job waits for room for the
-    largest one with all of its cached prefix, unless other users of the cache hold leases. If that can never fit, or if
-    there are such users, it waits for the smallest one, with a shorter prefix if need be.
+    First each of ``offers`` is tried without waiting, the largest first. If none fits, the request waits for room for
+    the largest one with all of its cached prefix, unless other users of the cache hold leases. If that can never fit,
+    or if there are such users, it waits for the smallest one, with a shorter prefix if need be.
     """
-    if job.over or await _try(board, job, offers):
-        return not job.over
+    if request.over or await _try(board, request, offers):
+        return not request.over
     try:
         if not board.cache.statistics().leases:
             with suppress(CacheFull):
-                return await _wait_for(board, job, offers[0], shorter=False)
-        return not job.over and await _wait_for(board, job, offers[-1], shorter=True)
+                return await _wait_for(board, request, offers[0], shorter=False)
+        return not request.over and await _wait_for(board, request, offers[-1], shorter=True)
     except CacheFull as error:
-        board.drop(job, Finish.FAILED, error)
+        board.drop(request, Finish.FAILED, error)
         return False
 
 
-async def _wait_for(board: Board, job: ScheduledRequest, terms: LeaseOffer, *, shorter: bool) -> bool:
-    """Wait in the cache's line until ``job`` is admitted with ``terms``. Returns whether it was; False if it was
+async def _wait_for(board: Board, request: ScheduledRequest, terms: LeaseOffer, *, shorter: bool) -> bool:
+    """Wait in the cache's line until ``request`` is admitted with ``terms``. Returns whether it was; False if it was
     aborted or has given up its place.
 
     Raises:
         CacheFull: it can never be admitted with these terms.
     """
-    lease = _lease(board, job, terms, wait=True, shorter=shorter)
-    board.alone = job
+    lease = _lease(board, request, terms, wait=True, shorter=shorter)
+    board.alone = request
     try:
-        entered = await _wait_in_line(job, lease)
+        entered = await _wait_in_line(request, lease)
     except BaseException:
         lease.release(board.batch)
         raise
     finally:
         board.alone = None
-    if entered and not job.over:
-        _entered(board, job, lease)
+    if entered and not request.over:
+        _entered(board, request, lease)
         return True
     lease.release(board.batch)
     return False
 
 
-async def _wait_in_line(job: ScheduledRequest, lease: Lease) -> bool:
+async def _wait_in_line(request: ScheduledRequest, lease: Lease) -> bool:
     """Wait until ``lease`` is granted. Returns whether it was; False if ``give_way`` was called. The wait is a task of
     its own, so that ``give_way`` can cancel it and nothing else. Cancelling gives up the place in the line."""
-    job.entering = asyncio.ensure_future(lease.__aenter__())
+    request.entering = asyncio.ensure_future(lease.__aenter__())
     try:
-        await asyncio.wait([job.entering])
+        await asyncio.wait([request.entering])
     except asyncio.CancelledError:
-        job.entering.cancel()
-        await asyncio.wait([job.entering])
+        request.entering.cancel()
+        await asyncio.wait([request.entering])
         raise
     finally:
-        entering, job.entering = job.entering, None
+        entering, request.entering = request.entering, None
     if entering.cancelled():
         return False
     entering.result()
     return True
 
 
-async def _try(board: Board, job: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
+async def _try(board: Board, request: ScheduledRequest, offers: list[LeaseOffer]) -> bool:
     for terms in offers:
         try:
-            lease = await _lease(board, job, terms, wait=False, shorter=False).__aenter__()
+            lease = await _lease(board, request, terms, wait=False, shorter=False).__aenter__()
         except CacheFull:
             continue
-        if job.over:
+        if request.over:
             lease.release(board.batch)
             return False
-        _entered(board, job, lease)
+        _entered(board, request, lease)
         return True
     return False
 
 
-def _lease(board: Board, job: ScheduledRequest, terms: LeaseOffer, *, wait: bool, shorter: bool) -> Lease:
+def _lease(board: Board, request: ScheduledRequest, terms: LeaseOffer, *, wait: bool, shorter: bool) -> Lease:
     return board.cache.lease(
-        job.tokens, new_tokens=job.more, extra_key=job.terms.extra_key, prefetch=job.handle, wait=wait,
+        request.tokens, new_tokens=request.more, extra_key=request.terms.extra_key, prefetch=request.handle, wait=wait,
         states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk, shorter=shorter,
     )  # fmt: skip
 
 
-def _entered(board: Board, job: ScheduledRequest, lease: Lease) -> None:
-    job.entered(lease, board.shape.page_size, board.shape.has_mamba)
-    board.hold(job)
-    job.watch = asyncio.get_running_loop().create_task(_loaded(board, job, lease), name=f"load-{job.id}")
+def _entered(board: Board, request: ScheduledRequest, lease: Lease) -> None:
+    request.entered(lease, board.shape.page_size, board.shape.has_mamba)
+    board.hold(request)
+    request.watch = asyncio.get_running_loop().create_task(_loaded(board, request, lease), name=f"load-{request.id}")
 
 
-async def _loaded(board: Board, job: ScheduledRequest, lease: Lease) -> None:
-    """Wait for the lease's pages: ``job`` is RUNNING when they are on the device. If they failed to load, it arrives
-    again, or fails after too many attempts."""
+async def _loaded(board: Board, request: ScheduledRequest, lease: Lease) -> None:
+    """Wait for the lease's pages: ``request`` is RUNNING when they are on the device. If they failed to load, the
+    request arrives again, or fails after too many attempts."""
     try:
         await lease.loaded()
     except LoadFailed as error:
-        job.watch = None
-        _enter_again(board, job, error)
+        request.watch = None
+        _enter_again(board, request, error)
     except AsyncCacheError as error:  # the cache is closed
-        job.watch = None
-        board.drop(job, Finish.FAILED, error)
+        request.watch = None
+        board.drop(request, Finish.FAILED, error)
     else:
-        if not job.over:
-            job.request.state = State.RUNNING
+        if not request.over:
+            request.submitted.state = State.RUNNING
     board.bell.set()
 
 
-def _enter_again(board: Board, job: ScheduledRequest, error: LoadFailed) -> None:
-    job.failed_loads += 1
-    if job.failed_loads >= board.settings.load_attempts:
-        board.drop(job, Finish.FAILED, error)
+def _enter_again(board: Board, request: ScheduledRequest, error: LoadFailed) -> None:
+    request.failed_loads += 1
+    if request.failed_loads >= board.settings.load_attempts:
+        board.drop(request, Finish.FAILED, error)
         return
-    board.release(job)
+    board.release(request)
     try:
-        arrive(board, job)
+        arrive(board, request)
     except AsyncCacheError as closed:
-        board.drop(job, Finish.FAILED, closed)
+        board.drop(request, Finish.FAILED, closed)

@@ -1,6 +1,7 @@
-"""The state that the parts of a scheduler share: which jobs wait, which hold pages, and the event that wakes its loop.
+"""The state that the parts of a scheduler share: which requests wait, which hold pages, and the event that wakes its
+loop.
 
-Law: all mutable state of the scheduler is here. A job is either in ``waiting`` or in ``held``; it is in ``held`` as
+Law: all mutable state of the scheduler is here. A request is either in ``waiting`` or in ``held``; it is in ``held`` as
 long as it has a lease.
 """
 
@@ -25,7 +26,7 @@ class SchedulerConfig:
     max_running: how many requests hold pages at the same time at most.
     checkpoint_every: how many tokens are decoded between two checkpoints of a recurrent state.
     preempt: whether a request of lower priority is retracted when one of higher priority finds no room.
-    load_attempts: how often a request's pages may fail to load before the request fails.
+    load_attempts: with how many failed loads of its pages a request fails.
 
     Raises:
         ConfigError: a value is of the wrong type or out of its bounds.
@@ -44,9 +45,9 @@ class SchedulerConfig:
 class Board:
     """The shared state of one scheduler.
 
-    waiting, held: jobs by number. freed: how often a job gave its pages back, so far.
-    ended: the numbers of jobs that ended or were retracted and that the model has not been told of yet.
-    alone: the job that waits in the cache's line for pages, which happens only while no job holds pages; None: none.
+    waiting, held: requests by number. freed: how often a request gave its pages back, so far.
+    ended: the numbers of requests that gave their pages back and that the model has not been told of yet.
+    alone: the request that waits in the cache's line for pages, which one does only while none holds pages; None: none.
     shards: the model's shards on other ranks; None: there are none.
     bell: set when the loop has something to do.
 
@@ -86,53 +87,53 @@ class Board:
         room = {name: shelf.free + shelf.evictable for name, shelf in tiers.items()}
         return SlotCounts(room["full"], room.get("swa", 0), room.get("mamba", 0))
 
-    def jobs(self) -> list[ScheduledRequest]:
-        """All jobs."""
+    def requests(self) -> list[ScheduledRequest]:
+        """All requests."""
         return [*self.waiting.values(), *self.held.values()]
 
     def running(self) -> list[ScheduledRequest]:
-        """The jobs that can be part of a step."""
-        return [job for job in self.held.values() if job.runs and not job.over]
+        """The requests that can be part of a step."""
+        return [request for request in self.held.values() if request.runs and not request.over]
 
-    def hold(self, job: ScheduledRequest) -> None:
-        """Note that ``job`` has a lease now."""
-        self.waiting.pop(job.id, None)
-        self.held[job.id] = job
+    def hold(self, request: ScheduledRequest) -> None:
+        """Note that ``request`` has a lease now."""
+        self.waiting.pop(request.id, None)
+        self.held[request.id] = request
 
-    def call(self, job: ScheduledRequest) -> None:
-        """Wake the loop because ``job`` may be admitted now. If the loop waits in the cache's line for a job that comes
-        after this one in the order, that job gives up its place."""
-        if self.alone is not None and by_rank([job, self.alone])[0] is job:
+    def call(self, request: ScheduledRequest) -> None:
+        """Wake the loop because ``request`` may be admitted now. If the loop waits in the cache's line for another
+        request, which comes after ``request`` in the order, the other one gives up its place."""
+        if self.alone is not None and by_rank([request, self.alone])[0] is request:
             self.alone.give_way()
         self.bell.set()
 
-    def release(self, job: ScheduledRequest) -> None:
-        """Release the lease of ``job``, if it has one."""
-        if job.watch is not None:
-            job.watch.cancel()
-            job.watch = None
-        self.held.pop(job.id, None)
-        lease = job.left()
+    def release(self, request: ScheduledRequest) -> None:
+        """Release the lease of ``request``, if it has one."""
+        if request.watch is not None:
+            request.watch.cancel()
+            request.watch = None
+        self.held.pop(request.id, None)
+        lease = request.left()
         if lease is not None:
-            lease.release(self.batch, ended=job.terms.ended)
-            self.ended.append(job.id)
+            lease.release(self.batch, ended=request.terms.ended)
+            self.ended.append(request.id)
             self.freed += 1
 
-    async def publish(self, job: ScheduledRequest) -> None:
-        """Commit the pages that ``job`` has computed, so that other requests can hit them, and so can the job itself
-        when it is admitted again. Cancelling commits all of it or nothing."""
-        lease, computed = job.lease, job.computed
-        if lease is None or job.request.state is State.LOADING or computed <= lease.cached:
+    async def publish(self, request: ScheduledRequest) -> None:
+        """Commit the pages that ``request`` has computed, so that other requests can hit them, and so can ``request``
+        itself when it is admitted again. Cancelling commits all of it or nothing."""
+        lease, computed = request.lease, request.computed
+        if lease is None or request.submitted.state is State.LOADING or computed <= lease.cached:
             return
-        keeps = self.shape.has_mamba and computed > job.checkpointed and not computed % self.shape.page_size
+        keeps = self.shape.has_mamba and computed > request.checkpointed and not computed % self.shape.page_size
         checkpoint = (computed, int(lease.states[0])) if keeps else None
-        await lease.commit(job.tokens[:computed], self.batch, checkpoint)
+        await lease.commit(request.tokens[:computed], self.batch, checkpoint)
 
-    def drop(self, job: ScheduledRequest, finish: Finish, error: BaseException | None = None) -> None:
-        """End the request of ``job``, and remove the job with all that it holds."""
-        end_request(job.request, finish, error)
-        if job.handle is not None:
-            job.handle.cancel()
-        job.give_way()
-        self.waiting.pop(job.id, None)
-        self.release(job)
+    def drop(self, request: ScheduledRequest, finish: Finish, error: BaseException | None = None) -> None:
+        """End ``request``, and remove it with all that it holds."""
+        end_request(request.submitted, finish, error)
+        if request.handle is not None:
+            request.handle.cancel()
+        request.give_way()
+        self.waiting.pop(request.id, None)
+        self.release(request)

@@ -30,8 +30,8 @@ class Sampling(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """An order to write the recurrent state, too, after ``position`` tokens, which is always the chunk's ``stop``, to
-    MAMBA slot ``slot``."""
+    """An order to keep a copy of the recurrent state after ``position`` tokens in MAMBA slot ``slot``. ``position`` is
+    always the chunk's ``stop``."""
 
     position: int
     slot: int
@@ -70,8 +70,8 @@ class Chunk(NamedTuple):
 
 class Batch(NamedTuple):
     """One step. ``ended``: the ids of requests that finished, were aborted or were retracted since the last call. A
-    model that keeps anything of a request between calls must forget these before it looks at ``chunks``, because a
-    retracted request may be among ``chunks`` again, under the same id."""
+    model that keeps anything of a request between calls must forget the requests in ``ended`` before it looks at
+    ``chunks``, because a retracted request may be among ``chunks`` again, under the same id."""
 
     chunks: tuple[Chunk, ...]
     ended: tuple[int, ...] = ()

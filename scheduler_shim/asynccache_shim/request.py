@@ -2,8 +2,8 @@
 of tokens from it.
 
 Laws:
-* A request knows nothing of the cache, and the cache never sees it. The scheduler writes ``state``, ``match``, ``hits``
-  and ``output``; the caller reads them, iterates over the output, and may abort at any moment.
+* A request knows nothing of the cache, and the cache never sees it. The scheduler writes the request's state, output
+  and end; the caller reads them, iterates over the output, and may abort at any moment.
 * The scheduler acts on the ``terms`` as they were when the request was submitted. Setting an attribute afterwards
   changes nothing.
 """
@@ -207,8 +207,7 @@ class Request:
 
 
 def enlist(request: Request, aborted: Callable[[], None]) -> None:
-    """Hand ``request`` over to a scheduler. From now on ``abort`` calls ``aborted``, and the scheduler ends the
-    request.
+    """Hand ``request`` over to a scheduler. From now on ``abort`` calls ``aborted``, which must end the request.
 
     Raises:
         ConfigError: the request was submitted before, or an attribute was set to something that cannot be used.

@@ -14,24 +14,26 @@ from asynccache_shim.request import Request, State, Tokens, add_token
 class ScheduledRequest:
     """One request of one scheduler. All positions and lengths are in tokens.
 
+    submitted: the ``Request`` that its caller holds, to which the scheduler tells its state and its output.
     id, order: the request's number. length: tokens so far, of prompt and output.
     computed: KV is written up to here. reserved: the lease's pages reach up to here.
     entry: the length when the request was admitted; up to there it prefills. marks: where states are to be kept.
     checkpointed: the position of the latest checkpoint of a state.
     patient: whether the prefetch may still go on. handle: the prefetch; None: there is none.
     watch: the task that waits for the prefetch or for the load. entering: the task that waits in the cache's line.
-    blocked: the value of ``Board.freed`` when the job was retracted. It is not admitted again before that has grown.
+    blocked: the value of ``Board.freed`` when the request was retracted; -1: it was not. While other requests hold
+        pages it is not admitted again before ``freed`` has grown.
     failed_loads: how often its pages failed to load.
     """
 
     __slots__ = (
         "_buffer", "blocked", "checkpointed", "computed", "entering", "entry", "failed_loads", "handle", "id", "lease",
-        "length", "marks", "order", "pages", "patient", "priority", "request", "reserved", "terms", "watch",
+        "length", "marks", "order", "pages", "patient", "priority", "reserved", "submitted", "terms", "watch",
     )  # fmt: skip
 
-    def __init__(self, request: Request, number: int) -> None:
-        self.request = request
-        self.terms = terms = request.terms
+    def __init__(self, submitted: Request, number: int) -> None:
+        self.submitted = submitted
+        self.terms = terms = submitted.terms
         self.id = self.order = number
         self.priority = terms.priority
         self.length = len(terms.tokens)
@@ -47,7 +49,7 @@ class ScheduledRequest:
         self._forget()
 
     def __repr__(self) -> str:
-        return f"ScheduledRequest({self.id}, {self.request.state.value}, {self.computed} of {self.length} tokens)"
+        return f"ScheduledRequest({self.id}, {self.submitted.state.value}, {self.computed} of {self.length} tokens)"
 
     def _forget(self) -> None:
         self.computed = self.reserved = self.entry = self.checkpointed = 0
@@ -71,13 +73,13 @@ class ScheduledRequest:
 
     @property
     def over(self) -> bool:
-        """True if the caller's request has ended, in whatever way."""
-        return self.request.finish is not None
+        """True if the request has ended, in whatever way."""
+        return self.submitted.finish is not None
 
     @property
     def runs(self) -> bool:
         """True if the request can be part of a step."""
-        return self.lease is not None and self.request.state is State.RUNNING
+        return self.lease is not None and self.submitted.state is State.RUNNING
 
     @property
     def decodes(self) -> bool:
@@ -85,24 +87,24 @@ class ScheduledRequest:
         return self.length - self.computed == 1
 
     def entered(self, lease: Lease, page_size: int, has_states: bool) -> None:
-        """Note that the job was admitted with ``lease``, whose pages may still be on their way to the device."""
+        """Note that the request was admitted with ``lease``, whose pages may still be on their way to the device."""
         self.lease = lease
         self.computed = self.checkpointed = lease.cached
         self.entry = self.length
         self.pages = lease.pages
         self.reserved = len(self.pages) * page_size
         self.marks = (lease.checkpoint_at, (self.entry - 1) // page_size * page_size) if has_states else ()
-        self.request.state = State.LOADING
-        if self.request.hits is None:
-            self.request.hits = lease.hits
+        self.submitted.state = State.LOADING
+        if self.submitted.hits is None:
+            self.submitted.hits = lease.hits
 
     def give_way(self) -> None:
-        """Give up the job's place in the cache's line, if it has one."""
+        """Give up the request's place in the cache's line, if it has one."""
         if self.entering is not None:
             self.entering.cancel()
 
     def left(self) -> Lease | None:
-        """Take the lease away from the job, and return it to be released; None if there was none."""
+        """Take the lease away from the request, and return it to be released; None if there was none."""
         lease, self.lease = self.lease, None
         self._forget()
         return lease
@@ -111,10 +113,10 @@ class ScheduledRequest:
         """Add a token to the output."""
         self._buffer[self.length] = token
         self.length += 1
-        add_token(self.request, token)
+        add_token(self.submitted, token)
 
     def chunk(self, stop: int, checkpoint: Checkpoint | None, has_swa: bool) -> Chunk:
-        """The job's part of a step that computes it up to ``stop``."""
+        """The request's part of a step that computes it up to ``stop``."""
         assert self.lease is not None
         none = np.empty(0, np.int32)
         return Chunk(

@@ -1,7 +1,7 @@
 """The scheduler: continuous batching over one cache and one model.
 
 Laws:
-* One loop computes one step after the other: pages for running jobs, admission, model, results. The model runs in a
+* One loop computes one step after the other: pages for running requests, admission, model, results. The model runs in a
   thread of its own; nothing here blocks the event loop.
 * Pages are given back only when no step uses them: a cancellation that comes while the model runs takes effect when the
   model has returned.
@@ -87,8 +87,8 @@ class Scheduler:
     async def aclose(self) -> None:
         """Abort all requests, give all pages back and end the loop. Cancelling ends the waiting; closing goes on."""
         self._closing = True
-        for job in self._board.jobs():
-            job.request.abort()
+        for request in self._board.requests():
+            request.submitted.abort()
         self._board.bell.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
@@ -115,12 +115,12 @@ class Scheduler:
         terms = request.terms
         check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
-        job = ScheduledRequest(request, self._count)
-        enlist(request, lambda: self._aborted(job))
+        scheduled = ScheduledRequest(request, self._count)
+        enlist(request, lambda: self._aborted(scheduled))
         try:
-            arrive(self._board, job)
+            arrive(self._board, scheduled)
         except Exception as error:
-            self._board.drop(job, Finish.FAILED, error)
+            self._board.drop(scheduled, Finish.FAILED, error)
             raise
         return request
 
@@ -129,12 +129,11 @@ class Scheduler:
             raise RankFailure(*self._failure.args)
         raise CacheClosed("the scheduler is closed") from self._failure
 
-    def _aborted(self, job: ScheduledRequest) -> None:
-        """End the request of ``job``. A job that waits is removed at once, and one that holds pages when no step uses
-        them."""
-        end_request(job.request, Finish.ABORTED)
-        if job.id in self._board.waiting:
-            self._board.drop(job, Finish.ABORTED)
+    def _aborted(self, request: ScheduledRequest) -> None:
+        """End ``request``. If it waits, it is removed at once; if it holds pages, when no step uses them."""
+        end_request(request.submitted, Finish.ABORTED)
+        if request.id in self._board.waiting:
+            self._board.drop(request, Finish.ABORTED)
         self._board.bell.set()
 
     # the loop
@@ -153,16 +152,16 @@ class Scheduler:
     def _end_all(self) -> None:
         self._closing = True
         finish = Finish.ABORTED if self._failure is None else Finish.FAILED
-        for job in self._board.jobs():
-            self._board.drop(job, finish, self._failure)
+        for request in self._board.requests():
+            self._board.drop(request, finish, self._failure)
 
     def _lost(self, failure: RankFailure) -> None:
         """Another rank has failed: fail all requests at once. Their pages are given back when the model has
         returned."""
         self._failure = self._failure or failure
         self._closing = True
-        for job in self._board.jobs():
-            end_request(job.request, Finish.FAILED, self._failure)
+        for request in self._board.requests():
+            end_request(request.submitted, Finish.FAILED, self._failure)
         self._board.bell.set()
 
     # one step
@@ -178,7 +177,7 @@ class Scheduler:
         self._reap()
         stops, budget = await grow_all(board)
         await admit(board, budget)
-        await asyncio.sleep(0)  # after this, jobs that need no load_back are RUNNING
+        await asyncio.sleep(0)  # after this, requests that need no load_back are RUNNING
         plan_admitted(board, stops, budget)
         chunks = await chunks_of(board, stops)
         if chunks:
@@ -186,10 +185,10 @@ class Scheduler:
         return bool(chunks)
 
     def _reap(self) -> None:
-        """Remove the jobs whose requests have ended."""
-        for job in self._board.jobs():
-            if job.over:
-                self._board.drop(job, Finish.ABORTED)
+        """Remove the requests that have ended."""
+        for request in self._board.requests():
+            if request.over:
+                self._board.drop(request, Finish.ABORTED)
 
     async def _compute(self, chunks: list[tuple[ScheduledRequest, Chunk]]) -> None:
         board = self._board
@@ -203,8 +202,8 @@ class Scheduler:
         except RankFailure:
             raise
         except Exception as error:
-            for job, _ in chunks:
-                board.drop(job, Finish.FAILED, error)
+            for request, _ in chunks:
+                board.drop(request, Finish.FAILED, error)
         else:
             self.steps += 1
             await finish_step(board, chunks, tokens)

@@ -3,9 +3,9 @@
 No other module of this package, except ``payload``, knows of ranks.
 
 Laws:
-* A batch is sent in the same turn of the event loop in which its step begins, after the loads that it needs. Every
-  commit and release names the batch that was sent last, so no page is given to another request before all ranks have
-  computed that batch.
+* A batch is sent in the same turn of the event loop in which this rank begins to compute it, after the loads that it
+  needs. Every commit and release names the batch that was sent last, so no page is given to another request before all
+  ranks have computed that batch.
 * Nothing of a step is published, and none of its tokens is handed out, before all ranks have computed it. An error on
   one rank fails the requests of that step and no others.
 * When a rank has failed, every request fails at once, even while the model on this rank is computing.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from asynccache import AsyncCache, RankFailure, checks
@@ -27,7 +28,8 @@ R = TypeVar("R")
 
 
 class Shards:
-    """The scheduler's side. ``sent``: the number of the batch that was sent last; None before the first one.
+    """The scheduler's side: sends batches to the other ranks, and waits until all ranks have computed them. ``sent``:
+    the number of the batch that was sent last; None before the first one.
 
     ``own``: the worker of this process. ``lost`` is called when the group of ranks has failed, at most once.
     """
@@ -77,7 +79,8 @@ class Shards:
         cancelled = await returned(own)
         error = own.exception()  # retrieved in any case, or asyncio would warn of an error that was never retrieved
         if not over.done():
-            await self._end_own(number, error)
+            with suppress(RankFailure):  # ``over`` ends with it as well, and its error must be retrieved
+                await self._end_own(number, error)
         cancelled = await returned(over) or cancelled
         if cancelled is not None:
             raise cancelled

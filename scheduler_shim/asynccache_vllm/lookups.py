@@ -108,7 +108,8 @@ class KeyTable:
         return question
 
     def answer(self, question: ChunkQuestion, results: Sequence[Result], arrived: float, now: float) -> None:
-        """Note the stores' answer, which came at ``arrived``. A key that they could not tell about becomes a miss."""
+        """Note the stores' answer, which came at ``arrived``. A key about which the stores could not tell becomes a
+        miss."""
         took = arrived - question.sent
         for request in question.requests:
             self._spend(request, took)
@@ -118,7 +119,7 @@ class KeyTable:
             self._known[key] = _Known(hit, now + (HIT_KEPT if hit else MISS_KEPT), took)
 
     def left(self, keys: Iterable[bytes]) -> float:
-        """How many seconds of ``timeout`` a request has left that waited for the answers about ``keys``."""
+        """How many seconds of ``timeout`` are left to a request that has waited for the answers about ``keys``."""
         took = max((self._known[key].took for key in keys if key in self._known), default=0.0)
         return max(self._timeout - took, 0.0)
 

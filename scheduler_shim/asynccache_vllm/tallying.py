@@ -1,4 +1,4 @@
-"""The tier's counters: for vLLM's metrics, and for lines in the log, which are written at most every few seconds."""
+"""The tier's counters: for vLLM's metrics, and for the log, which has a summary a minute at most, and complaints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DESCRIPTIONS: Mapping[str, str] = {
 DROPPED = "dropped"
 SUMMARY_EVERY = 60.0
 COMPLAINT_EVERY = 10.0
-"""Seconds between two such lines in the log, at least."""
+"""Seconds between two summaries, and between two complaints, at least."""
 
 
 class ChunkCounts:

@@ -169,14 +169,14 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             self._lookups.answer(question, results, arrived, time.monotonic())
             self._tally.add(LOOKUPS, results)
 
-    # jobs
+    # vLLM's jobs
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store chunks. A chunk that a store has already is not written again."""
         transfer = _transfer(job_metadata, loading=False, patience=STORE_TIMEOUT)
         if not self._transfers.store(transfer):
             self._tally.add(STORED, [DROPPED] * len(transfer.keys))
-            transfer.results = []
+            transfer.results = []  # they are counted already
 
     def submit_load(self, job_metadata: Any, **_: Any) -> None:
         """Begin to load chunks. Each part of the load may take ``lookup_timeout`` seconds; the chunks that arrived in
@@ -255,7 +255,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
 
     def take_events(self) -> Iterable[Any]:
         """The events since the last call: chunks that were stored, and chunks that were deleted because they were
-        corrupt. None if ``enable_kv_events`` is not set."""
+        corrupt. Empty if ``enable_kv_events`` is not set."""
         if not self._events:
             return ()
         events, self._events = self._events, []

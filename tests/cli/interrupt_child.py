@@ -25,7 +25,7 @@ def press(signals: str) -> None:
 
 
 class AtImport:
-    """Presses when ``name`` is looked for, once; finds nothing."""
+    """A finder of modules that sends the signals when ``name`` is looked for, once, and finds nothing."""
 
     def __init__(self, name: str, signals: str) -> None:
         self._name, self._signals = name, signals
@@ -47,7 +47,7 @@ def found(place: str) -> tuple[Any, str]:
 
 
 def pressing(function: Callable[..., Any], signals: str) -> Callable[..., Any]:
-    """The same function, which presses when it is called for the first time, or as often as ``signals`` says."""
+    """``function``, which first sends the signals of its first call, its second, and so on, as ``signals`` says."""
     left = signals.split(";")
 
     @functools.wraps(function)

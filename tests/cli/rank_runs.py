@@ -1,4 +1,4 @@
-"""Runs of whole caches in processes: ``asynccache stress`` over ranks, left alone or struck, and what it reports."""
+"""Runs of ``asynccache stress`` over ranks, each a process, undisturbed or with an accident, and their reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def options(shape: Shape, storage: str, out: Path, *more: str) -> list[str]:
 
 
 class Command:
-    """The command as a process. To be used in a ``with``; it is gone afterwards, and so are its ranks."""
+    """The command as a process, for a ``with``. At the end of the block it is gone, and so are its ranks."""
 
     def __init__(self, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
         self.process = warm.Popen(
@@ -64,7 +64,7 @@ class Command:
                 os.kill(pid, signal.SIGKILL)
 
     def started(self) -> None:
-        """Every rank has its cache."""
+        """Return when every rank has its cache."""
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
         found = re.findall(r"rank (\d+) is process (\d+)", line)
@@ -72,12 +72,12 @@ class Command:
         self.pids = {int(rank): int(pid) for rank, pid in found}
 
     def ended(self) -> tuple[int, str]:
-        """Its status, and what it said."""
+        """Wait for its end; returns its status and its output."""
         out, errors = self.process.communicate(timeout=ENDS)
         return self.process.returncode, out + errors
 
     def nobody_left(self, seconds: float = 60.0) -> None:
-        """No rank outlives the command, or not for long."""
+        """Check that no rank outlives the command for longer than ``seconds``."""
         end = time.monotonic() + seconds
         while alive := [rank for rank, pid in self.pids.items() if _is_alive(pid)]:
             assert time.monotonic() < end, f"ranks {alive} are still there"
@@ -92,12 +92,12 @@ def _is_alive(pid: int) -> bool:
 
 
 def run(shape: Shape, storage: str, out: Path, *more: str) -> Report:
-    """To its end, which is good."""
+    """Run it to its end, which must be a good one."""
     return perform(options(shape, storage, out, "--quiet", *more), out)
 
 
 def perform(arguments: list[str], out: Path) -> Report:
-    """A command that writes its report to ``out``, to its end, which is good."""
+    """Run a command that writes its report to ``out`` to its end, which must be a good one."""
     with Command(arguments) as command:
         status, said = command.ended()
     assert status == 0, said

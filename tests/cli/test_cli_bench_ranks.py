@@ -1,4 +1,4 @@
-"""``benchmarks/ranks.py`` over real processes: what it counts is exact, what it times is there."""
+"""``benchmarks/ranks.py`` over real processes: its counts are exact, and every time is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures of a report count, worked out by hand for runs of a few requests."""
+"""The figures of a report against counts that are worked out by hand, for runs of a few requests."""
 
 from __future__ import annotations
 

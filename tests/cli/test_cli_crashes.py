@@ -1,5 +1,5 @@
-"""Runs on a store that met with an accident: its process was killed, its bits flipped, its disk full. What is served
-afterwards is right, and what was there before the accident is used."""
+"""Runs on a store whose process was killed, whose bits were flipped or whose disk was full. Everything served
+afterwards is right, and pages from before the accident are used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ctrl-C in every phase of a real run, once and twice: it ends soon, cleanly, and with its report.
 
-Most runs are this process's own, with a real signal. What depends on a process that has loaded nothing yet, or on how
-one ends, is tried with processes.
+Most runs are this process's own, with a real signal. Processes are used where it matters that nothing is loaded yet, or
+how a process ends.
 """
 
 from __future__ import annotations

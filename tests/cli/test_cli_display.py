@@ -1,4 +1,4 @@
-"""What a person sees: it fits 80 columns, survives the lack of a terminal, and says what went wrong."""
+"""The display: it fits 80 columns, works without a terminal, and says what went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stand-in engine: what it finds wrong, and that its work outlives the request that asked for it."""
+"""The stand-in engine finds wrong pages, and its work goes on when the request that asked for it has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--serve`` and ``asynccache explain``: a run that can be looked into, and one sentence where it cannot."""
+"""``--serve`` and ``asynccache explain``: a run can be asked about prompts; where it cannot, there is one sentence."""
 
 from __future__ import annotations
 

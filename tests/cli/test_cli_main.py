@@ -1,4 +1,5 @@
-"""The command line as a whole: help, versions, benchmarks that are imported when asked for, rooms that are computed."""
+"""The command line as a whole: help, versions, benchmarks that are imported only when asked for, and the size of tiers
+that hold everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Percentiles, and a meter that believes the clock, not the loop."""
+"""Percentiles and samples, and a meter of the loop's lateness that goes by the clock."""
 
 from __future__ import annotations
 

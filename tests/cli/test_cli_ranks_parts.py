@@ -1,4 +1,4 @@
-"""The parts of a run over ranks, without processes: shares, replicas, what a batch says."""
+"""The parts of a run over ranks, without processes: shares, replicas, payloads of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README and the examples show works as printed."""
+"""The commands and programs that README and the examples show work as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The recorded trace in little room: as many hits as an LRU over blocks gets, and all that it implies over three tiers.
+"""A recorded trace with little room: on one tier as many hits as an LRU over blocks, and on three tiers everything that
+one of them holds is a hit.
 
 ``test_cli_runs`` has the rest of it.
 """

@@ -1,5 +1,5 @@
-"""Whatever a command is given, it answers with a sentence and never with a traceback: files, addresses, numbers, disks
-and pipes that cannot be used. What a closed pipe or a full disk does to a process is tried with processes."""
+"""A command answers with a sentence and never with a traceback, whatever it is given: files, addresses, numbers, disks
+and pipes that cannot be used. The effects of a closed pipe or a full disk on a process are tried with processes."""
 
 from __future__ import annotations
 

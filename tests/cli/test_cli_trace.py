@@ -1,4 +1,5 @@
-"""The trace: what is read, what is refused and how, and what the trace implies without a cache."""
+"""Traces: the lines that are read, those that are refused, and the hits that a trace allows, counted without a
+cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the exit status is not 0, what is refused before anything starts, and what the options of a run come down to."""
+"""Exit statuses other than 0, refusals before anything starts, and the settings that a run's options lead to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema takes what the loader takes and refuses what it refuses, and so does the reference page show it."""
+"""The schema takes what the loader takes and refuses what it refuses; the reference page says the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores come and go: what passes for stored, and what is stored again."""
+"""Stores come and go: which pages count as stored, and which are stored again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: what a prefetch brought stays on the host until its lease is granted, and stands in nobody's way for good."""
+"""Claims: the pages that a prefetch brought stay on the host until its lease is granted, and block nobody for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiler could change, and must not: these laws hold for the source and for what is compiled from it.
+"""Laws that a compiler could break. They hold for the source and for the modules that are compiled from it.
 
 ``pytest --core compiled`` runs them, and all other tests of the core, on the compiled one.
 """

@@ -1,4 +1,4 @@
-"""Draining ends: what the host could never hold costs no copies, and nothing is saved twice for its sake."""
+"""Draining ends: nodes that the host could never hold cost no copies, and draining saves nothing twice."""
 
 from __future__ import annotations
 

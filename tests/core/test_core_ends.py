@@ -1,4 +1,4 @@
-"""What goes first when a conversation is over: what was private to it, and not what others have, too."""
+"""Eviction after the end of a conversation: its private pages go first; pages that others have as well do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What goes when room is needed: leaves, in order of use, saved ones first; what is dragged along; what never goes."""
+"""Eviction on the device: leaves go in the order of their last use, saved or not; what is dragged along, what is saved
+ahead, and what is never evicted."""
 
 from __future__ import annotations
 

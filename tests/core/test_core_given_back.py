@@ -1,4 +1,4 @@
-"""What a call gives back on the host, somebody else may have waited for: backups that were put off, and events."""
+"""Room on the host that a call gives back: backups that waited for it begin, and removals are announced."""
 
 from __future__ import annotations
 

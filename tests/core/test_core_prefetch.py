@@ -1,4 +1,5 @@
-"""Prefetch: what storage must give, what is adopted, what goes back; SWA and MAMBA all or nothing; no page leaks."""
+"""Prefetch: which pages storage must have, which are adopted, which are given back; SWA and MAMBA all or nothing; no
+page leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What storage did not take is tried again when it takes something else and is idle then: never in a storm."""
+"""Pages that storage did not take are offered again when it has taken others and is idle, and never many at once."""
 
 from __future__ import annotations
 

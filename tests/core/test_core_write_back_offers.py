@@ -1,4 +1,4 @@
-"""write_back: what is left out of a backup, because the host could never hold it, can still be evicted."""
+"""write_back: nodes that a backup leaves out, because the host could never hold them, can still be evicted."""
 
 from __future__ import annotations
 

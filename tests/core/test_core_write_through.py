@@ -34,7 +34,7 @@ def stored(run: SynchronousRuntime, text: str, component: int = FULL) -> list[bo
 
 
 def assert_root_first(run: SynchronousRuntime, events: list[Publish]) -> None:
-    """Each event's parent is the page before it; the player has checked the hashes themselves."""
+    """Each event's parent is the page before it; ``SynchronousRuntime`` has checked the hashes."""
     ends = {b"", SPACE}
     for event in events:
         assert event.parent in ends

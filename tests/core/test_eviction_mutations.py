@@ -1,4 +1,4 @@
-"""Each rule of what stays when room is short is left out once, and the tests of the rules notice: so they can fail."""
+"""Each rule of eviction is left out once, and the tests of the rules notice. So these tests can fail."""
 
 from __future__ import annotations
 

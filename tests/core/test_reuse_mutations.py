@@ -1,4 +1,4 @@
-"""Each law of ``p2c`` and of its queues is left out once, and the tests of the laws notice: so they can fail."""
+"""Each law of ``p2c`` and of its queues is left out once, and the tests of the laws notice. So these tests can fail."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Make = Callable[..., CudaDevice]
 
 @pytest.fixture
 def drivers() -> Iterator[list[SimulatedCuda]]:
-    """All simulated drivers of a test. None may have seen a problem."""
+    """All simulated drivers of a test. At the end none may have seen a problem."""
     made: list[SimulatedCuda] = []
     yield made
     for driver in made:
@@ -56,7 +56,7 @@ def gpu_device(request: pytest.FixtureRequest) -> Make:
 
 @pytest.fixture(params=["simulated", pytest.param("cuda:0", marks=GPU)])
 def device_name(request: pytest.FixtureRequest) -> str:
-    """What a test runs on: the simulated driver, and the first GPU where there is one."""
+    """The device that a test runs on: the simulated driver, and the first GPU where there is one."""
     name: str = request.param
     return name
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: an engine with a stream of its own, and pools on a simulated driver."""
+"""Shared by the tests of this folder: an engine with a stream of its own, and pools on a simulated driver."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SimulatedEngine:
         self.driver.compute(self.handle, fill, writes=rows)
 
     def read(self, rows: Sequence[torch.Tensor]) -> list[bytes]:
-        """Enqueue a kernel that reads these rows; what it read will be in the list."""
+        """Enqueue a kernel that reads these rows. The list that is returned gets the values when the kernel has run."""
         found: list[bytes] = []
         self.driver.compute(self.handle, lambda: found.extend(row.numpy().tobytes() for row in rows), reads=rows)
         return found
@@ -67,7 +67,8 @@ def layers_of(mover: Mover, slot: int, name: str = "full") -> list[torch.Tensor]
 
 
 def submitted(event: Event) -> None:
-    """Return when the driver has all work up to ``event``, so that what the host does next is no edge before it."""
+    """Return when the driver has all work up to ``event``, so that no later call of the host is ordered before that
+    work."""
     assert isinstance(event, CudaEvent)
     event.await_submitted()
 

@@ -1,4 +1,4 @@
-"""A CUDA device with the face of ``CpuDevice``, for tests that know nothing of GPUs."""
+"""A CUDA device with the interface of ``CpuDevice``, for tests that know nothing of GPUs."""
 
 from __future__ import annotations
 

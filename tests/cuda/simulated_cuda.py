@@ -1,9 +1,11 @@
-"""A CUDA driver without a GPU: streams are queues, one thread is the device, and a missing edge is found out.
+"""A CUDA driver without a GPU: streams are queues, one thread is the device, and an edge between streams that is
+missing is reported.
 
-Law: it is honest where that hurts. Between streams there is no order but by events, and the thread picks which stream
-goes on by a seed; a copy comes in halves; an event that was never recorded reads as complete, one that is recorded
-again stands for the later work; an error of the device is sticky; memory that was not pinned cannot be copied from.
-Every thread begins on device 0, and this is device 1; a stream's queue has room for so many entries.
+Law: it behaves as badly as a real driver may. Between streams there is no order but by events, and the thread picks
+which stream goes on by a seed; a copy comes in halves; an event that was never recorded reads as complete, one that is
+recorded again stands for the later work; an error of the device is sticky; memory that was not pinned cannot be copied
+from.
+Every thread begins on device 0, and this is device 1; a stream's queue has room for a fixed number of entries.
 
 Besides, a vector clock per stream tells which work is ordered before which, by streams, by events and by what the host
 has seen to be complete. Two accesses to a byte, one of them a write, that nothing orders are a ``problem``, whatever

@@ -1,7 +1,7 @@
-"""What the real driver passes to cupy: flags, the order of arguments, the geometry of a launch.
+"""The real driver's calls of cupy: flags, the order of arguments, the geometry of a launch.
 
 ``FakeCupy`` takes the place of cupy and writes down every call with its arguments, in the order of cupy's signatures;
-what is wrong here would only show on a GPU, and some of it only as a wrong byte or a wait that spins.
+an error in these calls would only show on a GPU, and some only as a wrong byte or a wait that spins.
 """
 
 from __future__ import annotations

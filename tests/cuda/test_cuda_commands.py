@@ -1,5 +1,5 @@
-"""``asynccache doctor`` and ``asynccache bench cuda``: what they say without a GPU, and that every figure is there with
-a simulated one. What the figures are on such a driver means nothing."""
+"""``asynccache doctor`` and ``asynccache bench cuda``: their output without a GPU, and every figure with a simulated
+one. The figures on such a driver mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every device must do, done by the CUDA device on a simulated driver: the very tests of ``tests/memory``."""
+"""The tests of ``tests/memory`` that every device must pass, on the CUDA device with a simulated driver."""
 
 from __future__ import annotations
 

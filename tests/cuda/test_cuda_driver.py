@@ -1,5 +1,5 @@
-"""The real driver, as far as it can be tested without a GPU: what it passes to the library, and what it says of a
-machine that has none."""
+"""The real driver, as far as it can be tested without a GPU: its calls of the library, and its messages on a machine
+that has no GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An engine's own events, as torch and cupy make them, stand where the device's stand: ``ready``, ``after``.
 
-Their classes are stood in for here, since neither library makes an event without a GPU; ``test_cuda_gpu`` has the real
-ones.
+Stand-ins take the place of their classes here, since neither library makes an event without a GPU; ``test_cuda_gpu``
+has the real ones.
 """
 
 from __future__ import annotations

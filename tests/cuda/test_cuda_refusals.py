@@ -1,4 +1,4 @@
-"""What the driver refuses, and what it can no longer do: who is told of it, when, and what goes on."""
+"""Errors of the driver, passing and lasting ones: who is told of them, when, and what goes on."""
 
 from __future__ import annotations
 

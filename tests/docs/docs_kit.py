@@ -1,7 +1,7 @@
 """The code blocks of README and the documentation, as the tests need them.
 
 A block that cannot be run where the tests run has ``<!-- not run: the reason -->`` on the line before it. A ``text``
-block that follows a block of Python is what that prints. A block with a title is a file of that name.
+block that follows a block of Python is that block's output. A block with a title is a file of that name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FENCE = re.compile(
 
 
 class Block(NamedTuple):
-    """``place``: page and line. ``reason``: why it is not run. ``printed``: None where the page does not say."""
+    """``place``: page and line. ``reason``: why it is not run. ``printed``: None where the page shows no output."""
 
     place: str
     language: str
@@ -45,7 +45,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def all_blocks(*languages: str) -> list[Block]:
-    """Those in ``languages``, or all, of all pages."""
+    """The code blocks of all pages, those in ``languages`` only if any are given."""
     return [block for page in PAGES for block in blocks(page) if not languages or block.language in languages]
 
 
@@ -56,7 +56,7 @@ def files(page: str) -> dict[str, str]:
 
 
 class Shell(NamedTuple):
-    """A block of commands: the script, and what the page shows of its output (a line ``...`` stands for any)."""
+    """A block of commands: the script, and what the page shows of its output (a line ``...`` stands for any lines)."""
 
     script: str
     shown: tuple[str, ...]

@@ -1,9 +1,8 @@
-"""Stands before the programs that a shell block names, so that the block's text runs as it is, only sooner.
+"""Stands in for the programs that a shell block names, so that the block's text runs unchanged but takes less time.
 
-Run as ``docs_programs.py NAME ARGUMENT...``. What is changed, and nothing else: a run that would take long stops
-early (``SHORT``), ``explain`` waits until somebody listens, a server is
-stopped, as by a reader, once it has answered, ``make`` uses the environment that the tests run in, and ``make test``,
-of which this is a part, only says what it would do.
+Run as ``docs_programs.py NAME ARGUMENT...``. Only these things are changed: a run that would take long stops early
+(``SHORT``), ``explain`` waits until a server listens, a server is stopped by Ctrl-C once it has answered, ``make`` uses
+the environment that the tests run in, and ``make test``, of which this is a part, only prints its commands.
 """
 
 from __future__ import annotations

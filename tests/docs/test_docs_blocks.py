@@ -1,5 +1,5 @@
 """Every block on every page is executed: Python prints what the page says, commands run in a real shell and end well,
-files of settings are loaded. What is not has a reason on the page, and stands in ``EXCEPTIONS``.
+files of settings are loaded. A block that is not executed has a reason on the page, and is listed in ``EXCEPTIONS``.
 
 A block of nothing but calls of ``asynccache``, which need no shell, runs in this process: most of the time of a short
 command is the import of torch.

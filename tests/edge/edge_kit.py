@@ -1,4 +1,5 @@
-"""What a parameter takes, what must become of an odd value there, and a cache whose books are looked at afterwards."""
+"""The kinds of values that parameters take, what must happen with an odd value, and a cache whose books are checked
+afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class StillBroken(AssertionError):
 
 
 class Kind:
-    """``takes(odd)``: whether a parameter of this kind takes the value; None: it depends on what there is."""
+    """``takes(odd)``: whether a parameter of this kind takes the value; None: it depends on the cache."""
 
     def takes(self, odd: Odd) -> bool | None:
         raise NotImplementedError
@@ -98,7 +99,7 @@ class Namespace(Kind):
 
 
 class Tokens(Kind):
-    """``least``: how many there must be. ``which``: whether others than the prompt's are refused for what they are."""
+    """``least``: how many there must be. ``which``: whether other tokens than the prompt's are refused."""
 
     def __init__(self, least: int = 0, *, which: bool = False) -> None:
         self.least, self.which = least, which
@@ -151,7 +152,7 @@ class OneOf(Kind):
 
 
 class Depends(Kind):
-    """What is taken depends on what there is; what is not is refused all the same."""
+    """Whether a value is taken depends on the cache; a value that is not taken must be refused all the same."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -186,7 +187,7 @@ class World:
         self._tasks = asyncio.all_tasks()
 
     async def reopen(self) -> None:
-        """The cache was closed, with all that it had."""
+        """Open a new cache in place of one that was closed."""
         await self._stack.aclose()
         self._once.clear()
         await self.open()
@@ -196,18 +197,18 @@ class World:
         await self._device.aclose()
 
     def once(self, name: str, made: Callable[[], AbstractContextManager[Any]]) -> Any:
-        """What ``made`` gives, entered when it is first asked for and left with this world."""
+        """The object that ``made`` gives: entered when it is first asked for, and left with this world."""
         if name not in self._once:
             self._once[name] = self._stack.enter_context(made())
         return self._once[name]
 
     def prompt(self, number: int = 0) -> list[int]:
-        """One of six, of 3 to 5 pages and a token."""
+        """One of six prompts, of 3 to 5 pages and a token."""
         return text(3 + number % 3, seed=1 + number % 6, extra=1)
 
     @asynccontextmanager
     async def lease(self, **terms: Any) -> AsyncIterator[Lease]:
-        """One that is computed and not committed yet."""
+        """A lease whose pages are computed and not committed yet."""
         prompt = self.prompt()
         async with self.cache.lease(prompt, **{"new_tokens": 8, **terms}) as lease:
             await lease.loaded()
@@ -274,8 +275,8 @@ class Case(NamedTuple):
 
 
 async def called(function: Callable[..., Any], good: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """The function's result, with what is ``given`` in place of what is good. After a refusal it is called again with
-    good arguments, which must succeed, and the refusal is raised."""
+    """Call the function with good arguments, except those that are ``given``; returns its result. After a refusal it is
+    called again with good arguments, which must succeed, and the refusal is raised."""
     try:
         return await _result(function(**{**good, **given}))
     except ConfigError:
@@ -291,7 +292,7 @@ async def _result(answer: Any) -> Any:
 
 
 async def problem_of(case: Case, world: World, name: str, kind: Kind, odd: Odd) -> str | None:
-    """What is wrong with what became of ``odd`` as parameter ``name``, if anything is."""
+    """Say what is wrong with the way in which ``odd`` was treated as parameter ``name``; None if nothing is."""
     takes = kind.takes(odd)
     try:
         async with asyncio.timeout(20):
@@ -309,7 +310,7 @@ async def problem_of(case: Case, world: World, name: str, kind: Kind, odd: Odd) 
 
 
 def public(member: object) -> bool:
-    """Whether a class's or module's member is for callers: what is no enum, error, protocol or value of results."""
+    """Whether a class's or module's member is for callers to call: no enum, error, protocol or type of results."""
     if not inspect.isclass(member):
         return inspect.isfunction(member)
     values = (tuple, BaseException, Enum)

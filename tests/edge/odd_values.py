@@ -1,4 +1,4 @@
-"""Values that somebody may hand in where something else is meant, and what each of them means, if anything."""
+"""Values that a caller may pass where another kind is meant, and what each of them means, if anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 class Odd(NamedTuple):
     """One value, made anew for each call. ``integer``, ``number``, ``flag``, ``text`` and ``row`` (of tokens) say what
-    it means as that; None: nothing, and it must be refused there."""
+    it means where one of these is wanted; None: nothing, and it must be refused there."""
 
     name: str
     make: Callable[[], Any]
@@ -46,7 +46,7 @@ class Index:
 
 
 class Float:
-    """The same with ``__float__``."""
+    """An object whose ``__float__`` answers ``answer``, or raises it."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -58,7 +58,7 @@ class Float:
 
 
 class Hostile:
-    """Nothing that is asked of it works."""
+    """An object of which every method raises."""
 
     def _refuse(self, *_: object) -> Any:
         raise RuntimeError("this object does nothing that it is asked")

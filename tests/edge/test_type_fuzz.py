@@ -1,7 +1,8 @@
-"""Whatever is handed in: it is taken for what it means, or refused by name before anything has changed.
+"""A value that is passed to a public parameter is taken for what it means, or refused by name before anything has
+changed.
 
-Each public parameter is given each of the odd values. Afterwards the core's books are in order, nothing is held by
-nobody, no task is left, and ordinary requests are served the right bytes.
+Each public parameter is given each of the odd values. Afterwards the core's books are in order, nothing is held without
+an owner, no task is left, and ordinary requests are served the right bytes.
 """
 
 from __future__ import annotations

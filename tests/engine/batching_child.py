@@ -1,5 +1,5 @@
 """A process of its own that continues what another one's ``ContinuousBatching`` stored. Arguments: a folder with a
-store per family, and families. Says per family: its name, cached tokens by tier, the tokens that it made."""
+store per family, and families. Prints for each family: its name, cached tokens by tier, the tokens that it made."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A process of its own that serves what another one stored. Run by a test; arguments: a folder with a store per family,
-and families, or all of the first list.
+and families; without any, all of ``FAMILIES``.
 
-Says per family: its name, cached tokens by tier, the largest difference of a logit; one line each.
+Prints a line for each family: its name, cached tokens by tier, the largest difference of a logit.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ def open_caches() -> list[AsyncCache]:
 
 
 async def settled(cache: AsyncCache) -> None:
-    """Return when everything published is saved and nothing is in flight."""
+    """Return when all published pages are saved and nothing is in flight."""
     await cache.flush(timeout=20)
 
 
 def run_child(folder: Path, *families: str, child: Path = CHILD) -> str:
-    """What ``child`` says, in a process of its own."""
+    """Run ``child`` in a process of its own, and return its output."""
     root = Path(__file__).parents[2]
     paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
     ran = warm.run([sys.executable, str(child), str(folder), *families], capture_output=True, text=True, timeout=120,

@@ -1,6 +1,6 @@
 """One rank of a served model as a process of its own: rank 0 has the cache and the scheduler, and each its shard.
 
-Reads jobs from stdin, a line of JSON each; answers each with a line. Rank 0 asks what the job's ``rounds`` say.
+Reads jobs from stdin, a line of JSON each; answers each with a line. Rank 0 submits the job's ``rounds`` of prompts.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _model(job: Job, topology: Topology, worker: RankWorker, group: Any) -> Shar
 
 
 def _counted(worker: RankWorker) -> Callable[[], dict[str, float]]:
-    """What this rank has moved, asked when its worker is closed already."""
+    """The pages that this rank has moved, asked when its worker is closed already."""
     local = worker._performer.local
     assert local is not None
     stores = [attached.store for attached in local._tiers.attached]
@@ -142,14 +142,15 @@ def _config(job: Job, topology: Topology) -> CacheConfig:
 
 
 def shard(topology: Topology, rank: int, config: CacheConfig) -> CacheConfig:
-    """With the layers of this rank's pipeline stage."""
+    """``config`` with the layers of this rank's pipeline stage."""
     covers = tuple(Shape().stage(topology, topology.place(rank)))
     (full,) = config.components
     return replace(config, components=(replace(full, layers=len(covers), covers=covers),))
 
 
 def _groups(job: Job, topology: Topology) -> Any:
-    """The model's own. A new group does not have the time-out of the first: half an hour, if nobody says."""
+    """Make the groups of the model itself. A new group does not take the time-out of the first one: unless it is given
+    one, it is half an hour."""
     patience = timedelta(seconds=2 * job.timeout)
     dist.init_process_group(
         "gloo", init_method=f"file://{job.meeting}-model", rank=job.rank, world_size=topology.ranks,
@@ -183,13 +184,13 @@ async def _ask(job: Job, scheduler: Scheduler, answer: Answer) -> None:
 
 
 def say(line: dict[str, Any]) -> None:
-    """To whom the jobs come from."""
+    """Answer the process that sends the jobs."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Jobs, one after the other."""
+    """Do jobs, one after the other."""
     torch.set_num_threads(1)
     say({"ready": True})
     for line in sys.stdin:

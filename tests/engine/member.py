@@ -43,7 +43,7 @@ class Member:
         self.process.stdin.flush()
 
     def hear(self, key: str, seconds: float) -> Any:
-        """What stands under ``key`` in the next line that has it."""
+        """The value of ``key`` in the next line that has it."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -58,7 +58,7 @@ class Member:
         self.process.send_signal(number)
 
     def end(self, seconds: float = 60.0) -> int | None:
-        """No more jobs; its exit status, None where it did not end by itself."""
+        """Give the process no more jobs. Returns its exit status; None if it did not end by itself."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()

@@ -1,5 +1,5 @@
-"""Every family of models that the engine takes computes, from whatever tier its prefix came, what one call without a
-cache computes; what cannot is refused in a sentence.
+"""Every family of models that the engine takes computes the same as one call without a cache, from whatever tier its
+prefix came. Other models are refused in a sentence.
 
 Every kind of layer of transformers is there: full, sliding and chunked attention, latent attention, experts, shared
 layers, Mamba 1 and 2, linear attention, and rotary embeddings that change with the length.

@@ -1,4 +1,4 @@
-"""Whatever way a prefix took through the tree, the logits are those of a model without a cache."""
+"""The logits are those of a model without a cache, whatever way the prefix took through the tree."""
 
 from __future__ import annotations
 

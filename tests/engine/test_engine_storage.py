@@ -1,4 +1,4 @@
-"""What storage has lost shortens a hit, in whichever pool it was, and never changes a logit."""
+"""Pages that storage has lost shorten a hit, in whichever pool they were, and never change a logit."""
 
 from __future__ import annotations
 

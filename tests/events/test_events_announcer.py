@@ -1,4 +1,4 @@
-"""What is announced of what the core names and the store reports."""
+"""The events that are announced for changes that the core names and the stores report."""
 
 from __future__ import annotations
 

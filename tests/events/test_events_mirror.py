@@ -1,4 +1,4 @@
-"""Whoever keeps a set of blocks per tier by the events alone has what tree and store have, after every step."""
+"""A mirror that follows the events alone has the blocks of tree and store, tier by tier, after every step."""
 
 from __future__ import annotations
 

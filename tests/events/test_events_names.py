@@ -1,4 +1,4 @@
-"""What a namespace is called is known for as long as it matters, and no longer: callers bring new ones for ever."""
+"""The names of namespaces are kept as long as they matter and no longer, because callers bring new ones for ever."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A small checkpoint as transformers saves it: random weights, a tokenizer trained on a few sentences, a chat template;
-and what transformers itself says with it."""
+and the answers of transformers itself."""
 
 from __future__ import annotations
 

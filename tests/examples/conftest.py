@@ -1,4 +1,4 @@
-"""What is tested here needs the extras that the examples name."""
+"""The tests of this folder need the extras that the examples name."""
 
 from __future__ import annotations
 

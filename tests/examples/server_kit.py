@@ -24,7 +24,7 @@ SOON = 20.0
 
 
 class Server:
-    """A server that has said where it is."""
+    """A server that has printed its address."""
 
     def __init__(self, process: subprocess.Popen[str], greeting: str, log: Path) -> None:
         self._process = process
@@ -36,29 +36,29 @@ class Server:
         self.url = greeting.split()[0]
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:
-        """For an ``async with``. Never tries again, and goes through no proxy."""
+        """An OpenAI client for an ``async with``. It never tries again, and goes through no proxy."""
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0, http_client=http, **options)
 
     def terminate(self) -> None:
-        """What an operator does. The second time ends it at once."""
+        """Send SIGTERM, as an operator does. A second one ends the server at once."""
         self.told_to_stop = True
         self._process.send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
-        """What somebody at a terminal does."""
+        """Send SIGINT, as Ctrl-C at a terminal does."""
         self.told_to_stop = True
         self._process.send_signal(signal.SIGINT)
 
     def ended(self) -> str:
-        """Its end: the status is 0; what it wrote to stderr."""
+        """Wait for the server's end, whose status must be 0. Returns what it wrote to stderr."""
         status = self.status()
         said = self._log.read_text()
         assert status == 0, said
         return said
 
     def status(self) -> int:
-        """Of its exit, for which this waits."""
+        """Wait for the server's end; returns the exit status."""
         return self._process.wait(timeout=60)
 
 
@@ -68,7 +68,7 @@ def command(*options: str) -> list[str]:
 
 @contextmanager
 def running(folder: Path, *options: str) -> Iterator[Server]:
-    """A server; at the end it is told to stop, unless it was, and must have nothing to complain of."""
+    """A server. At the end it is told to stop, if it runs still, and must have written no complaint."""
     with started(folder, *options) as server:
         yield server
         if not server.told_to_stop:
@@ -105,7 +105,7 @@ async def statistics(client: openai.AsyncOpenAI) -> dict[str, Any]:
 
 
 async def settled(client: openai.AsyncOpenAI) -> dict[str, Any]:
-    """The figures once nobody is being served: whatever was held has come back."""
+    """The figures once no request is being served and nothing is held any more."""
     end = time.monotonic() + SOON
     while True:
         figures = await statistics(client)

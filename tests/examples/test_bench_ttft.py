@@ -1,4 +1,5 @@
-"""``asynccache bench ttft``, small: every way is measured as often as asked, and each is what it says."""
+"""``asynccache bench ttft``, small: every way is measured in every round, and a hit in another tier than was meant is
+no figure."""
 
 from __future__ import annotations
 

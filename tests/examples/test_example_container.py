@@ -1,4 +1,5 @@
-"""The image of the example server: what it copies is there, and what it runs is understood."""
+"""The image of the example server: the files that it copies exist, and the server takes the options that it is run
+with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model behind one scheduler, without HTTP: what its users are told when something below fails."""
+"""The service of the example server, without HTTP: the errors that its users are told when something below it fails."""
 
 from __future__ import annotations
 

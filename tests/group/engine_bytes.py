@@ -1,5 +1,5 @@
-"""What an engine writes on one rank, and what it must read there: every rank has bytes of its own, but for what is
-replicated, and a page's are a function of everything up to its end."""
+"""The bytes that an engine writes on one rank, and must find there when it reads. Every rank has bytes of its own,
+except in replicated pools. The bytes of a page are a function of everything up to the page's end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def task_of(payload: bytes) -> Task:
 
 
 def task_for(lease: Lease, space: str | None, text: list[int], names: Sequence[str], *, first: bool = True) -> Task:
-    """What the engine is told to do for ``lease``: ``text`` is computed from its cached end on."""
+    """The payload for ``lease``: the engine is to compute ``text`` from the cached end on."""
     states = [int(state) for state in lease.states]
     tables = {name: lease.page_table(name).tolist() for name in names if name != "mamba"}
     end = lease.cached if first else 0
@@ -68,7 +68,7 @@ class EngineBytes:
             self._parts[name] = f"{name}/{dims}".encode()
 
     def verify(self, task: Task) -> None:
-        """All that an engine would read which goes on at ``task.cached``."""
+        """Check everything that an engine reads which goes on at ``task.cached``."""
         whole, start = task.cached // self._page, max(0, task.cached - self._window) // self._page
         for name, spec in self._pools.items():
             if spec.component is ComponentKind.MAMBA:
@@ -80,7 +80,7 @@ class EngineBytes:
                 self._check(name, table[i], self._content(task, i), f"page {i}")
 
     def write(self, task: Task) -> None:
-        """The pages of ``task.text`` beyond what was cached, and the checkpoint."""
+        """Write the pages of ``task.text`` beyond the cached ones, and the checkpoint."""
         for name, spec in self._pools.items():
             if spec.component is ComponentKind.MAMBA:
                 if task.checkpoint >= 0 and task.text and len(task.text) % self._page == 0:

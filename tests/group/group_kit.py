@@ -46,7 +46,7 @@ GUEST = "sim:guest?name=guest"
 
 
 class SharedStore(SimulatedBackend):
-    """What one rank has of a store that all write to. ``writers``: who has written a page, of all ranks."""
+    """One rank's side of a store that all write to. ``writers``: who has written a page, of all ranks."""
 
     def __init__(
         self, random: Random, hostility: Hostility, pages: dict[PageKey, tuple[bytes, bytes]], rank: int,
@@ -63,7 +63,8 @@ class SharedStore(SimulatedBackend):
 
 
 class RankDevice(SimulatedDevice):
-    """A rank's device. ``loads``: what goes wrong with copies from the host, instead of what does with all others."""
+    """A rank's device. ``loads``: what goes wrong with copies from the host, in place of the faults of all other
+    copies."""
 
     def __init__(self, seed: int, latency: float, faults: Faults | None, loads: Faults | None) -> None:
         super().__init__(seed=seed, latency=(0.0, latency), faults=faults)
@@ -147,11 +148,12 @@ class _EndOf(asyncio.Future[Status]):
 
 class GroupWorld:
     """The devices and stores of all ranks, which outlive a group. ``shared``: all ranks write to one store; else each
-    to one of its own; so with the store that may come as a guest. ``faults``, ``loads``, ``hostile``, ``delays``: what
-    devices, their copies from the host, stores and links of ranks do wrong. ``names``: the components that there are.
-    ``writers``: who has written each page of a shared store. ``void``: batches on loads that failed on some rank, of
-    which nothing is taken. Such a load's slots are free as soon as all have let go of it: a rank on which it went well
-    may *read* there what has come since. One on which it failed must have been told, and nothing else is excused."""
+    to one of its own; the same holds for the store that may be attached. ``faults``, ``loads``, ``hostile``,
+    ``delays``: what devices, their copies from the host, stores and links of ranks do wrong. ``names``: the components
+    that there are. ``writers``: who has written each page of a shared store. ``void``: batches on loads that failed on
+    some rank, of which nothing is taken. Such a load's slots are free as soon as all have let go of it: a rank on which
+    it went well may *read* there what has come since. One on which it failed must have been told, and nothing else is
+    excused."""
 
     def __init__(
         self, loop: SimulatedLoop, topology: Topology, config: CacheConfig, *, own: int | None = 0,
@@ -205,7 +207,7 @@ class GroupWorld:
         await self.ended()
 
     def begin(self, *, absent: frozenset[int] = frozenset(), **more: Any) -> None:
-        """The processes of a new group, and the head's cache, not open yet."""
+        """Make the processes of a new group, and the head's cache, which is not open yet."""
         topology = self.topology
         self.void.clear()
         self.said.clear()
@@ -263,7 +265,8 @@ class GroupWorld:
         tell(message)
 
     def _check_end(self, op: int, status: Status) -> None:
-        """What ended for the core has ended on every rank, and on each of them well if it is DONE."""
+        """Check that an operation that has ended for the core has ended on every rank, and well on each if it is
+        DONE."""
         if op in self.said:
             assert len(self.said[op]) == self.topology.ranks, f"operation {op} ended before all had let go of it"
             done = all(said is Status.DONE for said in self.said[op].values())
@@ -304,7 +307,7 @@ class GroupWorld:
         return local
 
     async def serve(self, text: Sequence[int], extra_key: str | None = None, **terms: Any) -> int:
-        """One request to its end, again if a load fails; how much was cached."""
+        """Serve one request to its end, again if a load fails. Returns how many tokens were cached."""
         while True:
             async with self.cache.lease(text, extra_key=extra_key, **terms) as lease:
                 cached = lease.cached
@@ -322,7 +325,7 @@ class GroupWorld:
                 return cached
 
     def compute(self, lease: Lease, text: list[int], extra_key: str | None = None) -> int:
-        """Have all engines compute ``text`` beyond what is cached; the batch's number."""
+        """Have all engines compute ``text`` beyond its cached part. Returns the batch's number."""
         task: Task = task_for(lease, extra_key, text, self.names)
         return self.cache.send_batch(task.payload(), [lease])
 
@@ -332,7 +335,7 @@ class GroupWorld:
             pass
 
     def idle(self) -> None:
-        """Nothing is held, and nothing in flight."""
+        """Return when nothing is held and nothing in flight."""
         core = self.cache.core
         audit.check(core, idle=not core.world.ledger.ops)
         assert not core.active_leases()
@@ -340,7 +343,7 @@ class GroupWorld:
 
 
 def performers(world: GroupWorld) -> list[Any]:
-    """What does the work on each rank, in their order."""
+    """The objects that do the work on each rank, in the order of the ranks."""
     own = world.cache.worker
     found: dict[int, Any] = {} if own is None else {own.rank: own._performer}
     found |= {rank: process.serving.performer for rank, process in world.group.processes.items()}
@@ -353,7 +356,7 @@ def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
 
 
 def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0, order: Order = Order.SHUFFLED) -> T:
-    """A world of this seed."""
+    """Run ``work`` in a world of this seed."""
     return simulate(work, seed, order=order)
 
 

@@ -1,13 +1,13 @@
 """Random worlds of groups: whole caches with one to eight workers, on the virtual clock, out of one seed each.
 
 The seed says how many ranks there are and how they share every page; which pools, stores and policies; what each rank's
-device, store and link does wrong; what requests do and where they are cancelled; and which rank has an accident. What
-must hold, whatever it says:
+device, store and link does wrong; what requests do and where they are cancelled; and which rank has an accident. In
+every world must hold:
 
 * The core's books are right after every plan (``audit``).
 * Every rank finds in its pages, when its stream reads them, its own part of what was computed for them.
-* Who was not cancelled is served, or told a reason that there is. After an accident everybody is told of it in time.
-* What the head calls stored every rank has stored.
+* A request that was not cancelled is served, or fails with the true reason. After an accident all are told in time.
+* Every page that the head calls stored is stored by every rank.
 * At the end nothing is held and nothing in flight, no process and no task is left, and in a calm world what was
   published is found by the next group.
 """
@@ -50,7 +50,7 @@ SHAPES = (
 
 
 class Climate(NamedTuple):
-    """What kind of world it is. ``calm``: nothing goes wrong in it. ``faults``, ``loads``, ``hostility``, ``delays``:
+    """The settings of a world. ``calm``: nothing goes wrong in it. ``faults``, ``loads``, ``hostility``, ``delays``:
     of each rank's device, its copies from the host, its store and link. ``pressure``: the share of attempts before
     which the device is emptied, so that what is cached is on the host. ``leads``: whether its ``p2c`` is one that
     leads, see ``leading``. ``fate``: what befalls ``victim``, if any."""
@@ -78,8 +78,8 @@ class Climate(NamedTuple):
 
 @dataclass(slots=True)
 class Report:
-    """What happened. ``verified``: pages of which the bytes were compared, on any rank. ``met``: everything that the
-    world came across, by name."""
+    """The results of a world. ``verified``: pages of which the bytes were compared, on any rank. ``met``: everything
+    that the world came across, by name."""
 
     climate: Climate
     verified: int = 0
@@ -87,7 +87,7 @@ class Report:
 
 
 def play(seed: int, change: Callable[[Climate], Climate] = lambda climate: climate) -> Report:
-    """The world of this seed. ``change``: what is to be different in it.
+    """Run the world of this seed. ``change``: alters its settings.
 
     Raises:
         Exception: whatever went wrong; the seed is in its notes.
@@ -208,7 +208,7 @@ class RandomWorld:
         )  # fmt: skip
 
     async def run(self) -> Report:
-        """Two groups, if there are stores that remember what the first one computed."""
+        """Run the world: two groups, if there are stores, which keep what the first one computed."""
         climate, met = self.climate, self.report.met
         met.update(component.kind.name for component in climate.config.core().components)
         met.update(name for name in ("tp", "cp", "pp") if getattr(climate.topology, name) > 1)
@@ -278,8 +278,8 @@ class RandomWorld:
         met.update({f"prefetch {name}": count for name, count in statistics.prefetches.items()})
 
     def _check_stored(self) -> None:
-        """What the head knows to be stored is in the stores of every rank, as far as these lose nothing by
-        themselves."""
+        """Check that pages which the head knows to be stored are in the stores of every rank, as far as these lose none
+        by themselves."""
         if any(hostility.vanished for hostility in self.climate.hostility.values()):
             return
         core = self.world.cache.core.world
@@ -296,7 +296,7 @@ class RandomWorld:
                         self.report.met["stored"] += 1
 
     async def _find_again(self) -> None:
-        """In a calm world all of a text that the last group published is in the stores."""
+        """Check, in a calm world, that every page of a text that the last group published is in the stores."""
         if not self.climate.calm or self.states or self.report.met["backup dropped"] or self.report.met["lost pages"]:
             return
         space, text = self.published[-1]
@@ -335,7 +335,8 @@ class RandomWorld:
         assert fate.reason in error.reason, error
 
     async def _aftermath(self, striking: asyncio.Task[None] | None) -> None:
-        """The group is over, and everybody knows: the cache closed in its time, all processes end by themselves."""
+        """Check the end of a group that has failed: the cache has closed in time, and all processes end by
+        themselves."""
         assert striking is not None
         assert self.struck is not None
         await striking
@@ -391,7 +392,7 @@ class RandomWorld:
         return failed
 
     async def _disturb(self) -> None:
-        """What else may be asked of a cache at any time."""
+        """Make other calls that a cache must take at any time."""
         cache, random = self.world.cache, self.random
         what = random.choice(("invalidate", "flush", "keep", "match", "prefetch", "guest", "guest", "reset"))
         self.report.met[what] += 1
@@ -499,7 +500,7 @@ class Request:
                 handle.cancel()
 
     async def _empty_the_device(self) -> None:
-        """As far as nobody holds what is there."""
+        """Empty the device, as far as nothing on it is held."""
         pages = min(pool.device_pages for pool in self.owner.climate.config.pools() if int(pool.component) != MAMBA)
         with suppress(TimeoutError):
             async with self.cache.lease(text(pages, seed=999), timeout=0.2):
@@ -555,7 +556,7 @@ class Request:
         return self.cache.send_batch(task._replace(unable=unable).payload(), [lease])
 
     async def _publish(self, lease: Lease, text: list[int], number: int) -> None:
-        """Not before it is known that all engines could run it, or with their event."""
+        """Publish ``text``: when all engines are known to have run the batch, or with the batch's number."""
         await lease.loaded()
         waits = self.fails or self.random.random() < 0.2
         if waits:

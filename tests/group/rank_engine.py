@@ -21,8 +21,8 @@ CANNOT = "the model raised"
 
 
 class RankEngine:
-    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work, by batch; ``loads``: what
-    each of these needed. ``verified``: as ``EngineBytes`` has it."""
+    """The engine of one rank. ``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work,
+    by batch; ``loads``: what each of these needed. ``verified``: as ``EngineBytes`` has it."""
 
     def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
         self.rank = face.rank
@@ -41,7 +41,7 @@ class RankEngine:
         return self._bytes.verified
 
     async def run(self) -> None:
-        """Until the cache is closed, or the group has failed; then the stream is empty, too."""
+        """Run until the cache is closed or the group has failed, and until the stream is empty."""
         try:
             async for batch in self._face:
                 await self._take(batch)
@@ -90,7 +90,8 @@ class RankEngine:
         gate.open()
 
     async def _arrived(self, batch: EngineBatch) -> bool:
-        """Whether its loads have come. If not the head hears of it too, and takes nothing for computed."""
+        """Whether the batch's loads have arrived. If not, the head is told, and takes nothing of the batch for
+        computed."""
         try:
             await self._face.layer(batch, self._face.layers - 1)
         except (CopyFailed, RankFailure):

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class Fate(NamedTuple):
-    """``strike``: has it happen to a rank. ``reason``: is in what is told. ``silences``: the process knows nothing of
-    it. ``all``: it happens to all ranks at once. ``needs_host``: it shows where something is copied."""
+    """One kind of accident. ``strike``: makes it happen to a rank. ``reason``: a text in the errors of the others.
+    ``silences``: the process itself knows nothing of it. ``all``: it happens to all ranks at once. ``needs_host``: it
+    shows only where pages are copied."""
 
     strike: Callable[[GroupWorld, int], None]
     reason: str
@@ -45,7 +46,7 @@ def raise_at_private_copies(world: GroupWorld, rank: int) -> None:
 
 
 def raise_at_storage(*calls: str) -> Callable[[GroupWorld, int], None]:
-    """Have these calls of a rank's worker raise what is no error of a store."""
+    """Have these calls of a rank's worker raise an error that no store may raise."""
 
     def strike(world: GroupWorld, rank: int) -> None:
         for call in calls:

@@ -1,4 +1,4 @@
-"""What a group keeps of what is over has a bound: batches, those who waited for them, stores, pages."""
+"""A group's memory of what is over is bounded: batches, those who waited for them, stores, pages."""
 
 from __future__ import annotations
 

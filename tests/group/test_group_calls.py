@@ -1,5 +1,5 @@
-"""What the head is asked of all workers: to forget, to explain, to count, to tell events. An answer covers every rank,
-and what is true of one of them alone is not true."""
+"""Calls of the head that concern all workers: to forget, to explain, to count, to tell events. An answer covers every
+rank, and says nothing that holds for one rank only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a head takes of its caller: numbers of batches that were sent, in place of events. All else is refused by
-name."""
+"""The head takes numbers of batches that were sent, in place of events. All else is refused by name."""
 
 from __future__ import annotations
 

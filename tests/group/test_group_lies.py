@@ -1,4 +1,5 @@
-"""A worker that tells what cannot be is the end of the group, when it tells it and not when somebody looks at it."""
+"""A worker that reports something impossible ends the group as soon as it reports it, and not only when the report is
+used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group says to its workers, however long and odd it is."""
+"""Messages of a group to its workers, however long and odd their content is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every device that must behave alike."""
+"""The devices that must behave alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every device must do: order within streams, none between them but by events, real events, honest failures."""
+"""The behaviour that every device must have: order within streams, none between them but by events, real events, honest
+failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages about events and metrics show works as printed."""
+"""The examples on the pages about events and metrics work as printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks a cache's server cannot break it or hold it up: everything is answered, in time, by few connections."""
+"""Clients of a cache's server cannot break it or hold it up: everything is answered, in time, by few connections."""
 
 from __future__ import annotations
 

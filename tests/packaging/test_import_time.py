@@ -1,4 +1,4 @@
-"""What imports what: torch, and whatever else is large, is loaded when it is used, and not when a name is imported."""
+"""Imports: torch, and whatever else is large, is loaded when it is used, and not when a name is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stranger gets: two commands, one torch, plug-ins by entry point, a gate that is strict."""
+"""The package as it is installed: two commands, one torch, plug-ins by entry point, a gate that is strict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that begin warm are as those that ``subprocess`` starts."""
+"""Processes that ``tests.warm`` starts behave like those that ``subprocess`` starts."""
 
 from __future__ import annotations
 

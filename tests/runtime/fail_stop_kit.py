@@ -1,8 +1,9 @@
-"""The core with a point after each of its statements: what a world reaches is noted there, or an exception is raised.
+"""The core with a call after each of its statements. The call notes that the statement was reached, or raises an
+exception.
 
 The functions of the core are compiled again with a call at every statement, and given back their own code at the end.
-The call stands after a statement that is simple; behind the value of a ``return``; and before what has no after, or no
-single one: ``raise``, ``continue``, ``break``, and statements that have statements in them.
+The call stands after a simple statement, behind the value of a ``return``, and before statements that nothing follows
+or that end in several places: ``raise``, ``continue``, ``break``, and statements that have statements in them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _BEFORE = (
 
 class Point(NamedTuple):
     """A statement of the core: its file in the core's folder, the function that it stands in, its line, its source
-    (of what has statements in it the first line)."""
+    (the first line only, if the statement has others in it)."""
 
     file: str
     function: str
@@ -42,7 +43,7 @@ class Point(NamedTuple):
 
 
 class Injected(Exception):
-    """What a statement of the core raises here."""
+    """The exception that is raised after a statement of the core."""
 
 
 class Injector:
@@ -55,7 +56,7 @@ class Injector:
         self.fired = False
 
     def at(self, point: int) -> None:
-        """The core passes this point."""
+        """Called by the core when it passes this point."""
         if self.target is None:
             self.seen.setdefault(point, self.clock())
         elif point == self.target and not self.fired:
@@ -69,7 +70,7 @@ POINTS: list[Point] = []
 
 @contextmanager
 def points() -> Iterator[None]:
-    """The core has points meanwhile. They do nothing unless ``armed``."""
+    """The core has points as long as the block runs. They do nothing unless ``armed``."""
     before: list[tuple[FunctionType, CodeType]] = []
     POINTS.clear()
     try:
@@ -94,7 +95,7 @@ def points() -> Iterator[None]:
 
 @contextmanager
 def armed(injector: Injector) -> Iterator[None]:
-    """Whatever passes a point tells ``injector``."""
+    """Every point that the core passes while the block runs is told to ``injector``."""
     _set(injector.at)
     try:
         yield

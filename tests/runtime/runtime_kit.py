@@ -59,7 +59,7 @@ def local(cache: AsyncCache) -> LocalWorker:
 
 
 def fence_all(cache: AsyncCache, event: Event) -> None:
-    """What is copied into any page of the device from now on waits for ``event``."""
+    """From now on every copy into a page of the device waits for ``event``."""
     slots = {int(c.kind): np.arange(c.device, dtype=np.int32).tobytes() for c in cache.core.config.components}
     parts(cache).engine.fences.add(local(cache).batch(event), slots)
 
@@ -110,7 +110,7 @@ def page_hashes(tokens: Sequence[int], extra_key: str | bytes | None = None) -> 
 
 
 def value(page_hash: bytes, pool: str, layer: int, size: int) -> npt.NDArray[np.uint8]:
-    """What the engine computes for one layer of a page."""
+    """The bytes that the engine computes for one layer of a page."""
     seed = [*page_hash[:8], *pool.encode(), layer]
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
@@ -155,7 +155,7 @@ def assert_cached_bytes(
 
 
 async def serve(cache: AsyncCache, tokens: Sequence[int], pools: Sequence[str] = ("full",), **terms: Any) -> int:
-    """One request: lease, check what is cached, compute the rest, commit; how much was cached."""
+    """Serve one request: lease, check what is cached, compute the rest, commit. Returns how many tokens were cached."""
     async with cache.lease(tokens, **terms) as lease:
         await lease.loaded()
         assert_cached_bytes(cache, lease, tokens, pools)

@@ -1,5 +1,5 @@
-"""Fail-stop holds for what only a compiled core raises: an argument of another type is an error of whoever called. What
-is compiled besides the core never waits, for compiled coroutines are not tested."""
+"""Fail-stop holds for errors that only a compiled core raises: an argument of another type is the caller's error.
+Modules that are compiled besides the core never wait, because compiled coroutines are not tested."""
 
 from __future__ import annotations
 

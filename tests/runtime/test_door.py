@@ -1,4 +1,4 @@
-"""The door: all or nothing, first come first served, and whoever leaves has left nothing behind."""
+"""A lease's way in: all or nothing, first come, first served; a lease that gives up its place leaves nothing behind."""
 
 from __future__ import annotations
 

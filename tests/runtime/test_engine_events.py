@@ -1,4 +1,5 @@
-"""What the engine still writes or reads is neither copied, nor free, nor overwritten before its events have fired."""
+"""Pages that the engine still writes or reads are neither copied, nor free, nor overwritten before its events have
+fired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fail-stop: whatever a core call raises that it does not document, either nothing has changed or the cache is closed.
+"""Fail-stop: when a core call raises an error that it does not document, either nothing has changed or the cache is
+closed.
 
 An exception is raised after each statement of the core, one statement a world. Then the cache must be closed with that
 exception and everybody must have been told; or the audit holds, nothing is left behind and requests are served right.

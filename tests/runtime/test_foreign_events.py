@@ -1,4 +1,4 @@
-"""What the device's streams cannot wait for is refused by name, and the lease is what it was."""
+"""Events that the device's streams cannot wait for are refused by name, and the lease stays as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that does not answer delays a request by no more than its prefetch policy allows, and a grace."""
+"""A store that does not answer delays a request by no more than its prefetch policy allows, and a short grace."""
 
 from __future__ import annotations
 

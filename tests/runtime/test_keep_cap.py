@@ -1,4 +1,4 @@
-"""The cap on what is kept holds for everybody together."""
+"""The cap on kept prefixes holds for all of them together."""
 
 from __future__ import annotations
 

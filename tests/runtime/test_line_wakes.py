@@ -1,4 +1,4 @@
-"""What wakes the head of the line: also a prefetch that ends and gives nothing back, for now the head may try loads."""
+"""A prefetch that ends and gives nothing back also wakes the first in line, which may try loads then."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two laws of the driver, seen from outside: what waits is applied before anything is decided on top of it, and what
-the core decides is in the queues before anybody else runs."""
+"""Two laws of the driver, seen from outside: outcomes that wait are applied before anything is decided on top of them,
+and the effects of a core call are in the queues before any other task runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request missed counts for one reason, and every token is counted once."""
+"""Each token that a request missed counts for one reason, and every token is counted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What opening does that takes long, a GPU that is measured and memory that is pinned, leaves the loop free."""
+"""The slow parts of opening, measuring a GPU and pinning memory, leave the loop free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What wakes the head of the line besides releases; commits that meet pages on their way; what retention and write
-policies come down to in a cache that runs."""
+"""Events besides releases that wake the first in line; commits that meet pages on their way; the effect of retention
+and write policies in a cache that runs."""
 
 from __future__ import annotations
 

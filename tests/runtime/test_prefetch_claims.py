@@ -1,4 +1,4 @@
-"""What a prefetch brought is there when its lease comes, however many others want the host; and nobody leaks a pin."""
+"""Pages that a prefetch brought are there when its lease comes, however many others want the host; and no pin leaks."""
 
 from __future__ import annotations
 

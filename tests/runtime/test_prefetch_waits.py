@@ -1,4 +1,5 @@
-"""A wish told while its handle waits for the lock counts like any other; a store that raises anything is a miss."""
+"""A prefetch that is told to stop while it waits for the lock fetches nothing, and stops nobody else's fetch. A
+prefetch gives up when its anchor leaves the host. A store that raises anything is a miss."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a request reads after storage is, byte for byte, what was computed for it: pages of FULL and SWA, states of
-MAMBA, in a cache that never computed them; and however many want them, each is read once."""
+"""Pages that come back from storage have, byte for byte, what was computed: pages of FULL and SWA, states of MAMBA, in
+a cache that never computed them. However many requests want a page, it is read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seams: when outcomes take effect, and what the garbage collector is told."""
+"""When outcomes take effect, and what the garbage collector is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang's copy kernels do, on the CPU: rows of device pools to host pools and back. Nothing else is replaced."""
+"""SGLang's copy kernels on the CPU: rows of device pools to host pools and back. Nothing else is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stored page is found by who would have stored the same bytes, and by nobody else."""
+"""A stored page is found by processes that would have stored the same bytes, and by no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang asks of a storage backend, on host pools of its own classes: v1, v2, ranks, failures."""
+"""SGLang's calls of a storage backend, on host pools of its own classes: v1, v2, ranks, failures."""
 
 from __future__ import annotations
 

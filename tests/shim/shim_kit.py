@@ -33,8 +33,8 @@ def config(
     device: int = 64, host: int = 0, *, swa: int = 0, window: int = 8, mamba: int = 0, host_swa: int = 0,
     **more: Any,
 ) -> CacheConfig:  # fmt: skip
-    """Pages (of ``PAGE`` tokens) of FULL and SWA, and MAMBA states, on the device; FULL's on the host, the others
-    twice what the device has unless told."""
+    """A configuration. ``device``, ``swa``, ``mamba``: pages (of ``PAGE`` tokens) of FULL and SWA, and MAMBA states, on
+    the device. ``host``: pages of FULL on the host, which has twice the device's SWA pages and states unless told."""
     components: list[Any] = [
         Full(bytes_per_token=WORD * LAYERS, device_tokens=device * PAGE, host_tokens=host * PAGE, layers=LAYERS)
     ]
@@ -62,12 +62,12 @@ def prefix_values(tokens: npt.NDArray[np.int32]) -> Words:
 
 
 def next_token(tokens: npt.NDArray[np.int32]) -> int:
-    """What follows ``tokens``."""
+    """The token that follows ``tokens``."""
     return int(prefix_values(tokens)[-1] >> np.uint64(20)) % VOCABULARY
 
 
 def continuation(tokens: Sequence[int], count: int) -> list[int]:
-    """What a model without any cache says."""
+    """The ``count`` tokens that a model without any cache generates."""
     out = list(tokens)
     for _ in range(count):
         out.append(next_token(np.array(out, np.int32)))
@@ -75,10 +75,10 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class PatternModel:
-    """Verifies what it reads, writes what it must, and keeps no state of its own but what it counts."""
+    """A model that verifies the bytes that it reads, writes its own, and keeps nothing between steps but counters."""
 
     def __init__(self, cache: AsyncCache, window: int = 0, salt: int = 0) -> None:
-        """``salt``: what other ranks' bytes differ in."""
+        """``salt``: makes the bytes differ from those of other ranks."""
         self._salt = salt
         self._pools = {name: [_words(pool.layer(i)) for i in range(LAYERS)] for name, pool in cache.pools.items()}
         self._window = window
@@ -90,7 +90,7 @@ class PatternModel:
         self.fail: Exception | None = None
 
     def forward(self, batch: Batch) -> list[int]:
-        """Raises ``AssertionError`` if anything it is handed is not what it must be."""
+        """Compute the batch. Raises ``AssertionError`` if anything in it, or in the pages that it names, is wrong."""
         self.threads.add(threading.get_ident())
         self.entered.set()
         if self.gate is not None:
@@ -141,7 +141,7 @@ class PatternModel:
 
 
 def _words(layer: torch.Tensor) -> Any:
-    """The layer as 64-bit numbers: an array where its memory is the host's, else what can be used like one."""
+    """The layer as 64-bit numbers: an array if its memory is the host's, or an object that can be used like one."""
     return _OnGpu(layer) if layer.is_cuda else layer.numpy().view(np.uint64)
 
 
@@ -166,7 +166,7 @@ def _indices(at: tuple[Any, Any]) -> tuple[torch.Tensor, ...]:
 
 
 def _check_apart(batch: Batch) -> None:
-    """What one writes nobody else of the batch has in its table."""
+    """Check that a page which one request writes is in no other request's table."""
     for name in ("pages", "swa_pages"):
         seen: dict[int, int] = {}
         for chunk in batch.chunks:
@@ -180,7 +180,7 @@ def _check_apart(batch: Batch) -> None:
 
 
 class Served:
-    """What ``serving`` yields."""
+    """A cache with a model and a scheduler; yielded by ``serving``."""
 
     def __init__(self, cache: AsyncCache, model: PatternModel, scheduler: Scheduler) -> None:
         self.cache = cache
@@ -188,11 +188,11 @@ class Served:
         self.scheduler = scheduler
 
     def ask(self, tokens: Sequence[int], new: int = 4, **more: Any) -> Request:
-        """Submit."""
+        """Submit a request."""
         return self.scheduler.submit(Request(list(tokens), Limits(new), **more))
 
     async def answer(self, tokens: Sequence[int], new: int = 4, **more: Any) -> Request:
-        """Submit, and check what comes back."""
+        """Submit a request, and check its output."""
         request = self.ask(tokens, new, **more)
         assert await request.done() == continuation(tokens, new)
         return request
@@ -218,13 +218,13 @@ async def serving(
 
 
 def hits(request: Request) -> Hits:
-    """Where its prefix was when it was admitted for the first time."""
+    """The tiers that the request's prefix was on when it was admitted for the first time."""
     assert request.hits is not None
     return request.hits
 
 
 async def push_out(cache: AsyncCache) -> None:
-    """Empty the device: what is cached stays on the host."""
+    """Empty the device; cached pages stay on the host."""
     await cache.flush()
     tiers = cache.statistics().device
     states = tiers["mamba"].capacity if "mamba" in tiers else None

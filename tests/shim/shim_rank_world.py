@@ -1,9 +1,9 @@
 """Worlds of a scheduler whose model has a shard on each of several ranks, over simulated links.
 
 One seed decides everything: the pools, who asks for what, how long copies, reads, models and links take, and which
-copies and reads fail on which rank. Must hold: the tokens of every request, the right bytes in every page that any
-shard reads, the same batches on every rank in the same order, and that each commit and release names a batch which
-was sent.
+copies and reads fail on which rank. In every world there must be: the right tokens for every request, the right bytes
+in every page that any shard reads, and the same batches on every rank in the same order. Each commit and release must
+name a batch that was sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ REQUESTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``prompt`` is a walk through segments that others share; ``after``: seconds since the one before."""
+    """A request that a caller makes. ``tokens``: a walk through segments that others share. ``after``: seconds since
+    the request before; ``abort``: seconds until it is aborted, None: never."""
 
     tokens: tuple[int, ...]
     new: int
@@ -50,8 +51,9 @@ class Ask:
 
 @dataclass(slots=True)
 class Report:
-    """``ends``: of requests, by how. ``errors``: what ended each rank, if not well. ``named``, ``unnamed``: commits and
-    releases with and without a batch. ``told``: seconds from a rank's end until all others had ended."""
+    """The results of a world. ``ends``: how many requests ended in each way. ``errors``: the errors that ended ranks.
+    ``named``, ``unnamed``: commits and releases with and without a batch. ``told``: seconds from a rank's end until all
+    others had ended."""
 
     outputs: list[list[int]] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
@@ -90,7 +92,8 @@ def _plain(batch: Batch) -> Any:
 
 
 class World:
-    """``config`` and the like replace what the seed draws. Devices and stores outlive a group, as machines do."""
+    """One world. ``drawn`` replaces attributes that the seed draws. Devices and stores outlive a group, as machines
+    do."""
 
     def __init__(self, loop: SimulatedLoop, seed: int, topology: Topology, **drawn: Any) -> None:
         random = Random(f"{seed}/shim")
@@ -128,7 +131,7 @@ class World:
         self._lives = 0
 
     async def run(self) -> Report:
-        """To the end; with a store a second time, which finds what the first one stored."""
+        """Run the world to its end; with a store a second time, on what was stored the first time."""
         for _ in range(2 if self.has_store else 1):
             await self.live(self.callers)
             assert not self.report.errors
@@ -161,6 +164,7 @@ class World:
                     self.group.processes[rank].task.cancel()
                 await asyncio.wait(self.followers.values())
                 assert all(task.cancelled() or task.exception() is None for task in self.followers.values())
+                await self.group.ended()  # a process that has lost the head lets its stores' calls finish
                 await self.group.aclose()
                 audit.check(self.cache.core)
                 assert not self.cache.core.active_leases()
@@ -196,7 +200,7 @@ class World:
         return model
 
     def _alike(self) -> None:
-        """Every shard was handed what the scheduler's own was."""
+        """Check that every shard was handed the same batches as the scheduler's own."""
         first = self.models[0].handed
         for rank, model in self.models.items():
             assert model.handed == first, f"rank {rank} was handed something else"
@@ -215,7 +219,7 @@ class World:
         return devices, backends
 
     def _shard(self, rank: int) -> Callable[[CacheConfig], CacheConfig]:
-        """With the layers of this rank's pipeline stage."""
+        """The function that gives a configuration the layers of this rank's pipeline stage."""
         covers = tuple(range(LAYERS * self.topology.place(rank).pp, LAYERS * (self.topology.place(rank).pp + 1)))
 
         def shard(whole: CacheConfig) -> CacheConfig:
@@ -225,11 +229,11 @@ class World:
         return shard
 
     def kill(self, rank: int) -> None:
-        """Its process is gone, which its peers are told."""
+        """End the rank's process; its peers are told."""
         self.group.processes[rank].kill()
 
     def hang(self, rank: int) -> None:
-        """Its process does nothing any more."""
+        """Let the rank's process do nothing any more."""
         self.group.processes[rank].link.fall_silent()
         self.silent.add(rank)
 
@@ -258,7 +262,7 @@ class World:
         return self.report
 
     async def callers(self) -> None:
-        """Every request, and what must come of it."""
+        """Make every request, and check its output."""
         try:
             async with asyncio.TaskGroup() as group:
                 for ask in self.asks:

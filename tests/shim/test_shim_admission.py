@@ -97,16 +97,16 @@ def test_what_could_not_run_alone_is_refused() -> None:
     check_fits(SHAPE._replace(capacity=SlotCounts(100, 5, 0)), 20)
 
 
-class Job:
+class Item:
     def __init__(self, priority: int, order: int) -> None:
         self.priority = priority
         self.order = order
 
 
 def test_rank_and_victim() -> None:
-    jobs = [Job(0, 1), Job(1, 4), Job(0, 2), Job(1, 3)]
-    assert [job.order for job in by_rank(jobs)] == [3, 4, 1, 2]
-    loser = victim(jobs)
+    items = [Item(0, 1), Item(1, 4), Item(0, 2), Item(1, 3)]
+    assert [item.order for item in by_rank(items)] == [3, 4, 1, 2]
+    loser = victim(items)
     assert loser is not None
     assert loser.order == 2
     assert victim([]) is None

@@ -1,4 +1,4 @@
-"""One guest never spoils it for the others: bad input, models that misbehave, who comes while another one waits."""
+"""No request spoils it for the others: bad input, models that misbehave, requests that come while another one waits."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
     """Whether it would have come in, or would have had another one retracted."""
     match = admitting._match
 
-    async def aborted(board: Any, job: Any) -> Any:
-        found = await match(board, job)
-        if job.priority:
-            job.request.abort()
+    async def aborted(board: Any, request: Any) -> Any:
+        found = await match(board, request)
+        if request.priority:
+            request.submitted.abort()
         return found
 
     monkeypatch.setattr(admitting, "_match", aborted)

@@ -1,4 +1,5 @@
-"""What the scheduler needs of a lease: a chunk at a time, states on demand, waiting for backups and nothing else."""
+"""The abilities of a lease that the scheduler needs: a chunk at a time, states on demand, waiting for backups and
+nothing else."""
 
 from __future__ import annotations
 

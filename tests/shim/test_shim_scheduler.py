@@ -237,7 +237,7 @@ async def test_the_important_one_goes_first() -> None:
             await until(served.model.entered.is_set)
             order: list[str] = []
             low, high = served.ask(text(2, seed=1), 1), served.ask(text(2, seed=2), 1, priority=1)
-        await asyncio.gather(*(_note(order, name, job) for name, job in (("low", low), ("high", high), ("a", first))))
+        await asyncio.gather(*(_note(order, name, one) for name, one in (("low", low), ("high", high), ("a", first))))
         assert order == ["a", "high", "low"]
 
 

@@ -144,7 +144,7 @@ def needed(config: CacheConfig, end: int) -> Iterator[tuple[PoolSpec, int]]:
 
 
 def verify(cache: AsyncCache, lease: Lease, tokens: Sequence[int]) -> Counter[str]:
-    """Compare every page of every pool that the engine would read; how many there were by pool."""
+    """Compare every page of every pool that the engine would read. Returns how many there were, by pool."""
     hashes, seen = page_hashes(cache.config, tokens), Counter[str]()
     for spec, page in needed(cache.config, lease.cached):
         if spec.component is ComponentKind.MAMBA:
@@ -159,7 +159,7 @@ def verify(cache: AsyncCache, lease: Lease, tokens: Sequence[int]) -> Counter[st
 
 async def serve(cache: AsyncCache, tokens: Sequence[int], chunk: int = 0, **terms: Any) -> int:
     """One request: verify what is cached, compute the rest in every pool in chunks of so many pages (0: all at once),
-    commit each; how much was cached."""
+    commit each. Returns how many tokens were cached."""
     size = cache.config.page_size
     hashes = page_hashes(cache.config, tokens)
     async with cache.lease(tokens, **terms) as lease:
@@ -191,7 +191,7 @@ async def compute(
 
 
 def spoil_device(cache: AsyncCache, pools: Collection[str] | None = None) -> None:
-    """Nothing that a device pool (all, or these) holds is right any more."""
+    """Overwrite everything in the device pools (all, or these)."""
     for spec in solid(cache.config):
         for i in range(spec.layers if pools is None or spec.name in pools else 0):
             cache.pools[spec.name].layer(i).fill_(GARBAGE)
@@ -200,7 +200,7 @@ def spoil_device(cache: AsyncCache, pools: Collection[str] | None = None) -> Non
 
 
 async def push_out(cache: AsyncCache) -> None:
-    """Everything leaves the device, and nothing of it stays behind by chance."""
+    """Evict everything from the device."""
     slots = {name: shelf.capacity for name, shelf in cache.statistics().device.items()}
     async with cache.lease(text(cache.config, slots["full"], seed=999), states=slots.get("mamba")):
         pass

@@ -1,4 +1,5 @@
-"""What a stack's specs may say, what follows from them, and what is refused before anything is allocated."""
+"""The specs of a stack of pools: what they may say, what follows from them, and what is refused before anything is
+allocated."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class SimulatedDevice:
         return stream
 
     def release(self, stream: Stream) -> None:
-        """It has nothing to give back."""
+        """Do nothing: a simulated stream has nothing to give back."""
 
     def gate(self) -> SimulatedGate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""
@@ -207,7 +207,7 @@ class SimulatedDevice:
         return _own(stream).copy(steps, self._hitches(layers), layers)
 
     def _hitches(self, steps: int) -> dict[int, batch.Hitch]:
-        """Every step takes its time, in two halves; fate may add to it."""
+        """The delays and faults of each step, which comes in two halves."""
         fate = self._fates.draw(steps)
         return {i: self._hitch(fate.get(i, batch.Hitch(0.0, 0.0, False))) for i in range(steps)}
 

@@ -35,7 +35,7 @@ class Fetch:
 
     @property
     def anchor(self) -> int:
-        """The first page that it fetches."""
+        """The number of the first page that it fetches."""
         return self.shape.anchor // self.shape.page_size
 
     def usable(self, limit: int | None = None) -> int:
@@ -108,7 +108,7 @@ class Fetch:
         raise AssertionError("the commit waits for ever")
 
     def revoke(self) -> None:
-        """Give everything back."""
+        """Revoke the prefetch: all its slots are given back."""
         self.runtime.perform(self.runtime.core.prefetch_revoke(self.op))
 
 
@@ -116,7 +116,7 @@ def open_fetch(
     runtime: SynchronousRuntime, key: bytes, space: bytes = SPACE, unreadable: Collection[tuple[int, int]] = (),
     begin: Begin = Begin.NEXT,
 ) -> Fetch | Wait | Join | Skip:
-    """Open a prefetch; what the core says where it does not begin."""
+    """Open a prefetch; if it does not begin, returns the core's answer."""
     answer = runtime.core.prefetch_open(space, key, begin)
     if isinstance(answer, PrefetchBegun):
         fetch = Fetch(runtime, answer, key, space, unreadable)

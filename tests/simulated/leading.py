@@ -2,7 +2,7 @@
 
 ``leading()`` puts it in the place of ``p2c``. Whether it leads, and what each class and age is worth, is drawn again
 and again; in between it is worth what was learned. Ages begin at 50 microseconds instead of half a second, since no
-world takes long. So it gives up what no recency would. All else is ``P2c``'s own.
+world takes long. So it evicts data that recency would not. All else is ``P2c``'s own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Leading(EvictionPolicy):
 
 @contextmanager
 def leading(seed: int | str = 0) -> Iterator[Counter[str]]:
-    """Whoever sets up a core with ``p2c`` meanwhile has ``Leading``. Yields what all of them together have ``seen``."""
+    """A core that is set up with ``p2c`` within the block has ``Leading``. Yields what all of these have ``seen``
+    together."""
     seen: Counter[str] = Counter()
     edges = [edge // 10_000 for edge in reuse._EDGES]
     with (

@@ -151,13 +151,13 @@ class SimulatedLink:
             lost(self._failure)
 
     def cut(self) -> None:
-        """What is under way is lost, and both ends hear of it."""
+        """Cut the link: frames under way are lost, and both ends hear of it."""
         self._under_way.clear()
         self.peer._under_way.clear()
         self._fail(RankFailure("closed the connection"))
 
     def fall_silent(self) -> None:
-        """This process does nothing any more, though its link stands; the peer gives it up after its patience."""
+        """Let this process do nothing any more, though its link stands; the peer gives it up after the time-out."""
         self.silent = True
         self._under_way.clear()
         peer = self.peer
@@ -195,7 +195,7 @@ class SimulatedWorker:
 
     @property
     def face(self) -> RankWorker:
-        """What its engine has."""
+        """The worker as the rank's engine sees it."""
         return self.serving.worker
 
     async def _run(self) -> None:
@@ -209,7 +209,7 @@ class SimulatedWorker:
             self.opened.set()
 
     def kill(self) -> None:
-        """The process is gone, and with it its end of the link. What its device and stores were at goes on."""
+        """End the process, and with it its end of the link. Work that its device and stores had begun goes on."""
         self.link.cut()
 
     async def ended(self) -> None:

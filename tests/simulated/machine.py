@@ -1,7 +1,7 @@
 """CacheMachine: every core call in any order, against a dict of what was ever committed.
 
-Law: after each step the audit holds (the player checks it), every page that a request may read has the right bytes (the
-player knows them), no match is longer than what was ever committed, and while nothing was evicted, every match is as
+Law: after each step the audit holds and every page that a request may read has the right bytes (``SynchronousRuntime``
+checks both), no match is longer than what was ever committed, and while nothing was evicted, every match is as
 long as what was committed. At the end everything is released, and nothing may be left.
 
 A Hypothesis state machine. Subclass it and set ``components`` and whatever else should differ.
@@ -31,18 +31,18 @@ holders = st.sampled_from(HOLDERS)
 
 
 class Model:
-    """What was ever committed: prefix hashes, by component."""
+    """A model of everything that was ever committed: prefix hashes, by component."""
 
     def __init__(self, runtime: SynchronousRuntime) -> None:
         self._runtime = runtime
         self._held: dict[int, set[bytes]] = {FULL: set(), SWA: set(), MAMBA: set()}
 
     def add(self, component: int, digest: bytes) -> None:
-        """This page (or state) was committed."""
+        """Note that this page (or state) was committed."""
         self._held[component].add(digest)
 
     def forget(self, digests: list[bytes]) -> None:
-        """Its namespace was invalidated."""
+        """Forget these pages: their namespace was invalidated."""
         for held in self._held.values():
             held.difference_update(digests)
 
@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(text=texts, space=spaces)
     def begin_with_something(self, text: str, space: bytes) -> None:
-        """An empty cache is a dull one."""
+        """Commit something first, because few calls do anything in an empty cache."""
         self.run.insert(text, space=space)
         self.keys[space].add(text)
 
@@ -128,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), tokens=st.integers(0, 60))
     def compute(self, data: st.DataObject, tokens: int) -> None:
-        """The engine computes some of it."""
+        """The engine computes some of a request."""
         request = self._pick(data)
         if request.ready:
             tokens = max(request.computed, min(tokens, request.lease.reserved, len(request.key) // 4))
@@ -146,7 +146,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), checkpoint=st.booleans())
     def commit(self, data: st.DataObject, checkpoint: bool) -> None:
-        """What was computed is published."""
+        """A request publishes what it has computed."""
         request = self._pick(data)
         if not request.ready or request.computed < request.lease.length:
             return
@@ -159,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), by=st.integers(0, 12))
     def advance(self, data: st.DataObject, by: int) -> None:
-        """It decodes on."""
+        """A request decodes on."""
         request = self._pick(data)
         if request.ready:
             request.advance(min(request.position + by, request.computed))
@@ -167,7 +167,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), tokens=st.integers(1, 16))
     def extend(self, data: st.DataObject, tokens: int) -> None:
-        """It needs more room."""
+        """A request asks for more room."""
         request = self._pick(data)
         wanted = request.lease.reserved + tokens
         while isinstance(answer := self.run.core.extend(request.lease, wanted, wanted), More):
@@ -191,7 +191,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), ended=st.booleans(), retire=st.booleans())
     def release(self, data: st.DataObject, ended: bool, retire: bool) -> None:
-        """It is done, or was cancelled; loads for it may be in flight."""
+        """A request is done or cancelled; loads for it may be in flight."""
         request = self._pick(data)
         self.requests.remove(request)
         request.release(ended=ended, retire=retire)
@@ -214,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((1e-4, 1e-3, 0.1)))
     def time_passes(self, seconds: float) -> None:
-        """What waits gets older."""
+        """Time passes, so data and waiting operations get older."""
         self.now += seconds
         self.run.core.at(self.now)
 
@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.run.jobs) > 1)
     @rule(data=st.data())
     def complete_many(self, data: st.DataObject) -> None:
-        """Several end at once."""
+        """Several operations end at once."""
         ops = data.draw(st.lists(st.sampled_from(self.run.in_flight()), unique=True, min_size=2, max_size=5))
         self.run.complete(*ops)
 
@@ -240,17 +240,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(holder=holders, firm=st.booleans())
     def confirm(self, holder: int, firm: bool) -> None:
-        """It stands in line, or not any more."""
+        """The request of a claim stands in line, or not any more."""
         self.run.core.confirm_claim(holder, firm)
 
     @rule(holder=holders)
     def drop_claim(self, holder: int) -> None:
-        """It is granted, or gone."""
+        """The lease of a claim's request is granted, or the request is gone."""
         self.run.perform(self.run.core.drop_claim(holder))
 
     @rule()
     def nobody_follows_up(self) -> None:
-        """Whoever takes the tree lock follows up; for a while nobody comes, or somebody does again."""
+        """From now on nobody takes the tree lock after a call and follows up, or somebody does again."""
         self.run.prompt = not self.run.prompt
         self.run.perform(Plan())
 
@@ -266,7 +266,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fetches)
     @rule(data=st.data(), pages=st.integers(1, 4))
     def fetch_some(self, data: st.DataObject, pages: int) -> None:
-        """Some of its pages arrive."""
+        """Some pages of a prefetch arrive."""
         fetch = data.draw(st.sampled_from(self.fetches))
         left = fetch.usable() // self.run.page - fetch.anchor - len(fetch.full)
         if left > 0:
@@ -275,7 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fetches)
     @rule(data=st.data(), limit=st.integers(4, 60), holder=holders)
     def fetch_finish(self, data: st.DataObject, limit: int, holder: int) -> None:
-        """It commits what can be had up to some limit, or is revoked."""
+        """A prefetch commits what can be had up to some limit, or is revoked."""
         fetch = data.draw(st.sampled_from(self.fetches))
         self.fetches.remove(fetch)
         fetch.finish(limit, [holder])
@@ -283,7 +283,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fetches)
     @rule(data=st.data())
     def fetch_revoke(self, data: st.DataObject) -> None:
-        """Its request was aborted."""
+        """The request of a prefetch was aborted, so the prefetch is revoked."""
         fetch = data.draw(st.sampled_from(self.fetches))
         self.fetches.remove(fetch)
         fetch.revoke()

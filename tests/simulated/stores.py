@@ -58,7 +58,7 @@ class Guests:
             task.result()
 
     async def aclose(self) -> None:
-        """The world is over. Nobody may hold anything."""
+        """Close all stores at the end of the world. None may hold a buffer any more."""
         for name, backend in self.backends.items():
             await backend.aclose()
             assert backend.holding == 0, f"{name} still holds buffers"

@@ -72,7 +72,7 @@ class WrongBytes(AssertionError):
 
 
 class Slots(tuple[int, ...]):
-    """Slot ids out of the core's bytes."""
+    """Slot numbers from the core's bytes."""
 
     @classmethod
     def of(cls, raw: bytes) -> Slots:
@@ -140,7 +140,7 @@ class Running:
         return {place: content for place, content in self.expected().items() if content not in committed}
 
     def verify(self) -> None:
-        """Look at every page it may read."""
+        """Check every page that it may read."""
         for place, content in self.expected().items():
             self.runtime.check(place, content, self.lease)
 
@@ -176,7 +176,7 @@ class Running:
         return position, slot
 
     def commit(self, tokens: int | None = None, checkpoint: int | None = None) -> bool:
-        """Publish what was computed (up to ``tokens``); false if the core said to wait."""
+        """Publish what was computed (up to ``tokens``); False if the core said to wait."""
         tokens = self.computed if tokens is None else tokens
         pair = self.write_checkpoint(checkpoint) if checkpoint else None
         key = self.key[: tokens * 4]
@@ -229,7 +229,7 @@ class SynchronousRuntime:
     # content
 
     def garbage(self) -> bytes:
-        """Content that nothing may be mistaken for."""
+        """New content that equals no other content."""
         self._pieces += 1
         return b"garbage %d" % self._pieces
 
@@ -245,7 +245,7 @@ class SynchronousRuntime:
         return chain
 
     def hashes(self, space: bytes, key: bytes) -> bytes:
-        """What ``commit`` wants to be told: nothing when nobody would ever use it."""
+        """The hashes that ``commit`` takes; empty if nobody would use them."""
         return b"".join(self.chain(space, key)) if self.core.world.has_host or self.config.publish else b""
 
     def table(self, lease: CoreLease, component: int) -> Slots:
@@ -309,10 +309,10 @@ class SynchronousRuntime:
     def published(
         self, running: Running, length: int, window: Slots, checkpoint: tuple[int, int] | None
     ) -> None:
-        """Told of every commit, with the SWA pages that the request had; a model may want to know."""
+        """Called at every commit, with the SWA pages that the request had; for subclasses that keep a model."""
 
     def published_on(self, medium: Medium) -> set[bytes]:
-        """What a subscriber to the events thinks is on ``medium``."""
+        """The pages on ``medium`` as a subscriber to the events knows them."""
         return {page for page, times in self.index[medium].items() if times}
 
     # plans
@@ -415,7 +415,7 @@ class SynchronousRuntime:
         self.perform(self.core.complete(outcomes))
 
     def fail(self, *ops: int) -> None:
-        """The same, with FAILED."""
+        """Land these operations as FAILED and tell the core."""
         self.complete(*ops, status=Status.FAILED)
 
     def in_flight(self, *kinds: type) -> list[int]:
@@ -437,14 +437,14 @@ class SynchronousRuntime:
         self.perform(answer)
 
     def unsaved(self) -> Unsaved:
-        """What would be lost now."""
+        """The pages that would be lost now."""
         survey = self.core.survey()
         while isinstance(answer := survey.unsaved(), More):
             self.perform(answer.plan)
         return answer
 
     def flush(self) -> None:
-        """Until everything that can be saved is saved."""
+        """Save everything that can be saved."""
         for _ in range(1000):
             self.settle()
             self.drain()

@@ -44,7 +44,7 @@ class WrongBytes(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climate:
-    """What kind of world it is. ``cancel``: the share of requests that are cancelled at a random await. ``leads``:
+    """The settings of a world. ``cancel``: the share of requests that are cancelled at a random await. ``leads``:
     whether its ``p2c`` is one that leads, see ``leading``."""
 
     config: CacheConfig
@@ -62,7 +62,7 @@ class Climate:
 
 @dataclass(slots=True)
 class Report:
-    """What happened. ``verified``: pages whose bytes were compared. ``choices``: see ``Leading``."""
+    """The results of a world. ``verified``: pages whose bytes were compared. ``choices``: see ``Leading``."""
 
     seed: int
     climate: Climate
@@ -191,7 +191,7 @@ class _World:
         self.cache: AsyncCache
 
     async def run(self) -> Report:
-        """Two lives, if there is a store that remembers the first."""
+        """Run the world: twice if there is a store, which keeps the pages of the first life."""
         await self._live()
         if self.backend is not None:
             await self._live()
@@ -217,7 +217,7 @@ class _World:
             self._nothing_is_left()
 
     async def _requests(self) -> None:
-        """Some at a time; whoever ends makes room for the next."""
+        """Make the requests, some at a time; when one ends the next begins."""
         running: set[asyncio.Task[Any]] = set()
         for number in range(self.climate.requests):
             if len(running) >= self.climate.concurrency:
@@ -246,7 +246,7 @@ class _World:
                 raise error
 
     async def _disturb(self) -> None:
-        """What else an embedder may do at any time."""
+        """Do other things that an embedder may do at any time."""
         random = self.random
         match random.randrange(7):
             case 0:
@@ -292,7 +292,7 @@ class _World:
     # what requests are made of
 
     def prompt(self, random: Random) -> list[int]:
-        """Something new that begins like something that was said before."""
+        """A new prompt that begins like an earlier one."""
         page = self.climate.config.page_size
         known = random.choice(self.said[-8:])
         kept = known[: random.randint(0, len(known))]
@@ -481,7 +481,7 @@ class Request:
                     self._put(name, table[i], self._content(text, i))
 
     def _content(self, text: Sequence[int], page: int) -> bytes:
-        """What a page holds is a function of everything up to its end."""
+        """The content of a page, which is a function of everything up to the page's end."""
         end = min(len(text), (page + 1) * self.page)
         return sha256(repr((self.extra_key, list(text[:end]))).encode()).digest()
 

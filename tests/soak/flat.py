@@ -1,6 +1,6 @@
 """A long run of the stress tool with faults ends as large as it was when it was warm: ``python -m tests.soak.flat``.
 
-What is looked at once a second is the process itself: resident memory, file descriptors, threads, tasks. A scraper asks
+Once a second the process itself is measured: resident memory, file descriptors, threads, tasks. A scraper asks
 the cache's server for every page as often. The first third of the run is its warm-up, in which every tier fills. What
 follows is compared in quarters: the last must be like the first. The seed is random unless it is given, and is printed.
 The exit status is 0 if the run was right and flat, else 1.

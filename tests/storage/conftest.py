@@ -1,4 +1,4 @@
-"""The conformance suite runs on asyncio and on uvloop; what comes after it, on asyncio."""
+"""The conformance suite runs on asyncio and on uvloop; the other tests of this folder, on asyncio."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") ->
 
 
 def open_files(folder: Path) -> list[str]:
-    """What this process has open under ``folder``."""
+    """The files that this process has open under ``folder``."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -15,7 +15,7 @@ async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
 
 
 async def fill(store: CheckedStore, keys: Sequence[PageKey]) -> None:
-    """Put, and every page is taken."""
+    """Store each key's own content; every page must be taken."""
     assert await put(store, keys) == [Result.HIT] * len(keys)
 
 

@@ -1,4 +1,5 @@
-"""What the tests of ``Pages`` share: memory that cannot be closed while anybody has any; stores that misbehave."""
+"""Shared by the tests of ``Pages``: memory that cannot be closed while anybody has a view of it; stores that
+misbehave."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def result(future: Future[list[Result]]) -> list[Result]:
 
 
 def until(there: Callable[[], bool]) -> None:
-    """Return when it is so; another thread sees to that."""
+    """Return when ``there()`` is true, which another thread brings about."""
     end = time.monotonic() + PATIENCE
     while not there():
         assert time.monotonic() < end, "it never came to that"
@@ -60,10 +61,11 @@ def thread_names() -> list[str]:
 
 
 class Misbehaving(WrappedBackend):
-    """``how``, by the call's name, says what becomes of it. ``inside`` is set when a call has begun to suffer.
+    """A backend that misbehaves. ``how``: in which way, by the call's name. ``inside`` is set when a call has begun to
+    suffer.
 
     ``hangs`` waits for ever and can be cancelled; ``is stuck`` is a thread's work that ends when ``gate`` is set, and
-    not before. Whatever it is handed it has in the frames of its errors.
+    not before. The frames of its errors hold everything that it was handed.
     """
 
     def __init__(self, **how: str) -> None:

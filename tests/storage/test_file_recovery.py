@@ -1,4 +1,4 @@
-"""What a start finds after damage: a crash is a copy of the folder taken while the store is open."""
+"""Starts after damage. A crash is simulated by a copy of the folder that is taken while the store is open."""
 
 from __future__ import annotations
 

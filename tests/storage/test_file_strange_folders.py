@@ -1,5 +1,5 @@
-"""Whatever lies in a store's folder under the name of one of its files: opening it ends at once with ``Unavailable``
-that names the file, nothing else is opened, followed or removed; and a folder that is in use stays with whoever has it,
+"""Opening a store ends at once with ``Unavailable`` that names the file, whatever lies in its folder under the name of
+one of its files; nothing else is opened, followed or removed. A folder that is in use stays with whoever has it,
 whatever is done to its files or its name."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What ``flush`` without a time-out and detaching take and say of a store that does not answer: they end, after so
-many times the store's own ``timeout``, and say what is not stored. In virtual time."""
+"""``flush`` without a time-out, and detaching, with a store that does not answer: both end after so many times the
+store's own ``timeout``, and say what is not stored. In virtual time."""
 
 from __future__ import annotations
 

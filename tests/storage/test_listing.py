@@ -1,4 +1,4 @@
-"""What the memory and the file store list, and what they collect: old pages, and the room of dead ones."""
+"""Listing and collecting by the memory and the file store: old pages, and the room of dead ones."""
 
 from __future__ import annotations
 

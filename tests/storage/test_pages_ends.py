@@ -1,4 +1,5 @@
-"""Calls that come to no good end, and the end of it all: deadlines, cancelled futures, ``close``, forks, callbacks."""
+"""Calls that fail or are given up, and the end of ``Pages``: deadlines, cancelled futures, ``close``, forks,
+callbacks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A store that was closed keeps no page that it was handed, whatever went wrong: the mapping can be closed that it lies
-in.
+"""A store that was closed keeps no page that it was handed, whatever went wrong: the mapping of the page can be closed.
 
 The garbage collector is off, so that nothing is let go by chance.
 """

@@ -1,4 +1,4 @@
-"""What every store URL may say, whatever its scheme."""
+"""The options that every store URL may have, whatever its scheme."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.stores.server import CannotStart, required
 
 
 class Startable(Protocol):
-    """A server, or several that are one."""
+    """A server, or several that form one."""
 
     def start(self) -> object: ...
     def close(self) -> None: ...
@@ -36,14 +36,14 @@ BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py", "test_obj
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What uses sockets itself, or is called back by threads of a library, is tried on both loops."""
+    """Tests of code that uses sockets itself, or is called back by a library's threads, run on both loops."""
     if item.path.name in BOTH_LOOPS:
         return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
 
 
 def refuse(reason: str) -> NoReturn:
-    """A store cannot be had."""
+    """Fail the test, or skip it where the stores are not required, because a store cannot be had."""
     if required():
         pytest.fail(reason)
     pytest.skip(reason)

@@ -1,5 +1,5 @@
-"""The courses that there are: what is done to each kind of store while the stress tool runs. Each returns what was
-seen, after it was checked."""
+"""The courses: what is done to each kind of store while the stress tool runs. Each returns what was seen, after it was
+checked."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a cache does while its store fails: the stress tool runs with verification, and trouble comes and goes.
+"""A cache whose store fails: the stress tool runs with verification, while trouble comes and goes.
 
 A *course* is one run: it warms up until storage gives hits, then, trouble after trouble, the store is hurt, healed, and
 hits have to come back by themselves. Nothing may go wrong in all that time: no request fails, no byte is wrong, nothing
-leaks. The run without L3 beside it, under the same load, says what requests may take. ``courses`` has those that there
-are.
+leaks. The run without L3 beside it, under the same load, says what requests may take. The courses are in
+``courses``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ Standing = dict[str, Any]
 
 
 class Trouble(NamedTuple):
-    """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass, or more. ``opens``: the breaker has to
-    open; ``gives``: pages have to come from it all the same; ``lies``: some of them have to be wrong."""
+    """One trouble. ``hurt`` begins and ``heal`` ends it at the store; between them ``seconds`` pass, or more.
+    ``opens``: the breaker has to open; ``gives``: pages have to come from it all the same; ``lies``: some of them have
+    to be wrong."""
 
     name: str
     hurt: Callable[[], object]
@@ -67,7 +68,7 @@ class Phase:
 
 @dataclass
 class Seen:
-    """What came of a course."""
+    """The results of a course."""
 
     store: str
     report: dict[str, Any]
@@ -81,7 +82,7 @@ class Seen:
         return [self.report["first_token"][i] for i in which if not opened or bisect(changes, asked[i]) % 2]
 
     def p99(self, phase: Phase) -> float:
-        """Of all of them."""
+        """The 99th percentile of ``waits``, of all requests of ``phase``."""
         return quantile(self.waits(phase), 0.99)
 
 
@@ -111,12 +112,12 @@ class Run:
         self.log.close()
 
     def said(self) -> str:
-        """The end of what it said on standard error."""
+        """The end of its standard error."""
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 2000))
         return self.log.read().decode(errors="replace")
 
     def look(self) -> Standing:
-        """How it stands now."""
+        """Its counters now."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("?\n")
@@ -127,7 +128,7 @@ class Run:
         return found
 
     def until(self, condition: Callable[[Standing], bool], within: float, what: str) -> Standing:
-        """How it stands as soon as ``condition`` holds."""
+        """Its counters as soon as ``condition`` holds."""
         end = time.monotonic() + within
         while not condition(standing := self.look()):
             assert time.monotonic() < end, f"not within {within:.0f} s: {what}; {standing}"
@@ -144,7 +145,7 @@ class Run:
         return self.until(lambda now: now["get_pages"] > before, HITS_WITHIN, "hits from storage")
 
     def finish(self) -> dict[str, Any]:
-        """Ctrl-C; the report."""
+        """End it with Ctrl-C; returns its report."""
         os.kill(self.process.pid, signal.SIGINT)
         try:
             out, _ = self.process.communicate(timeout=END_WITHIN)
@@ -160,7 +161,7 @@ def suffer(
     storage: str, troubles: Sequence[Trouble], *, name: str, words: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Seen:  # fmt: skip
-    """One course; ``words`` are more options of ``stress``. Raises AssertionError where hits do not come back, and
+    """Run one course; ``words`` are more options of ``stress``. Raises AssertionError where hits do not come back, and
     ``check`` where anything else was wrong."""
     with Run(storage, *words, environment=environment) as run:
         run.began()
@@ -220,13 +221,13 @@ def check(seen: Seen, troubles: Sequence[Trouble]) -> None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Of ``values``, which need not be in order."""
+    """The quantile of ``values``, which need not be in order."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
 def figures(seen: Seen, without: Mapping[str, Any]) -> dict[str, Any]:
-    """What a course measured, beside the run without L3."""
+    """The figures of a course, and those of the run without L3."""
     base = quantile(without["first_token"], 0.99)
     phases = {}
     for phase in seen.phases:
@@ -247,7 +248,7 @@ def figures(seen: Seen, without: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(courses: Sequence[Mapping[str, Any]]) -> str:
-    """The same for a reader."""
+    """The figures of all courses, as a table."""
     words = ("requests", "p99", "open p99", "x none", "open x", "back")  # open: once the breaker is
     head = f"{'store':<10} {'it was':<12} {'{:>8} {:>9} {:>9} {:>7} {:>7} {:>6}'.format(*words)}"
     lines = [head, "-" * len(head)]

@@ -16,7 +16,7 @@ from tests.stores.slow_proxy import PIECE, SlowProxy
 
 
 class Refusal(NamedTuple):
-    """What a full server says."""
+    """The answer of a full server."""
 
     status: str
     code: str
@@ -35,7 +35,7 @@ class FullProxy(SlowProxy):
         self._refusal: Refusal | None = None
 
     def full(self, refusal: Refusal | None) -> None:
-        """From now on objects are refused so; None: taken again."""
+        """From now on refuse objects with ``refusal``; None: take them again."""
         self._refusal = refusal
 
     async def _forward(
@@ -55,7 +55,7 @@ class FullProxy(SlowProxy):
 
 
 async def _body(reader: asyncio.StreamReader, length: int, to: asyncio.StreamWriter | None) -> None:
-    """The rest of a request; without ``to`` it goes nowhere."""
+    """Pass on the rest of a request to ``to``; None: drop it."""
     while length:
         piece = await reader.read(min(PIECE, length))
         if not piece:

@@ -44,12 +44,12 @@ class Child:
         )  # fmt: skip
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Have it begin."""
+        """Have the process begin to do something."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
 
     def answer(self) -> dict[str, Any]:
-        """What came of what it was told."""
+        """The result of what it was told to do."""
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], ANSWER_WITHIN)
         line = self.process.stdout.readline() if readable else ""
@@ -58,12 +58,12 @@ class Child:
         return found
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Both."""
+        """``tell``, and return the ``answer``."""
         self.tell(do, **arguments)
         return self.answer()
 
     def end(self) -> int:
-        """Let it come to its end; its exit status."""
+        """Let the process end; returns its exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(ANSWER_WITHIN)
@@ -88,7 +88,7 @@ class Worker:
         self.backend: Any = None
 
     async def run(self) -> None:
-        """Until there is nothing more to be told."""
+        """Do orders until there are no more."""
         clock = asyncio.ensure_future(self._watch())
         loop = asyncio.get_running_loop()
         lines: asyncio.Queue[str] = asyncio.Queue()
@@ -105,13 +105,13 @@ class Worker:
             self.lag = max(self.lag, loop.time() - before - (run_delay() - waited) - 0.005)
 
     async def _do(self, order: dict[str, Any]) -> None:
-        """One order; the answer is one line."""
+        """Do one order, and print the answer in one line."""
         action: Callable[..., Awaitable[dict[str, Any]]] = getattr(self, order.pop("do"))
         sys.stdout.write(json.dumps(await action(**order)) + "\n")
         sys.stdout.flush()
 
     async def _measured(self, call: Awaitable[Any]) -> tuple[Any, dict[str, Any]]:
-        """What came of a call, how long it took, and how long the loop stood still meanwhile."""
+        """Await ``call``. Returns its result, how long it took, and how long the loop stood still meanwhile."""
         await asyncio.sleep(0.01)  # what was before is not this call's fault
         loop = asyncio.get_running_loop()
         self.lag, began, result, error = 0.0, loop.time(), None, {}
@@ -128,7 +128,7 @@ class Worker:
         return results or (), {**Counter(result.name for result in results or ()), **figures}
 
     async def open(self, url: str, **options: str) -> dict[str, Any]:
-        """A cache with a registered pool."""
+        """Open a cache with a registered pool."""
         backend, figures = await self._measured(MooncakeBackend.open(parse_url(url, options), LAYOUT))
         if backend is None:
             return figures
@@ -143,7 +143,7 @@ class Worker:
         return figures
 
     async def put(self, count: int, name: str = "") -> dict[str, Any]:
-        """Pages whose content is their key's."""
+        """Store pages whose content is a function of their key."""
         keys, records = _keys(count, name), self.records[:count]
         for key, record in zip(keys, records, strict=True):
             record.header[:], record.payload[:] = _page(key, record)
@@ -160,11 +160,11 @@ class Worker:
         return {**figures, "wrong": wrong}
 
     async def exists(self, count: int, name: str = "") -> dict[str, Any]:
-        """Presence."""
+        """Ask whether pages are stored."""
         return (await self._answered(self.backend.exists(_keys(count, name))))[1]
 
     async def cancel(self, count: int, after: float) -> dict[str, Any]:
-        """A get that is cancelled; how long it held its buffers from then on."""
+        """Cancel a get after ``after`` seconds. Returns how long it held its buffers from then on."""
         getting = asyncio.ensure_future(self.backend.get(_keys(count, ""), self.records[:count]))
         await asyncio.sleep(after)
         getting.cancel()

@@ -1,5 +1,5 @@
 """A real Mooncake store: a master, and a process of its own that contributes memory, so that pages outlive the clients
-of the tests. What kills, hangs or restarts it here does so to the master; ``owner`` is the other one."""
+of the tests. The functions that kill, hang or restart do so to the master; ``owner`` is the other process."""
 
 from __future__ import annotations
 

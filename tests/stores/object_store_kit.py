@@ -17,13 +17,13 @@ WAIT = 20.0
 
 
 async def open_at(url: str, layout: StoreLayout = LAYOUT, timeout: float = 10.0) -> CheckedStore:
-    """A store as the runtime has it."""
+    """A store, opened as the runtime opens it."""
     return CheckedStore(await ObjectBackend.open(parse_url(url), layout), layout, timeout=timeout)
 
 
 @asynccontextmanager
 async def opened(url: str, layout: StoreLayout = LAYOUT, timeout: float = 10.0) -> AsyncIterator[CheckedStore]:
-    """The same, closed at the end."""
+    """A store as ``open_at`` returns it, closed at the end."""
     store = await open_at(url, layout, timeout)
     try:
         yield store
@@ -32,7 +32,7 @@ async def opened(url: str, layout: StoreLayout = LAYOUT, timeout: float = 10.0) 
 
 
 def bare(store: CheckedStore) -> ObjectBackend:
-    """What is below the checks."""
+    """The backend below the checks."""
     assert isinstance(store.backend, ObjectBackend)
     return store.backend
 
@@ -48,12 +48,12 @@ def objects(folder: Path, kind: str = "packs") -> list[Path]:
 
 
 def packs(folder: Path) -> list[Path]:
-    """Without tombstones."""
+    """The packs of a store in a folder, without tombstones."""
     return [path for path in objects(folder) if not path.suffix]
 
 
 def some_keys(name: str, count: int, pool: str = "full") -> list[PageKey]:
-    """Keys that no other name gives."""
+    """Keys that depend on ``name``."""
     return [page_key(f"{name}/{i}", pool) for i in range(count)]
 
 

@@ -50,7 +50,7 @@ def listens(port: int) -> bool:
 
 
 class Entered:
-    """What is started and closed by ``with``, and closed if it cannot start."""
+    """An object that ``with`` starts and closes, and that is closed if it cannot start."""
 
     def start(self) -> Self:
         raise NotImplementedError
@@ -90,15 +90,15 @@ class Server(Entered):
 
     @property
     def url(self) -> str:
-        """What ``--storage`` takes."""
+        """The URL for ``--storage``."""
         raise NotImplementedError
 
     def command(self, program: str) -> Sequence[str]:
-        """How to run it in the foreground."""
+        """The command that runs it in the foreground."""
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
-        """What it needs beside this process's environment."""
+        """Variables that it needs besides this process's environment."""
         return {}
 
     def ready(self) -> bool:
@@ -112,12 +112,12 @@ class Server(Entered):
 
     @property
     def pid(self) -> int | None:
-        """The process, while there is one."""
+        """The number of the process."""
         return None if self._process is None else self._process.pid
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Everything that it has printed."""
         path = self.folder / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -149,7 +149,7 @@ class Server(Entered):
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL, to all that it started; return when it is gone. Its folder stays."""
+        """Send SIGKILL to it and to all that it started; return when all are gone. Its folder stays."""
         self.steady()
         process, self._process = self._process, None
         if process is not None:
@@ -158,7 +158,7 @@ class Server(Entered):
             process.wait()
 
     def hang(self) -> None:
-        """SIGSTOP: connections stay and nothing answers."""
+        """Stop it (SIGSTOP): connections stay and nothing answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -166,7 +166,7 @@ class Server(Entered):
         self._signal(signal.SIGCONT)
 
     def stutter(self) -> None:
-        """Hung for ``HUNG`` seconds of each second, until ``steady``."""
+        """Let it hang for ``HUNG`` seconds of each second, until ``steady``."""
         self._steady.clear()
         self._stuttering = threading.Thread(target=self._stutter, daemon=True)
         self._stuttering.start()
@@ -186,14 +186,14 @@ class Server(Entered):
             self._steady.wait(1.0 - HUNG)
 
     def restart(self, *, empty: bool = False) -> None:
-        """Kill it and start it again at the same port; ``empty``: with nothing of what it held."""
+        """Kill it and start it again at the same port; ``empty``: without the data that it held."""
         self.kill()
         if empty:
             self.forget()
         self.start()
 
     def close(self) -> None:
-        """Kill it and remove its folder. Twice is fine."""
+        """Kill it and remove its folder. A second call does nothing."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -31,7 +31,7 @@ class SlowProxy:
         return f"SlowProxy({self.port} -> {self._target}, delay={self.delay})"
 
     def late(self, seconds: float) -> None:
-        """From now on every piece of an answer comes so late."""
+        """From now on delay every piece of an answer by ``seconds``."""
         self.delay = seconds
 
     def __enter__(self) -> Self:

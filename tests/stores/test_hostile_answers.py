@@ -1,5 +1,5 @@
-"""What a server says is data from outside: nested beyond all reason, without an end, or of no shape that was asked for,
-it is a named error or a page that failed; it takes no memory on a stranger's word, and nothing hangs."""
+"""A server's answer is data from outside. If it is nested beyond all reason, without an end, or of no shape that was
+asked for, there is a named error or a page that failed; it takes no memory on a stranger's word, and nothing hangs."""
 
 from __future__ import annotations
 

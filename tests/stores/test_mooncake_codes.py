@@ -1,4 +1,4 @@
-"""What the client's numbers mean, number by number."""
+"""The meanings of the client's numbers, number by number."""
 
 from __future__ import annotations
 

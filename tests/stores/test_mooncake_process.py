@@ -1,4 +1,5 @@
-"""What takes a process of its own: two that share a store, other options, misuse of the real client, and its end."""
+"""Tests that need a process of their own: two that share a store, other options, misuse of the real client, and its
+end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Mooncake store, or the resolver of names, refuses is an error of the call that asked for it."""
+"""A refusal of the Mooncake store, or of the resolver of names, is an error of the call that met it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What becomes of return codes that a real store gives only in the worst moments. The library is a stand-in that
-answers by the script; everything that a real one can be made to answer is tested against it, in the other modules."""
+"""Return codes that a real store gives only in the worst moments. The library is a stand-in that answers by the script;
+everything that a real one can be made to answer is tested against it, in the other modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mooncake URL says, and what becomes of a page's key."""
+"""The settings in a mooncake URL, and the keys that pages have in the store."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What users choose (models, tenants, names of pools) never becomes part of a store's key, path or command; and what
-must not be shared is not: caches meet in a store if they would have the same bytes, and else never."""
+"""Names that users choose (models, tenants, pools) never become part of a store's key, path or command. Two caches
+share pages in a store if they would have the same bytes, and otherwise never."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an object store holds is found again: from footers, from a snapshot, from a bad one; and what is no pack of ours
-is not served."""
+"""The pages in an object store are found again: from footers, from a snapshot, from a bad one. Objects that are no
+packs of ours are not served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share one Redis: what is sharded each writes, what is replicated one writes for all, and a new group of
+"""Ranks that share one Redis: each writes its own shards, one writes for all what is replicated, and a new group of
 processes finds both."""
 
 from __future__ import annotations

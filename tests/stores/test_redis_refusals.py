@@ -1,4 +1,4 @@
-"""What a Redis server refuses is heard at once, and what it has not done is not taken for done."""
+"""A refusal of a Redis server is heard at once, and a command that it has not done is not taken for done."""
 
 from __future__ import annotations
 

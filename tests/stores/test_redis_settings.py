@@ -1,4 +1,4 @@
-"""What a URL and the environment say; and that secrets are said to nobody."""
+"""Settings from a URL and from the environment. Secrets appear nowhere."""
 
 from __future__ import annotations
 

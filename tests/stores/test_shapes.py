@@ -1,5 +1,5 @@
-"""Pools of every shape on every store: what lacks a page, in any pool, is a hit up to the longest prefix that is whole
-in all of them, and every byte of it is right.
+"""Pools of every shape on every store: a prompt of which a page is missing, in any pool, is a hit up to the longest
+prefix that is whole in all pools, and every byte of it is right.
 
 DeepSeek-V4's shape (FULL without bytes, compressed KV on it, compressor states on SWA), all three components with
 sidecars, and the three alone.

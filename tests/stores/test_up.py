@@ -1,4 +1,4 @@
-"""``up.py``: what a person and CI start the real stores with."""
+"""``up.py``, by which people and CI start the real stores."""
 
 from __future__ import annotations
 

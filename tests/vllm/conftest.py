@@ -1,4 +1,4 @@
-"""vLLM is imported once, before any test, where it is installed: what it warns of is not ours to mend."""
+"""vLLM is imported once, before any test, where it is installed: its own warnings are no failures here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with warnings.catch_warnings(), suppress(ModuleNotFoundError):
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the tier tells in vLLM's log, which does not go on to the root's."""
+    """The tier's lines in vLLM's log, which are not passed on to the root logger."""
     logger = logging.getLogger("vllm.asynccache")
     before = logger.level
     logger.addHandler(caplog.handler)

@@ -41,12 +41,12 @@ Kind = Literal["llama", "gemma3"]
 
 
 def installed() -> bool:
-    """Whether vLLM is here."""
+    """Whether vLLM is installed."""
     return find_spec("vllm") is not None
 
 
 def prompt(number: int, blocks: int = 16, tail: int = 8) -> list[int]:
-    """Tokens, others for each ``number``: so many whole blocks, and ``tail`` more, which are always computed."""
+    """Tokens that differ for each ``number``: so many whole blocks, and ``tail`` more, which are always computed."""
     rng = random.Random(number)
     return [rng.randrange(2, 2048) for _ in range(blocks * BLOCK + tail)]
 
@@ -58,7 +58,7 @@ def tier(url: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine says to a prompt."""
+    """An engine's answer to a prompt."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[Mapping[int, float], ...]
@@ -77,7 +77,8 @@ class Answer:
             assert worst <= BOUND, f"log-probabilities differ by {worst}"
 
     def distance(self, other: Answer) -> float:
-        """How far the first token's best log-probability is from the other's for that token, which may not know it."""
+        """The difference between the best log-probability of the first token here and the other answer's for that
+        token; the other one may not have it."""
         token, best = max(self.logprobs[0].items(), key=lambda item: item[1])
         return abs(best - other.logprobs[0].get(token, min(other.logprobs[0].values())))
 
@@ -102,9 +103,9 @@ class EngineError(AssertionError):
 class RunningEngine:
     """``with RunningEngine(model, tiers=[...]) as engine``: one engine until the end of the block.
 
-    ``tiers`` are vLLM's ``secondary_tiers``; None: no offloading at all. ``processes``: as ``vllm serve`` has it, the
-    engine in a process of its own beside the one that asks; else both in one, which starts faster. ``folder`` is where
-    it works and logs.
+    ``tiers`` are vLLM's ``secondary_tiers``; None: no offloading at all. ``processes``: the engine runs in a process of
+    its own beside the one that asks, as under ``vllm serve``; otherwise both are one, which starts faster. ``folder``
+    is where it works and logs.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class RunningEngine:
             raise EngineError(f"the engine {how}: {self.log[-3000:]}")
 
     def kill(self) -> None:
-        """SIGKILL, to all of its processes. What vLLM shares among them in ``/dev/shm`` goes, too."""
+        """Kill all of its processes (SIGKILL), and remove what vLLM shares among them in ``/dev/shm``."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -165,19 +166,19 @@ class RunningEngine:
 
     @property
     def log(self) -> str:
-        """What vLLM and its tiers have written so far."""
+        """The output of vLLM and its tiers so far."""
         return self._log.read_text(errors="replace")
 
     def generate(self, prompt: Sequence[int], tokens: int = 8, logprobs: int | None = 8) -> Answer:
-        """Greedily; with so many of the best log-probabilities at each place."""
+        """Generate greedily. ``logprobs``: how many of the best log-probabilities to return at each place."""
         return Answer(**self.ask("generate", prompt=list(prompt), tokens=tokens, logprobs=logprobs))
 
     def quiet(self) -> None:
-        """Return when all that was computed is where it is kept."""
+        """Return when everything that was computed is stored."""
         self.ask("quiet")
 
     def forget(self, *, host: bool = True) -> None:
-        """vLLM's own tiers are empty afterwards: the device's, and the host's with ``host``. Stores keep theirs."""
+        """Empty vLLM's own tiers: the device's, and the host's with ``host``. Stores keep their chunks."""
         self.quiet()
         assert self.ask("reset", host=host)
 
@@ -187,19 +188,20 @@ class RunningEngine:
         return found
 
     def from_tier(self, kind: str = "asynccache") -> tuple[int, int]:
-        """What vLLM has counted of the first secondary tier, of this type: chunks that were hits, and bytes read."""
+        """vLLM's counters of the first secondary tier, of this type: chunks that were hits, and bytes read."""
         found = self.counters()
         name = f"{{tier=1:{kind}}}"
         return (int(found.get(f"vllm:kv_offload_tiering_chunk_hits{name}", 0)),
                 int(found.get(f"vllm:kv_offload_tiering_read_bytes{name}", 0)))  # fmt: skip
 
     def chunks(self, what: str) -> dict[str, int]:
-        """What our tier has counted: ``lookups``, ``loaded_chunks`` or ``stored_chunks``, by result."""
+        """The counters of our tier: ``lookups``, ``loaded_chunks`` or ``stored_chunks``, by result."""
         start = f"vllm:kv_offload_asynccache_{what}{{result="
         return {name[len(start) : -1]: int(value) for name, value in self.counters().items() if name.startswith(start)}
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """One call of the child; what it returns. ``EngineError`` if it takes more than ``ANSWERS_WITHIN`` seconds."""
+        """Make one call of the child; returns its answer. ``EngineError`` if it takes more than ``ANSWERS_WITHIN``
+        seconds."""
         assert self._process is not None, "it does not run"
         self._pipe.send((what, arguments))
         return self._next(ANSWERS_WITHIN)
@@ -240,14 +242,14 @@ class Models:
         self._answers: dict[Kind, dict[int, Answer]] = {}
 
     def folder(self, kind: Kind, seed: int = 0) -> Path:
-        """The model's; another seed, other weights."""
+        """The folder of the model of this kind. Another seed makes other weights."""
         folder = self._folder / f"{kind}-{seed}"
         if not folder.exists():
             write_model(folder, kind, seed=seed)
         return folder
 
     def answers(self, kind: Kind) -> Mapping[int, Answer]:
-        """By number of the prompt, 0 to 3: what an engine says that has no tier. They make sense."""
+        """The answers of an engine without a tier, by the prompt's number, 0 to 3; checked by ``insist_on_sense``."""
         if kind not in self._answers:
             with RunningEngine(self.folder(kind), self._folder) as engine:
                 found = {number: engine.generate(prompt(number)) for number in range(4)}

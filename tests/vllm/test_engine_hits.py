@@ -1,4 +1,5 @@
-"""vLLM's real engine over our stores: it says what it says without them, and what was stored is not computed."""
+"""vLLM's real engine over our stores: it generates the same tokens as without them, and does not compute what was
+stored."""
 
 from __future__ import annotations
 

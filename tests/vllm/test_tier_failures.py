@@ -36,7 +36,7 @@ from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, left_in_shm, 
 
 TIMEOUT = 0.3
 SLACK = 0.6
-"""What a machine with other work may add to a wait."""
+"""Seconds that a machine with other work may add to a wait."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Which vLLM the tier takes, and what it says without one. vLLM's classes are written out here: nobody needs it."""
+"""The versions of vLLM that the tier takes, and its message where there is none. vLLM's classes are written out here,
+so vLLM is not needed."""
 
 # ruff: noqa: B027
 

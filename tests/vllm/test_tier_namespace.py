@@ -1,4 +1,5 @@
-"""The namespace: what differs there is never found, what is equal always. On plain objects, without vLLM."""
+"""The namespace: chunks of an engine that differs in it are never found, those of an equal one always. On plain
+objects, without vLLM."""
 
 from __future__ import annotations
 

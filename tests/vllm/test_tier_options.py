@@ -1,4 +1,4 @@
-"""The tier's entry in ``secondary_tiers``: what may stand there, and how what may not is refused. Without vLLM."""
+"""The tier's entry in ``secondary_tiers``: what it may have, and how all else is refused. Without vLLM."""
 
 from __future__ import annotations
 

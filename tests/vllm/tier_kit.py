@@ -33,7 +33,7 @@ SHM = Path("/dev/shm")
 def config(
     *tiers: dict[str, Any], chunks: int = CHUNKS, groups: int = 1, parallel: dict[str, int] | None = None, **given: Any
 ) -> OffloadingConfig:
-    """What vLLM's connector would make of an engine; ``given`` replaces fields."""
+    """The configuration that vLLM's connector would make for an engine; ``given`` replaces fields."""
     entries = [{"type": "asynccache", **one} for one in tiers]
     ranks = {"world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, **(parallel or {})}
     made = OffloadingConfig(
@@ -64,7 +64,7 @@ def keys_of(count: int, salt: str = "", group: int = 0) -> list[Any]:
 
 
 class Scheduler:
-    """What vLLM's scheduler does with the manager, for one request at a time or several."""
+    """Calls the manager as vLLM's scheduler does, for one request at a time or several."""
 
     def __init__(self, made: OffloadingConfig) -> None:
         self.spec = TieringOffloadingSpec(made)
@@ -79,18 +79,18 @@ class Scheduler:
         return view
 
     def begin(self, name: str | None = None) -> ReqContext:
-        """A new request."""
+        """Begin a new request."""
         self.requests += 1
         request = ReqContext(req_id=name or f"r{self.requests}")
         self.manager.on_new_request(request)
         return request
 
     def step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
-        """The end of a step."""
+        """End a step."""
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=new, preempted_req_ids=preempted))
 
     def compute(self, keys: Sequence[Any], name: str | None = None) -> None:
-        """A request that computes ``keys``, and stores them, as the workers would."""
+        """Serve a request that computes ``keys`` and stores them, as the workers would."""
         request = self.begin(name)
         output = self.manager.prepare_store(keys, request)
         assert output is not None
@@ -102,7 +102,7 @@ class Scheduler:
         self.manager.on_request_finished(request)
 
     def settle(self, seconds: float = 5.0) -> None:
-        """Steps until no job is left."""
+        """Make steps until vLLM's manager has no job left."""
         end = time.monotonic() + seconds
         while self.manager.has_pending_work():
             assert time.monotonic() < end, f"{len(self.manager._jobs)} jobs are left"
@@ -110,7 +110,7 @@ class Scheduler:
             time.sleep(0.001)
 
     def prefix(self, keys: Sequence[Any], request: ReqContext, seconds: float = 10.0) -> int:
-        """How many of ``keys``, from the first, can be loaded: steps until vLLM's connector would know."""
+        """How many of ``keys``, from the first, can be loaded. Makes steps until vLLM's connector would know."""
         end = time.monotonic() + seconds
         while True:
             hits, later = 0, False
@@ -127,7 +127,8 @@ class Scheduler:
             time.sleep(0.001)
 
     def serve(self, keys: Sequence[Any], name: str | None = None) -> int:
-        """A request with the prefix ``keys``: how many chunks were there, each with its right bytes."""
+        """Serve a request with the prefix ``keys``. Returns how many chunks were there; each must have its right
+        bytes."""
         request = self.begin(name)
         hits = self.prefix(keys, request)
         if hits:
@@ -146,13 +147,13 @@ class Scheduler:
             self.manager.on_reset_flushed()
 
     def shutdown(self) -> None:
-        """As the engine's end."""
+        """Shut the manager down, as at the engine's end."""
         self.manager.shutdown()
 
 
 @contextmanager
 def scheduler(made: OffloadingConfig) -> Iterator[Scheduler]:
-    """One that is shut down afterwards."""
+    """A scheduler that is shut down afterwards."""
     playing = Scheduler(made)
     try:
         yield playing

@@ -1,4 +1,4 @@
-"""Links over real sockets, and somebody who listens to them."""
+"""Links over real sockets, and both ends of them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Ear:
         self.at.append(len(self.frames))
 
     async def hears(self, count: int) -> list[bytes]:
-        """The first frames."""
+        """The first ``count`` frames, when they have come."""
         await until(lambda: len(self.frames) >= count, f"{count} frames did not come")
         return self.frames[:count]
 
     async def loses(self) -> str:
-        """Why the link has ended."""
+        """Wait until the link has ended; returns why."""
         await until(lambda: bool(self.lost), "nobody was lost")
         return self.lost[0]
 
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 @asynccontextmanager
 async def connected(address: str = ANYWHERE, timeout: float = 30.0, to: str = "") -> AsyncIterator[Pair]:
-    """A link that is there; nobody has begun to listen to it. ``to``: the host that the worker connects to; by default
+    """An established link to which neither end listens yet. ``to``: the host that the worker connects to; by default
     the one where the head listens."""
     heads: list[RankLink] = []
 

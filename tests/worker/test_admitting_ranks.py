@@ -1,4 +1,4 @@
-"""Who is of a group: each rank once, until all have come; one that went again has not come."""
+"""The ranks of a group: complete when each has come once; a rank that has gone again counts as not come."""
 
 from __future__ import annotations
 

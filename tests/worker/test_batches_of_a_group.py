@@ -1,4 +1,5 @@
-"""What the head is told of a batch, whenever it asks: before it is over, afterwards, and when the group has failed."""
+"""The head's knowledge of a batch, whenever it asks: before the batch is over, afterwards, and when the group has
+failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copies of a plan: what is handed over together."""
+"""The copies of a plan: which of them are handed over together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over a link: every message comes back as it was sent, and nothing else is taken for one."""
+"""Messages over a link: every message comes back as it was sent, and nothing else is taken for one."""
 
 from __future__ import annotations
 

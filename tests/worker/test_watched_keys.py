@@ -1,4 +1,4 @@
-"""Which pages the head keeps the names of: those that somebody may yet tell something of."""
+"""The pages whose names the head keeps: those of which a worker may yet report something."""
 
 from __future__ import annotations
 

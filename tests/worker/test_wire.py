@@ -1,4 +1,5 @@
-"""Whatever is put on a wire: what can be sent is, in order, and of what cannot somebody hears."""
+"""Messages that are put on a wire: those that can be sent are sent in order, and the sender hears of those that
+cannot."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from asynccache.cli.engine import EngineJob, PageRun, Verdict
+from asynccache.cli.engine import BegunBatch, PageRun, Verdict
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import BatchFailed
 
@@ -36,11 +36,11 @@ class RankedEngine:
     def close(self) -> None:
         """Do nothing: the ranks end with the cache."""
 
-    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> EngineJob:
+    def begin(self, pieces: Sequence[PageRun], *, verifies: bool) -> BegunBatch:
         """See ``Engine``."""
         number = self._cache.send_batch(packed(pieces, verifies=verifies))
         count = sum(len(piece.ids) * self._pools[piece.component] for piece in pieces) if verifies else 0
-        return EngineJob(number, lambda: self._verdict(number, count))
+        return BegunBatch(number, lambda: self._verdict(number, count))
 
     async def _verdict(self, number: int, count: int) -> Verdict:
         try:
