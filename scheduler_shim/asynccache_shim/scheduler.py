@@ -92,10 +92,7 @@ class Scheduler:
         self._board.bell.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
-        self._end_all()
-        self._thread.close(wait=False)
-        if self._board.shards is not None:
-            self._board.shards.close()
+        self._end_all()  # for a loop that never ran
 
     # callers
 
@@ -150,10 +147,14 @@ class Scheduler:
             self._end_all()
 
     def _end_all(self) -> None:
+        """End all requests, the model's thread and the watching of the group. A second call does nothing."""
         self._closing = True
         finish = Finish.ABORTED if self._failure is None else Finish.FAILED
         for request in self._board.requests():
             self._board.drop(request, finish, self._failure)
+        self._thread.close(wait=False)
+        if self._board.shards is not None:
+            self._board.shards.close()
 
     def _lost(self, failure: RankFailure) -> None:
         """Another rank has failed: fail all requests at once. Their pages are given back when the model has

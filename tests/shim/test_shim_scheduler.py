@@ -443,6 +443,23 @@ async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_close_that_is_cancelled_goes_on_and_ends_the_models_thread() -> None:
+    before = set(threading.enumerate())
+    async with serving(config(64)) as served:
+        request = served.ask(text(3), 200)
+        async with held_up(served):
+            await until(served.model.entered.is_set)
+            closing = asyncio.create_task(served.scheduler.aclose())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            (thread,) = [one for one in set(threading.enumerate()) - before if one.name.startswith("model")]
+        await until(lambda: not thread.is_alive())
+        assert request.finish is Finish.ABORTED
+
+
+@pytest.mark.asyncio
 async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -> None:
     async with AsyncCache(config(64)) as cache:
         scheduler = Scheduler(cache, PatternModel(cache), SchedulerConfig(step_tokens=64, max_running=2))
