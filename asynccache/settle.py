@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
@@ -72,6 +73,29 @@ async def completed(work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         del task  # for the same reason as in ``settled``
+
+
+async def completed_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``function`` in a thread of the loop's default executor, wait for its end, and return what it returns or
+    raise what it raises.
+
+    If this is cancelled, the function is waited for, its result or error is dropped, and then CancelledError is raised.
+    That also holds when all tasks are cancelled, as ``asyncio.run`` does at its end: no task stands for the thread.
+
+    Raises:
+        ConfigError: ``function`` is not callable.
+    """
+    call = partial(checks.function("function", function), *args, **kwargs)
+    future = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        await settled([future])
+    except asyncio.CancelledError:
+        future.exception()  # else asyncio would log that nobody has read it
+        raise
+    try:
+        return future.result()
+    finally:
+        del future  # for the same reason as in ``settled``
 
 
 class OpenCalls:

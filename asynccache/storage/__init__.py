@@ -7,7 +7,7 @@ users and for the authors of backends. This package imports neither the core nor
 
 from __future__ import annotations
 
-from asynccache.settle import OpenCalls, ThreadPool, completed, settled
+from asynccache.settle import OpenCalls, ThreadPool, completed, completed_in_thread, settled
 from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
 from asynccache.storage.contract import (
@@ -44,6 +44,6 @@ __all__ = [
     "CheckedStore", "Closed", "Collectable", "Collected", "HostPort", "Listable", "OpenCalls", "PageKey", "Pages",
     "ParsedUrl", "Part", "Permit", "Probeable", "Record", "Result", "Scrubbable", "Scrubbed", "StorageBackend",
     "StoreLayout", "StoreOptions", "Stored", "Tell", "ThreadPool", "Verify", "Watchable", "backend_class",
-    "check_store", "check_stores", "completed", "open_store", "parse_host_port", "parse_size", "parse_url", "settled",
-    "take_options", "weights_digest",
+    "check_store", "check_stores", "completed", "completed_in_thread", "open_store", "parse_host_port", "parse_size",
+    "parse_url", "settled", "take_options", "weights_digest",
 ]

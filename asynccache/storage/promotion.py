@@ -7,7 +7,8 @@ Laws:
 * The caller of ``get`` waits until its pages are copied, and for nothing else.
 * The copies that exist at a time take ``room`` bytes of memory at most. Pages for which there is no room, or no memory,
   are not promoted.
-* One batch is written at a time, so promotions take one place of a store's calls and leave the others to its users.
+* One batch is written to a store at a time, so promotions take one place of a store's calls and leave the others to its
+  users. The stores do not wait for each other.
 * A promotion that fails is counted; there is no error and no second try.
 * Pages that are being deleted are not promoted. So a page that was deleted from all stores does not come back in one.
 """
@@ -20,9 +21,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from asynccache.errors import BackendError
-from asynccache.settle import ThreadPool
+from asynccache.settle import ThreadPool, settled
 from asynccache.storage.contract import PageKey, Result
 
 ROOM_BYTES = 32 << 20
@@ -67,7 +69,7 @@ class Promotions:
         self._room = room
         self._threads = ThreadPool(threads, "asynccache-promotion")
         self._batches: dict[asyncio.Task[None], PromotionBatch] = {}
-        self._writing = asyncio.Lock()
+        self._writing: WeakKeyDictionary[PromotionTarget, asyncio.Lock] = WeakKeyDictionary()
         self._pauses = 0
         self._era = 0
         self._closed = False
@@ -133,11 +135,22 @@ class Promotions:
         return copies
 
     async def _promote(self, batch: PromotionBatch) -> None:
-        async with self._writing:
-            for want in batch.wanted:
-                keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
-                with suppress(BackendError):  # counted in the end, as where the store answers FAILED
-                    batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
+        writing = [asyncio.get_running_loop().create_task(self._write(batch, want)) for want in batch.wanted]
+        try:
+            await asyncio.wait(writing)
+        finally:
+            for task in writing:
+                task.cancel()
+            await settled(writing)
+        for task in writing:
+            task.result()
+
+    async def _write(self, batch: PromotionBatch, want: LackingPages) -> None:
+        """Write to one store the pages of a batch that it lacks, after the batches before."""
+        keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
+        async with self._writing.setdefault(want.target, asyncio.Lock()):
+            with suppress(BackendError):  # counted in the end, as where the store answers FAILED
+                batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Count what became of a batch, and free its memory. Called when its task has ended, even if that was cancelled

@@ -179,7 +179,7 @@ class WorkerGroup:
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
-        self._given_up: set[int] = set()
+        self._storing: dict[int, bool] = {}  # by the first operation of a batch: whether it was given up
         self._batches: dict[int, AwaitedAnswers] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
@@ -562,14 +562,15 @@ class WorkerGroup:
         part of an operation has failed, nothing more of the operation is written."""
         first = batch[0].op
         parts: list[StoredBatch] = []
+        self._storing[first] = False
         try:
             for part in _parts(batch):
-                if first in self._given_up or any(part[0].op in done.failed for done in parts):
+                if self._storing[first] or any(part[0].op in done.failed for done in parts):
                     parts.append(StoredBatch(frozenset(effect.op for effect in part), 0, 0, 0))
                 else:
                     parts.append(await self._store(part))
         finally:
-            self._given_up.discard(first)
+            del self._storing[first]
         done = parts[0] if len(parts) == 1 else combined_answers.stored(parts, full_pages=sum)
         if self.stores.keys.watches:
             for effect in batch:
@@ -587,7 +588,8 @@ class WorkerGroup:
 
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
-        self._given_up.add(op)
+        if op in self._storing:
+            self._storing[op] = True
         self._put(m.GiveUp(op))
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:

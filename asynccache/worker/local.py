@@ -17,7 +17,7 @@ from asynccache.errors import ConfigError, CopyFailed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Event, parse_device
 from asynccache.memory.pools import Mover
-from asynccache.settle import completed
+from asynccache.settle import completed, completed_in_thread
 from asynccache.storage.checked import store_layout
 from asynccache.storage.tiers import TieredStore
 from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, Work
@@ -52,7 +52,7 @@ async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Embe
     try:
         # Pools first: they may be refused, and a store leaves traces. In a thread: a GPU is measured, and to pin
         # 100 GiB takes half a minute.
-        await completed(asyncio.to_thread(allocate))
+        await completed_in_thread(allocate)
         if given.storage is not None and not takes_stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
         device, mover, tiers = opened.device, opened.mover, opened.tiers

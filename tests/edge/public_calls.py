@@ -53,6 +53,7 @@ from asynccache.storage import (
     check_store,
     check_stores,
     completed,
+    completed_in_thread,
     open_store,
     parse_host_port,
     parse_size,
@@ -317,6 +318,10 @@ async def _run(world: World, given: Given) -> None:
 
 async def _completed(world: World, given: Given) -> None:
     await called(completed, {"work": asyncio.sleep(0)}, given)
+
+
+async def _completed_in_thread(world: World, given: Given) -> None:
+    await called(completed_in_thread, {"function": int}, given)
 
 
 async def _settled(world: World, given: Given) -> None:
@@ -757,6 +762,9 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.storage.OpenCalls": plain(OpenCalls, {"name": Text()}, name="w"),
     "asynccache.storage.completed": Case(_completed, {"work": Thing()}),
+    "asynccache.storage.completed_in_thread": Case(_completed_in_thread, {
+        "function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")
+    }),
     "asynccache.storage.settled": Case(_settled, {"futures": These("[]")}),
     "asynccache.storage.check_stores": Case(
         _check_stores, {"urls": OneOf(These("[]"), Depends(These("['8']"))), "layout": Thing(),

@@ -127,6 +127,7 @@ def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgott
             await cache.flush()
             performers: list[Any] = [group.own, world.process(1).serving.performer]
             assert not any(performer.local._writing._given_up or performer._storing for performer in performers)
+            assert not group._storing
         await world.aclose()
 
     play(main)

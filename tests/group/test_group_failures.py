@@ -46,7 +46,7 @@ def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_
 
     async def main(loop: SimulatedLoop) -> None:
         shape = Topology(tp=2) if own == 0 else Topology(tp=3)
-        world = GroupWorld(loop, shape, settings(16, 40, mamba=9, stored=True), own=own, timeout=TIMEOUT)
+        world = GroupWorld(loop, shape, settings(16, 40, mamba=6, stored=True), own=own, timeout=TIMEOUT)
         async with world.opened() as cache:
             await world.serve(text(6))
             await cache.flush()
@@ -106,8 +106,12 @@ async def struck_in_use(
 
 
 async def until_closed(world: GroupWorld) -> None:
+    """Serve texts until the cache is closed. Each second text continues the first one, so it finds a state and has it
+    copied. The other requests may find none: a hit that needs a fourth state is given up while another request holds
+    three of six."""
     while world.cache.closed is None:
         await world.serve(text(2, seed=5))
+        await world.serve(text(2, seed=5, extra=1))
         await asyncio.sleep(0.01)
 
 

@@ -103,7 +103,7 @@ def test_a_long_operation_that_is_given_up_is_written_no_further(monkeypatch: py
             given_up = await storing
             assert given_up.failed == {10**6 + 1}
             assert given_up.full_pages <= 11, "no more than what was under way"
-            assert not group._given_up
+            assert not group._storing
         await world.aclose()
 
     play(main)

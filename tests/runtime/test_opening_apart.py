@@ -56,11 +56,15 @@ async def test_the_loop_goes_on_while_memory_is_pinned(monkeypatch: pytest.Monke
     assert device.ended
 
 
+@pytest.mark.parametrize("every", [False, True], ids=["the call", "every task, as asyncio.run does"])
 @pytest.mark.asyncio
-async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Slow()
+async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(
+    every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, others = Slow(), asyncio.all_tasks()
     opening = await begun(device, monkeypatch)
-    opening.cancel()
+    for task in asyncio.all_tasks() - others if every else {opening}:
+        task.cancel()
     await turns(100)
     assert not opening.done()
     device.go.set()

@@ -331,10 +331,10 @@ async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: Si
 
 
 class OneByOne:
-    """A target whose calls take a second. ``most``: how many ran at a time."""
+    """A target whose calls take a second. ``most``: how many ran at a time. ``done``: how many have ended well."""
 
     def __init__(self) -> None:
-        self.most = self.now = 0
+        self.most = self.now = self.done = 0
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         self.now += 1
@@ -343,7 +343,33 @@ class OneByOne:
             await asyncio.sleep(1.0)
         finally:
             self.now -= 1
+        self.done += 1
         return [HIT] * len(keys)
+
+
+@in_world
+async def test_a_slow_store_does_not_hold_up_promotions_to_another_one(loop: SimulatedLoop) -> None:
+    class Hanging:
+        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+            busy.append(keys)
+            try:
+                await asyncio.sleep(1000.0)
+            finally:
+                busy.remove(keys)
+            return [HIT] * len(keys)
+
+    busy: list[Sequence[PageKey]] = []
+    slow, target, promotions = Hanging(), OneByOne(), Promotions(threads=0)
+    for key, payload in zip(KEYS, payloads(), strict=True):
+        await promotions.offer([key], [payload], [LackingPages(slow, [0]), LackingPages(target, [0])], 0)
+    await asyncio.sleep(len(KEYS) + 1.0)
+    assert target.done == len(KEYS)
+    assert target.most == 1
+    async with promotions.paused():
+        assert not busy, "no store has the copies any more"
+    await promotions.idle()
+    assert promotions.counts == {"promoted": len(KEYS), "unpromoted": len(KEYS)}
+    await promotions.aclose()
 
 
 @in_world

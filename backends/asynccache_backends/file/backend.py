@@ -37,6 +37,7 @@ from asynccache.storage import (
     StoreLayout,
     Tell,
     Verify,
+    completed_in_thread,
     settled,
 )
 from asynccache_backends.file.files import FileRun, Folder, RunsMoved, ThreadIO
@@ -259,13 +260,8 @@ class FileBackend:
         with self._operations:
             group: PageGroup = part.place
             try:
-                # not in the threads of gets and puts, so that a scrub does not slow those down; no task, because the
-                # end of asyncio.run would cancel it, and the folder could be closed while the thread reads
-                reading = asyncio.get_running_loop().run_in_executor(
-                    None, read_group, self._state.folder, segment_name(group.segment), group
-                )
-                await settled([reading])
-                data = reading.result()
+                # not in the threads of gets and puts, so that a scrub does not slow those down
+                data = await completed_in_thread(read_group, self._state.folder, segment_name(group.segment), group)
             except OSError as error:
                 self._state.counts["errors"] += not is_gone(error)
                 return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))

@@ -31,7 +31,7 @@ from asynccache.storage import (
     Stored,
     StoreLayout,
     ThreadPool,
-    completed,
+    completed_in_thread,
     settled,
 )
 from asynccache_backends.mooncake import codes as meaning
@@ -86,7 +86,7 @@ class MooncakeBackend:
             Unavailable: the master cannot be reached. ``Timeout``: it does not answer.
         """
         settings = settings_of(url)
-        await completed(asyncio.to_thread(library))  # in a thread, since importing it takes long
+        await completed_in_thread(library)  # in a thread, since importing it takes long
         return cls(settings, await acquire(settings.client))
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
-from asynccache.storage import completed
+from asynccache.storage import completed_in_thread
 from asynccache_backends.object_store.local import LocalFolder
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ObjectClient:
         """
         if self.local is not None:
             try:
-                await completed(asyncio.to_thread(self.local.prepare))
+                await completed_in_thread(self.local.prepare)
             except OSError as error:
                 raise Unavailable(self._said(error)) from None
 
