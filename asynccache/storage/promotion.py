@@ -8,7 +8,7 @@ Laws:
 * The copies that exist at a time take ``room`` bytes of memory at most. Pages for which there is no room, or no memory,
   are not promoted.
 * One batch is written to a store at a time, so promotions take one place of a store's calls and leave the others to its
-  users. The stores do not wait for each other.
+  users. The stores do not wait for each other, but a batch keeps its memory until the slowest of them has it.
 * A promotion that fails is counted; there is no error and no second try.
 * Pages that are being deleted are not promoted. So a page that was deleted from all stores does not come back in one.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from asynccache.errors import BackendError
-from asynccache.settle import ThreadPool, settled
+from asynccache.settle import ThreadPool
 from asynccache.storage.contract import PageKey, Result
 
 ROOM_BYTES = 32 << 20
@@ -135,15 +135,9 @@ class Promotions:
         return copies
 
     async def _promote(self, batch: PromotionBatch) -> None:
-        writing = [asyncio.get_running_loop().create_task(self._write(batch, want)) for want in batch.wanted]
-        try:
-            await asyncio.wait(writing)
-        finally:
-            for task in writing:
-                task.cancel()
-            await settled(writing)
-        for task in writing:
-            task.result()
+        async with asyncio.TaskGroup() as writing:
+            for want in batch.wanted:
+                writing.create_task(self._write(batch, want))
 
     async def _write(self, batch: PromotionBatch, want: LackingPages) -> None:
         """Write to one store the pages of a batch that it lacks, after the batches before."""
