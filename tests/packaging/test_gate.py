@@ -217,7 +217,7 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, tmp_path: 
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}",
                    **{name: str(int(name == bad))
                       for name in ("TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER")},
-                   "ASYNCCACHE_CI_SECONDS": "300" if bad == "TIME" else "1700"}
+                   "CI_SECONDS": "300" if bad == "TIME" else "1700"}
     done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == status, done.stdout + done.stderr
     lines = done.stdout.splitlines()

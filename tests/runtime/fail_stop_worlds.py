@@ -432,6 +432,22 @@ async def shorter(here: Here) -> None:
         await cache.prefetch(text(pages, 1) + text(1, 9))
 
 
+async def states(here: Here) -> None:
+    """A commit finds nothing on the device that the host lacks. Then a state is fetched, with the pages before it."""
+    cache = here.cache
+    async with cache.lease(text(4)) as lease:
+        compute(cache, lease, text(4), here.checked)
+        await lease.commit(text(4), checkpoint=(3 * PAGE, int(lease.states[-1])))
+        await settled(cache)
+        await lease.commit(text(4))
+    await cache.flush()
+    stored = dict(here.backend.pages)
+    await cache.reset()
+    here.backend.pages.update(stored)
+    await cache.prefetch(text(4))
+    await ask(here, text(4) + text(1, 9))
+
+
 async def given_up(here: Here) -> None:
     """What nobody will ask for again is condemned without a copy. Then comes a store, which is to have it."""
     cache = here.cache
@@ -610,6 +626,7 @@ PLAYS: dict[str, Play] = {
     "fetching": Play(scenario=fetching, shape={**PLAIN, "swa": 10}),
     "windows": Play(scenario=windows, shape={"device": 14, "host": 12, "swa": 10, "aux_host": 0.5}, grain=1),
     "shorter": Play(scenario=shorter, shape={**PLAIN, "swa": 10}),
+    "states": Play(scenario=states, shape={**PLAIN, "mamba": 8}),
     "given up": Play(scenario=given_up, shape={"device": 12, "host": 8, "write_policy": "write_back",
                                                "write_back_watermark": 0.5, "eviction": "lru"}, stored=False),
     "small": Play(scenario=small, shape={"device": 14, "host": 4, "swa": 10, "window": 4, "mamba": 8,

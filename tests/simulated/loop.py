@@ -195,7 +195,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def run_until_complete(self, future: Awaitable[_T]) -> _T:  # type: ignore[override]
+    def run_until_complete(self, future: Awaitable[_T]) -> _T:  # type: ignore[override, unused-ignore]
         """Run until ``future`` is done and return its result.
 
         Raises:

@@ -22,7 +22,7 @@ from asynccache.storage import completed_in_thread
 from asynccache_backends.object_store.local import LocalFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer  # type: ignore[attr-defined]
+    from collections.abc import Buffer  # type: ignore[attr-defined, unused-ignore]
 
     from obstore.store import ObjectStore
 
