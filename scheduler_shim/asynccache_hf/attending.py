@@ -162,7 +162,7 @@ def places_of(layout: Layout, tables: Mapping[str, Pages], device: torch.device)
     return places
 
 
-def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
+def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function that does the same as ``usual`` unless it is given ``PagedAttention`` pages."""
 
     def attention(
@@ -178,13 +178,13 @@ def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def take_part() -> None:
+def replace_attention() -> None:
     """Replace the attention functions of ``IMPLEMENTATIONS`` in transformers' registry. A second call does nothing."""
     known = AttentionInterface()
     for name in IMPLEMENTATIONS:
         usual = known[name]
         if not getattr(usual, "asynccache", False):
-            AttentionInterface.register(name, _taking_part(usual))
+            AttentionInterface.register(name, _with_paged_attention(usual))
 
 
 # groups

@@ -564,7 +564,7 @@ def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:
     class Layer:
         is_causal, num_key_value_groups, training = True, 1, False
 
-    attending.take_part()
+    attending.replace_attention()
     registered = transformers.AttentionInterface()["sdpa"]
     usual = registered.__closure__[0].cell_contents
     query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))
