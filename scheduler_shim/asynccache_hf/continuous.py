@@ -15,6 +15,7 @@ Law: however a request ends, its ``RequestPages.over`` is called once, when no s
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from transformers.generation.continuous_batching import cache as paging
 from transformers.generation.continuous_batching import continuous_api as api
 from transformers.generation.continuous_batching import scheduler
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import logger
 
 from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, unpageable
 from asynccache_hf.layout import Layout
@@ -279,6 +281,21 @@ class _OutputRouter(api.OutputRouter):  # type: ignore[misc]
             self._cache.over(output.request_id)
 
 
+@contextmanager
+def _without_psutil_warning() -> Iterator[None]:
+    """Keep back transformers' warning that psutil is not installed. transformers needs psutil only to limit the memory
+    that requests are offloaded to, and here nothing is offloaded."""
+
+    def allowed(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("psutil is not available")
+
+    logger.addFilter(allowed)
+    try:
+        yield
+    finally:
+        logger.removeFilter(allowed)
+
+
 class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
     """transformers' manager, whose requests bring their pages. Constructing it may change the model's attention
     implementation; ``end`` puts that back."""
@@ -308,17 +325,19 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
         self.page_cache: PageCache | None = None
 
     def processor(self, cache: PageCache, tell: Callable[[RequestOutput], None]) -> StepProcessor:
-        """Return what computes steps over the pages of ``cache``. ``tell``: called with the news of each request."""
+        """Return the processor that computes steps over the pages of ``cache``. ``tell``: called with each output of a
+        request."""
         config = copy.copy(self.model.config.get_text_config())
         config._attn_implementation = "asynccache"  # so that transformers allocates and fills no masks
-        return StepProcessor(
-            cache=cache, config=config, generation_config=self.generation_config,
-            continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
-            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_OutputRouter(cache, tell),
-            background_thread_status=self.background_thread_status, model_device=self.model.device,
-            model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
-            scheduler=_CancellingScheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
-        )  # fmt: skip
+        with _without_psutil_warning():
+            return StepProcessor(
+                cache=cache, config=config, generation_config=self.generation_config,
+                continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
+                input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_OutputRouter(cache, tell),
+                background_thread_status=self.background_thread_status, model_device=self.model.device,
+                model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
+                scheduler=_CancellingScheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
+            )  # fmt: skip
 
     def begin(self, cache: PageCache, tell: Callable[[RequestOutput], None], name: str) -> None:
         """Start the thread, which ends with the program if nobody ends it before."""

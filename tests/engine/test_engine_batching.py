@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import transformers
 from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending, continuous
 from asynccache_shim import Finish
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import offloading_manager
 
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
@@ -556,6 +558,24 @@ def test_another_transformers_is_refused_in_a_sentence(monkeypatch: pytest.Monke
         monkeypatch.setattr(transformers, "__version__", other)
         with pytest.raises(ConfigError, match=rf"transformers 5\.23, and here is {other}: install .* PrefixCache"):
             continuous.check_version()
+
+
+def test_nobody_is_told_to_install_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers uses it for offloading only, and nothing is offloaded here. Its other warnings are let through."""
+    said = list[str]()
+    monkeypatch.setattr(offloading_manager, "is_psutil_available", lambda: False)
+    monkeypatch.setattr(offloading_manager.logger, "level", logging.WARNING)
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    offloading_manager.logger.addHandler(handler)
+    try:
+        with ContinuousBatching(model_of("llama"), page_size=4, device_tokens=256, host_tokens=256) as batching:
+            made(batching, [prompt(9)])
+        assert said == []
+        offloading_manager.logger.warning("psutil is not available")
+        assert said == ["psutil is not available"]
+    finally:
+        offloading_manager.logger.removeHandler(handler)
 
 
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:
