@@ -34,7 +34,7 @@ LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
 
 PADDED = 2
-"""How many times its own length a request may be padded to, so that it is computed in one call with longer ones."""
+"""The most times its own length that a request is padded to, so that it is computed in one call with longer ones."""
 
 
 class StepRow(NamedTuple):
