@@ -127,7 +127,7 @@ class MarkPages:
 
 
 def source_of(name: str, host_pool: Any) -> DirectPages | CopiedPages:
-    """Return how the pages of ``host_pool`` are read and written.
+    """Return the access to the pages of ``host_pool``, direct or through copies.
 
     Raises:
         ConfigError: there is no way to do that.
