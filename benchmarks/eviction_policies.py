@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """How many points ``p2c`` is above ``lru``."""
+        """The number of points that ``p2c`` is above ``lru``."""
         return self.p2c - self.lru
 
 

@@ -85,8 +85,8 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
 
 
 def charts(figures: Figures) -> Iterator[Chart]:
-    """Yield a chart of what was measured: each call, how the mean grows with the tree, or the p50 of both cores. The
-    figures of ``ghosts`` and ``metrics`` have no chart; ``--json`` writes them."""
+    """Yield a chart of what was measured: each call, how the mean grows with the tree, the memory of the nodes that the
+    policy remembers, the cost of counting for metrics, or the p50 of both cores."""
     if "shapes" in figures:
         yield from charts_of_calls(figures)
     kinds = ("match", "pin", "insert", "evict")
@@ -94,11 +94,30 @@ def charts(figures: Figures) -> Iterator[Chart]:
         yield Chart(f"How the cost grows with the tree, {kind}: mean CPU µs", kinds, [
             Row(f"{row['nodes']:,} nodes", [row[name]["cpu"]["mean"] for name in kinds]) for row in sizes
         ])
+    if "ghosts" in figures:
+        ghosts = figures["ghosts"]
+        yield Chart("The evicted nodes that the eviction policy remembers", ("",), [
+            Row("nodes in the tree", [ghosts["nodes"]]), Row("nodes remembered", [ghosts["ghosts"]]),
+            Row("the most that are remembered", [ghosts["most"]]),
+            Row("bytes for each of them", [ghosts["bytes_per_ghost"]]),
+        ])
+    if "metrics" in figures:
+        yield from _charts_of_metrics(figures["metrics"])
     cores = figures.get("cores", {})
     for name, rows in cores.get("compiled", {}).items():
         yield Chart(f"What a call of either core costs, {name}: p50 of CPU µs", ("compiled", "pure"),
                     [Row(row["what"], [row["cpu"]["p50"], cores["pure"][name][operation]["cpu"]["p50"]])
                      for operation, row in rows.items()])
+
+
+def _charts_of_metrics(found: Figures) -> Iterator[Chart]:
+    off, on, goal = found["off_us"], found["on_us"], 100 * found["goal"]
+    yield Chart("The CPU time of all calls, without and with counting for metrics: µs", ("without", "with"),
+                [Row(name, [off[name], on[name]]) for name in off])
+    yield Chart("The share that counting for metrics adds: %", ("share", "goal"), [
+        Row("all calls together", [100 * found["all_adds"], goal], missed=found["all_adds"] > found["goal"]),
+        Row("evict", [100 * found["evict_adds"], None]),
+    ])
 
 
 def measured_core(core: str, args: argparse.Namespace) -> Figures:

@@ -67,9 +67,9 @@ async def measure(device: Any, tell: Tell) -> Figures:
     software = {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "cupy": find().cupy}
     found: Figures = {"bench": "cuda", "device": device.driver.identity()._asdict(), "software": software}
     try:
-        async with cuda_copies.by_path(device) as ways:
+        async with cuda_copies.by_path(device) as devices:
             tell("copies")
-            found["copies"] = cuda_copies.measure(device, ways, BUFFER, ROUNDS)
+            found["copies"] = cuda_copies.measure(device, devices, BUFFER, ROUNDS)
         tell("wake-ups")
         found["wake_up"] = await cuda_copies.wake_up(device, SAMPLES)
         tell("loads beside computing")

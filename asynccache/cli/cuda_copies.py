@@ -38,22 +38,22 @@ MARGIN = 0.9
 because it takes multiprocessors from the engine."""
 
 Figures = dict[str, Any]
-Ways = Mapping[str, CudaDevice]
+DevicesByPath = Mapping[str, CudaDevice]
 
 
 @asynccontextmanager
-async def by_path(device: CudaDevice) -> AsyncIterator[Ways]:
+async def by_path(device: CudaDevice) -> AsyncIterator[DevicesByPath]:
     """Open the GPU of ``device`` once for each path, and yield these devices by the path's name. They are closed at the
     end of the ``async with``, also if it is cancelled."""
-    ways = {
+    devices = {
         path: CudaDevice(device.driver, device.name, settings=replace(device.settings, kernel_below=below))
         for path, below in PATHS.items()
     }
     try:
-        yield ways
+        yield devices
     finally:
-        for way in ways.values():
-            await way.aclose()
+        for forced in devices.values():
+            await forced.aclose()
 
 
 class CopyPools:
@@ -96,7 +96,7 @@ class CopyPools:
         return round(self.spec.device_pages * self.spec.bytes_per_page / min(taken[1:]) / 1e9, 2)
 
 
-def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
+def measure(device: CudaDevice, devices: DevicesByPath, size: int, rounds: int) -> Figures:
     """Measure one large copy and copies of pieces, each direction by itself, with pools of ``size`` bytes. Returns
     rates in GB/s: ``large_gb_s`` by direction, and in ``pieces`` a row for each width and direction, with the path that
     the settings choose."""
@@ -106,7 +106,7 @@ def measure(device: CudaDevice, ways: Ways, size: int, rounds: int) -> Figures:
     for width in WIDTHS:
         pages = CopyPools(device, size, width)
         for towards in DIRECTIONS:
-            rates = {f"{path}_gb_s": pages.rate(way, towards, rounds) for path, way in ways.items()}
+            rates = {f"{path}_gb_s": pages.rate(forced, towards, rounds) for path, forced in devices.items()}
             path = "kernel" if width < device.settings.kernel_below else "dma"
             rows.append({"direction": towards.value, "width": width, "path": path, **rates})
     return {"large_gb_s": large, "bytes": size, "pieces": rows,

@@ -82,8 +82,8 @@ async def measured(device: Any) -> Report:
 
     identity = device.driver.identity()
     try:
-        async with by_path(device) as ways:
-            copies = measure(device, ways, SMALL_BUFFER, 3)
+        async with by_path(device) as devices:
+            copies = measure(device, devices, SMALL_BUFFER, 3)
         waking = await wake_up(device, 200)
     finally:
         await device.aclose()

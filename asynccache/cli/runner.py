@@ -61,7 +61,7 @@ class RequestRunner:
     """Runs one workload to its end. ``stop`` admits no more requests and lets those that run finish; ``abort``
     cancels those too.
 
-    ``trace``: the traceback of the first request that failed by an unexpected error; None if none did.
+    ``traceback``: the text of the first unexpected error of a request; None if there was none.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RequestRunner:
         self.tally = tally
         self.running = 0
         self.stopping = False
-        self.trace: str | None = None
+        self.traceback: str | None = None
         self._clock = clock
         self._server = server
         self._source = source
@@ -162,8 +162,8 @@ class RequestRunner:
         """Note that a request failed by an unexpected error, and stop the run. Only the first traceback is kept."""
         self.tally.failed += 1
         self.tally.problem(f"request {request.number} met {type(error).__name__}: {error}")
-        if self.trace is None:
-            self.trace = "".join(traceback.format_exception(error))
+        if self.traceback is None:
+            self.traceback = "".join(traceback.format_exception(error))
         self.stop()
 
     def _cancel_at(self) -> int | None:

@@ -80,9 +80,9 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
     out = sys.stderr if settings.json == "-" else sys.stdout
     if not settings.quiet:
         print(summary(result, color=out.isatty()), file=out)
-    if session.trace is not None:
-        result["trace"] = session.trace
-        print(session.trace if output.debugging() else "asynccache: --debug shows where the error was raised",
+    if session.traceback is not None:
+        result["traceback"] = session.traceback
+        print(session.traceback if output.debugging() else "asynccache: --debug shows where the error was raised",
               file=sys.stderr)
     if settings.json is not None:
         output.dump(result, settings.json)
@@ -108,10 +108,10 @@ def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
 
 
 class Session:
-    """One run. ``trace``: the traceback of the first request that failed by an unexpected error; None if none did."""
+    """One run. ``traceback``: the text of the first unexpected error of a request; None if there was none."""
 
     def __init__(self, settings: RunSettings, display: Display, presses: Presses) -> None:
-        self.trace: str | None = None
+        self.traceback: str | None = None
         self._settings = settings
         self._display = display
         self._tally = Tally()
@@ -195,7 +195,7 @@ class Session:
                 async with self._exposed(cache, watch):
                     await runner.run()
         finally:
-            self.trace = runner.trace
+            self.traceback = runner.traceback
             if ending is not None:
                 ending.cancel()
             sampler.take()

@@ -91,15 +91,19 @@ def _states(settings: RunSettings, size: Size, tokens: int, requests: int) -> in
 
 
 def check_fits(settings: RunSettings, config: CacheConfig, trace: Sequence[TraceRequest]) -> None:
-    """Refuse a trace whose longest request cannot fit into L1.
+    """Refuse a trace whose longest request, with what it decodes, cannot fit into L1.
 
     Raises:
         ConfigError: it cannot; the message has the request's length and the room.
     """
     full = config.components[0]
     assert isinstance(full, Full)
-    number, longest = max(enumerate(trace, start=1), key=lambda item: item[1].input_length)
-    output = min(longest.output_length, settings.decode_tokens)
+
+    def decoded(request: TraceRequest) -> int:
+        return min(request.output_length, settings.decode_tokens)
+
+    number, longest = max(enumerate(trace, start=1), key=lambda item: item[1].input_length + decoded(item[1]))
+    output = decoded(longest)
     needed = -(-(longest.input_length + output) // settings.page_size) * settings.page_size
     if needed > full.device_tokens:
         raise ConfigError(

@@ -178,11 +178,11 @@ def _json_lines(path: str) -> Iterator[Callable[[object], None]]:
 
 
 class StoreAction(NamedTuple):
-    """An open store and what to do with it. ``wanted``: the parsed command line. ``show`` is called with every page of
+    """An open store and what to do with it. ``options``: the parsed command line. ``show`` is called with every page of
     a list, ``tell`` with a line that says how far the action has come."""
 
     store: CheckedStore
-    wanted: argparse.Namespace
+    options: argparse.Namespace
     show: Show
     tell: Tell
 
@@ -194,33 +194,33 @@ class StoreAction(NamedTuple):
         """
         backend = self.store.backend
         if not isinstance(backend, Listable):
-            raise ConfigError(f"storage={self.wanted.shown!r}: this kind of store cannot list its pages")
-        return in_time(backend.listing(), self.wanted.timeout)
+            raise ConfigError(f"storage={self.options.shown!r}: this kind of store cannot list its pages")
+        return in_time(backend.listing(), self.options.timeout)
 
 
-async def perform(wanted: argparse.Namespace, show: Show, tell: Tell) -> Report:
+async def perform(options: argparse.Namespace, show: Show, tell: Tell) -> Report:
     """Open the store, run the action and close the store; returns the report. Cancelling also closes the store.
 
     Raises:
         ConfigError: the URL names no store, or this kind of store cannot do the action.
         BackendError: the store cannot be opened, or fails.
     """
-    at_once = wanted.action in ("gc", "clear")
-    timeout = max(wanted.timeout, WHOLE_TIMEOUT) if at_once else wanted.timeout
-    async with within(wanted.timeout, f"storage={wanted.shown!r} could not be opened"):
-        store = await open_store(wanted.url, StoreLayout({}, RECORD_SCHEMA), timeout=timeout)
+    at_once = options.action in ("gc", "clear")
+    timeout = max(options.timeout, WHOLE_TIMEOUT) if at_once else options.timeout
+    async with within(options.timeout, f"storage={options.shown!r} could not be opened"):
+        store = await open_store(options.url, StoreLayout({}, RECORD_SCHEMA), timeout=timeout)
     if store is None:
-        raise ConfigError(f"storage={wanted.shown!r} is no store")
+        raise ConfigError(f"storage={options.shown!r} is no store")
     try:
-        report = await _ACTIONS[wanted.action](StoreAction(store, wanted, show, tell))
+        report = await _ACTIONS[options.action](StoreAction(store, options, show, tell))
     finally:
         await store.aclose()
-    return {"command": wanted.action, "url": wanted.shown, **report}
+    return {"command": options.action, "url": options.shown, **report}
 
 
 async def _list(action: StoreAction) -> Report:
     pages = total = 0
-    limit = action.wanted.limit
+    limit = action.options.limit
     async for batch in action.listing():
         for page in batch:
             if pages == limit:
@@ -276,25 +276,25 @@ def age_class(seconds: float | None) -> str:
 
 
 async def _verify(action: StoreAction) -> Report:
-    began, store, wanted = time.monotonic(), action.store, action.wanted
+    began, store, options = time.monotonic(), action.store, action.options
     if isinstance(store.backend, Scrubbable):
         total = sum(part.pages * part.page_bytes for part in store.backend.parts())
-        found = await store.scrub(wanted.rate, lambda done: action.tell(_so_far(done, total)))
+        found = await store.scrub(options.rate, lambda done: action.tell(_so_far(done, total)))
     elif isinstance(store.backend, Listable):
         found = await _verify_listed(action)
     else:
-        raise ConfigError(f"storage={wanted.shown!r}: its pages cannot be listed, so none can be verified")
+        raise ConfigError(f"storage={options.shown!r}: its pages cannot be listed, so none can be verified")
     return {**found._asdict(), "elapsed_s": round(time.monotonic() - began, 3), "ok": not (found.bad or found.unread)}
 
 
 async def _verify_listed(action: StoreAction) -> Scrubbed:
     began, done = time.monotonic(), Scrubbed()
     backend: Any = action.store.backend
-    async for found in scrub_listed(backend, _in_a_thread, action.wanted.timeout):
+    async for found in scrub_listed(backend, _in_a_thread, action.options.timeout):
         done = done.plus(found)
         action.tell(_so_far(done, None))
-        if action.wanted.rate is not None:
-            await asyncio.sleep(pause(done.bytes, action.wanted.rate, time.monotonic() - began))
+        if action.options.rate is not None:
+            await asyncio.sleep(pause(done.bytes, action.options.rate, time.monotonic() - began))
     return done
 
 
@@ -309,18 +309,18 @@ def _so_far(done: Scrubbed, total: int | None) -> str:
 
 
 async def _collect(action: StoreAction) -> Report:
-    backend, older_than = action.store.backend, action.wanted.older_than
+    backend, older_than = action.store.backend, action.options.older_than
     if not isinstance(backend, Collectable):
-        raise ConfigError(f"storage={action.wanted.shown!r}: this kind of store has nothing that gc could remove")
+        raise ConfigError(f"storage={action.options.shown!r}: this kind of store has nothing that gc could remove")
     began = time.monotonic()
-    if action.wanted.dry_run:
+    if action.options.dry_run:
         assert older_than is not None
         found = await _count_older(action, time.time() - older_than)
     else:
         action.tell("collecting")
         async with within(WHOLE_TIMEOUT, "gc was not finished; what it has removed stays removed"):
             found = (await backend.collect(older_than))._asdict()
-    return {**found, "dry_run": action.wanted.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
+    return {**found, "dry_run": action.options.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
 
 
 async def _count_older(action: StoreAction, until: float) -> Report:

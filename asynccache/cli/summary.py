@@ -10,11 +10,9 @@ from typing import Any
 
 from asynccache.cli.report import Report
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.text import ARROWS, TIER_NAMES, bar, milliseconds, number, percent, size
+from asynccache.cli.text import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, percent, size
 
 _FETCHES = ("load_back", "prefetch")
-_BUSY = 1.2
-"""The slowdown from which on the summary says that the machine is busy."""
 _FEW_HITS = 0.2
 """The hit ratio below which the summary says that there was little to save."""
 _QUEUED = 0.9
@@ -82,7 +80,7 @@ def _first_token(report: Report) -> Iterator[str]:
     yield _times("without cache", report["ttft_without_cache_ms"], without)
     yield _times("wait for pages", report["wait_ms"], report["wait_mean_ms"])
     slowdown = report["prefill_slowdown"]
-    if slowdown >= _BUSY:
+    if slowdown >= BUSY:
         yield f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is"
         yield "  modelled as that much slower, with the cache and without it."
     if with_cache > without:

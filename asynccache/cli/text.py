@@ -9,6 +9,9 @@ counted, but no ratio is made of them."""
 ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
 """From which tier to which each stage moves pages."""
 
+BUSY = 1.2
+"""The slowdown of prefill by other work of the machine from which on the summary and the page mention it."""
+
 TIER_NAMES = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -38,14 +38,14 @@ class PromptRun(NamedTuple):
 
 
 class PagesToLoad(NamedTuple):
-    """How many pages (states for MAMBA) of one component are missing on the device and would come with a load_back."""
+    """The pages (states for MAMBA) of one component that are missing on the device and would come with a load_back."""
 
     component: ComponentKind
     pages: int
 
 
 class Explanation(NamedTuple):
-    """Where the pages of a prompt are, and what ends its match. Lengths are in tokens.
+    """The places of a prompt's pages, and what ends its match. Lengths are in tokens.
 
     ``length``: the prompt's whole pages. ``device``, ``host``: how far a match is valid with the data of the device,
     and of device and host together. ``full``: how far FULL alone goes. ``tree``: how far the tree knows the prompt.

@@ -11,7 +11,7 @@ from asynccache.core.world import NOWHERE, World
 
 
 class Match(NamedTuple):
-    """How far a prompt is cached, in tokens.
+    """The lengths to which a prompt is cached, in tokens.
 
     ``device``: the longest prefix that is valid on the device. ``host``: the longest prefix that is valid with the data
     of device and host together. ``full``: how far FULL alone goes. ``host_hit_length``, ``swa_host_hit_length``: tokens
@@ -33,7 +33,7 @@ class Match(NamedTuple):
 
 
 class Ends:
-    """Where a match ends, in pages. ``device``: with the data of the device. ``union``: with the data of device and
+    """The ends of a match, in pages. ``device``: with the data of the device. ``union``: with the data of device and
     host together. ``full``: how far FULL alone goes. Never changed."""
 
     __slots__ = ("device", "full", "union")

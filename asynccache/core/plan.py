@@ -16,7 +16,7 @@ NO_SLOT: Final = b"\xff\xff\xff\xff"  # what a page table has where a page has n
 
 
 class Status(IntEnum):
-    """How an operation ended."""
+    """The status with which an operation ended."""
 
     FAILED = 1
     DONE = 2

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ExtraKey = str | bytes | None
 
 MOST_PAYLOAD = 8 << 20
-"""How many bytes a batch's payload may have."""
+"""The most bytes that a batch's payload may have."""
 _log = logging.getLogger("asynccache")
 _CLOSED_EARLY = "the cache was closed while it was being opened"
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OnEvent = Callable[[Notice], None]
 
 REMEMBERED = 1 << 14
-"""How many nodes that left the tree the core remembers, to tell why a request missed."""
+"""The most nodes that the core remembers of those that left the tree, to tell why a request missed."""
 FREEZE_EVERY = 2048
 """Commits from one freezing of the garbage collector's objects to the next, at least."""
 

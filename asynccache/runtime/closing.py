@@ -1,4 +1,4 @@
-"""How a cache ends: what is saved, and until when."""
+"""The end of a cache: what is saved, and until when."""
 
 from __future__ import annotations
 

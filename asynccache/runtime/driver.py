@@ -310,7 +310,8 @@ class Driver:
 
     @property
     def unapplied(self) -> int:
-        """How many outcomes wait to be applied, including those in the hands of the ack task. A nudge counts, too."""
+        """The number of outcomes that wait to be applied, including those in the hands of the ack task. A nudge counts,
+        too."""
         return len(self._in_hand) + self.acks.qsize()
 
     def post(self, outcome: Outcome) -> None:

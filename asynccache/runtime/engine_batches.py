@@ -36,8 +36,8 @@ from asynccache.worker.joining import joined
 Stamps = npt.NDArray[np.int64]
 
 SWEEP = 64
-"""When the next sweep is made. A sweep looks at all batches that commits named (or at all sets of batches), and forgets
-those that are over. The next one is made when there are ``SWEEP`` more than twice as many as the last one has left."""
+"""A sweep looks at all batches that commits named (or at all sets of batches), and forgets those that are over. The
+next one is made when there are ``SWEEP`` more than twice as many as the last one has left."""
 
 
 class EngineBatches:

@@ -70,7 +70,7 @@ def ask_for(
 
 
 CHECKPOINTS = 2
-"""How many MAMBA slots for checkpoints a lease has if it does not say; one more is its working copy."""
+"""The number of MAMBA slots for checkpoints of a lease that does not say how many; one more is its working copy."""
 
 
 class LeaseParts:

@@ -29,12 +29,11 @@ from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import StageMeter
 
 WORKERS = 16
-"""How many batches may be in flight. A batch takes several turns of a busy loop, so with fewer batches the store would
-be idle where pages are small."""
+"""The most batches in flight. A batch takes several turns of a busy loop, so with fewer batches the store would be idle
+where pages are small."""
 BATCH_OPS = 16
 BATCH_PAGES = 128
-"""How many operations, and how many pages of all components, a batch has at most. A larger operation is a batch by
-itself."""
+"""The most operations, and the most pages of all components, of a batch. A larger operation is a batch by itself."""
 PATIENCE = 0.1
 TOO_LATE = 1.0
 
@@ -47,7 +46,7 @@ class QueuedBackup(NamedTuple):
 
 
 class Backlog:
-    """How many host slots the backups to storage hold, against how many they may hold.
+    """The numbers of host slots that the backups to storage hold, and may hold.
 
     ``limits``: slots by component. A backup holds its slots from when it is queued until its outcome. ``dropped``: how
     many operations were dropped, for want of room, before they began.

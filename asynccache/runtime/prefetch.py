@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class PrefetchStatus(Enum):
-    """How a prefetch ended. COMPLETE: with all pages that it was to bring. PARTIAL: with some of them. MISS: with none.
-    SKIPPED: it fetched nothing, for the ``reason`` in its result. CANCELLED: it was given up, or the cache was
-    closed."""
+    """The status with which a prefetch ended. COMPLETE: with all pages that it was to bring. PARTIAL: with some of
+    them. MISS: with none. SKIPPED: it fetched nothing, for the ``reason`` in its result. CANCELLED: it was given up, or
+    the cache was closed."""
 
     COMPLETE = "complete"
     PARTIAL = "partial"
@@ -68,7 +68,7 @@ class Cut(Enum):
 
 
 class CachedOnArrival(NamedTuple):
-    """How many tokens of a prompt were cached when its request arrived: on the device, and on device and host
+    """The number of a prompt's tokens that were cached when its request arrived: on the device, and on device and host
     together."""
 
     device: int
@@ -302,7 +302,7 @@ class PrefetchHandle:
 
     @property
     def result(self) -> PrefetchResult | None:
-        """How the prefetch has ended; None before it has."""
+        """The result of the prefetch; None before it has ended."""
         return self._prefetch.result
 
     def cancel(self) -> None:

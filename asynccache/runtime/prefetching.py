@@ -44,8 +44,9 @@ from asynccache.worker.stats import StageMeter
 
 PATIENCE = 0.5
 MOST_SAVES = 4
-"""How often a prefetch waits until the pages before its own are copied to the host. They may be gone again when it
-looks: of two prefetches whose pages the host cannot hold together, each may take the other's room again and again."""
+"""The most times that a prefetch waits until the pages before its own are copied to the host. They may be gone again
+when it looks: of two prefetches whose pages the host cannot hold together, each may take the other's room again and
+again."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from asynccache.core.settings import CoreConfig
 
 _MOST_TWICE = 0.25
-"""How much of the smaller tier, as a share, may hold copies of pages that the other tier has. Such copies are made
-ahead, so that requests do not wait for them."""
+"""The share of the smaller tier that may hold copies of pages that the other tier has. Such copies are made ahead, so
+that requests do not wait for them."""
 
 
 def wasted(config: CoreConfig) -> tuple[str, ...]:

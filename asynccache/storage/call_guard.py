@@ -489,12 +489,12 @@ class CallPlaces:
 
     @property
     def taken(self) -> int:
-        """How many calls have a place."""
+        """The number of calls that have a place."""
         return sum(self._taken)
 
     @property
     def waiting(self) -> int:
-        """How many calls wait for a place."""
+        """The number of calls that wait for a place."""
         return sum(map(len, self._lines))
 
     def take_now(self, purpose: PlacePurpose) -> bool:

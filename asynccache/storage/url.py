@@ -213,7 +213,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How one store is used.
+    """The settings of one store.
 
     ``name``: what it is called among the attached stores. ``write``: whether pages are written to it. ``promote``:
     whether pages that were found in a farther store are copied to it. ``timeout``: seconds that a call may take.

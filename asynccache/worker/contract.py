@@ -48,9 +48,9 @@ class ReadOrder(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """How a batch of backups ended. ``failed``: the operations of which at least one page was not stored. ``pages``:
-    how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them count as pages of
-    FULL (``PoolLayout.counts``)."""
+    """The outcome of a batch of backups. ``failed``: the operations of which at least one page was not stored.
+    ``pages``: how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them count
+    as pages of FULL (``PoolLayout.counts``)."""
 
     failed: frozenset[int]
     pages: int
@@ -147,8 +147,8 @@ class Worker(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has, up to the last one that the worker has. For several workers: the last one that
-        the head's own worker has; without an own worker, the last one that any of them has."""
+        """The number of the model's layers, up to the last one that the worker has. For several workers: the last one
+        that the head's own worker has; without an own worker, the last one that any of them has."""
         ...
 
     @property
@@ -301,7 +301,7 @@ class Worker(Protocol):
         ...
 
     def queues(self) -> Mapping[str, int]:
-        """How many operations wait, by stage."""
+        """The number of operations that wait, by stage."""
         ...
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:

@@ -57,16 +57,16 @@ answering."""
 LATE = 3.0
 """Seconds beyond its deadline that a closing cache still waits for workers."""
 UNABLE = 1024
-"""How many batches that an engine could not run are remembered, for whoever asks about them after they are over."""
+"""The most batches that are remembered as not run by their engine, for questions after they are over."""
 DELETED = 4096
-"""How many pages one message tells to delete, at most."""
+"""The most pages that one message tells to delete."""
 
 _STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.CLONE: "load_back"}
 
 
 class RankReports:
-    """What every rank says once of one thing. ``left``: the ranks that have not said it yet. ``said``: what each of the
-    other ranks said, by rank."""
+    """The answers of all ranks about one thing; each gives one. ``left``: the ranks that have not said it yet.
+    ``said``: what each of the other ranks said, by rank."""
 
     __slots__ = ("left", "said")
 

@@ -10,8 +10,8 @@ from asynccache.core.plan import BackupHost, Clone, Copy, LoadBack, Move
 from asynccache.worker.work import CopyKind, Work
 
 MOST_OPS, MOST_BYTES = 256, 1 << 20
-"""How many operations, and how many bytes of slots on either side, are joined into one ``Work`` at most. An operation
-that is larger by itself is a work by itself."""
+"""The most operations, and the most bytes of slots on either side, that are joined into one ``Work``. An operation that
+is larger by itself is a work by itself."""
 
 _KINDS: dict[type, CopyKind] = {BackupHost: CopyKind.BACKUP, LoadBack: CopyKind.LOAD, Clone: CopyKind.CLONE}
 

@@ -34,11 +34,11 @@ from asynccache.errors import RankFailure
 from asynccache.worker.messages import Message, WorksEnded, encode
 
 MOST_FRAME = 16 << 20
-"""How many bytes a frame has at most."""
+"""The most bytes of a frame."""
 MOST_UNSENT = 256 << 20
-"""How many bytes are kept for a peer that does not read."""
+"""The most bytes that are kept for a peer that does not read."""
 MOST_EARLY = 64 << 10
-"""How many bytes are kept here before ``begin``; one piece of the stream may come on top."""
+"""The most bytes that are kept here before ``begin``; one piece of the stream may come on top."""
 GRACE = 2.0
 """Seconds that ``aclose`` waits until what was unsent is sent and the peer has closed, too."""
 DOUBT = 0.05
@@ -46,7 +46,7 @@ DOUBT = 0.05
 time-out, and what the peer said meanwhile waits in the socket."""
 
 SLICE = 1024
-"""How many messages a frame has at most, so that a long plan is performed while its end is still being encoded."""
+"""The most messages of a frame, so that a long plan is performed while its end is still being encoded."""
 BYTES_PER_PAGE = 256
 """An upper bound of the bytes that a page takes in any message: its hash, a slot or two, and its share of the name of
 the list that it is in."""

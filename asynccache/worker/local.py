@@ -105,8 +105,8 @@ async def close_all(
 
 
 SWEEP = 64
-"""When the next sweep is made. A sweep forgets the batches that are over. The next one is made when there are ``SWEEP``
-more than twice as many as the last one has left."""
+"""A sweep forgets the batches that are over. The next one is made when there are ``SWEEP`` more than twice as many as
+the last one has left."""
 
 
 class LocalBatch:

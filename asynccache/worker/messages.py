@@ -28,7 +28,7 @@ Places = tuple[int, int, int]
 
 
 MOST_REASON = 4096
-"""How many bytes a reason has at most."""
+"""The most bytes of a reason."""
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):

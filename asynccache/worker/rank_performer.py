@@ -46,7 +46,7 @@ all else is the same."""
 Tell = Callable[[m.Message], None]
 
 KEYS = 1024
-"""How many storage keys a message has at most."""
+"""The most storage keys of a message."""
 
 LOOP_ALIVE = 1.0
 """Seconds after which a thread that waits for the loop looks whether the loop still runs."""
@@ -133,8 +133,8 @@ class Performer:
 
     @property
     def layers(self) -> int:
-        """How many layers the model has, up to the last one that this rank has. Raises ``RankFailure``: the worker is
-        closed."""
+        """The number of the model's layers, up to the last one that this rank has. Raises ``RankFailure``: the worker
+        is closed."""
         return self._own.layers
 
     def die(self, error: BaseException) -> None:

@@ -50,7 +50,7 @@ class RankWorker:
 
     @property
     def layers(self) -> int:
-        """How many layers the model has, up to the last one that this rank has; 0 once the worker is closed."""
+        """The number of the model's layers, up to the last one that this rank has; 0 once the worker is closed."""
         local = self._performer.local
         return 0 if local is None else local.layers
 

@@ -42,7 +42,7 @@ MOST_HELLO = 64 << 10
 HANDSHAKE = 10.0
 """Seconds that a handshake may take, once there is a connection."""
 MOST_STRANGERS = 128
-"""How many connections may be not authenticated yet; one more is closed at once."""
+"""The most connections that are not authenticated yet; one more is closed at once."""
 RETRY = 0.1
 """Seconds between two attempts to connect."""
 

@@ -259,7 +259,7 @@ async def _copied(*events: Event | None) -> Status:
 
 
 BATCH_PAGES = 128
-"""How many pages one call of a store has at most."""
+"""The most pages of one call of a store."""
 
 
 class WritableStore(Protocol):

@@ -37,8 +37,9 @@ BOUNDS_MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0
 
 
 class Histogram(NamedTuple):
-    """How many operations took how long. ``counts[i]``: those that took at most ``bounds_ms[i]`` and longer than the
-    bound before; the last count: those that took longer than every bound. ``total_ms``: the sum of all latencies."""
+    """A histogram of the latencies of operations. ``counts[i]``: those that took at most ``bounds_ms[i]`` and longer
+    than the bound before; the last count: those that took longer than every bound. ``total_ms``: the sum of all
+    latencies."""
 
     bounds_ms: tuple[float, ...]
     counts: tuple[int, ...]

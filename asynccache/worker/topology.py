@@ -22,7 +22,7 @@ class RankPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many ranks there are in each direction: tensor-, context- and pipeline-parallel."""
+    """The number of ranks in each direction: tensor-, context- and pipeline-parallel."""
 
     tp: int = 1
     cp: int = 1
@@ -34,7 +34,7 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are in all."""
+        """The number of ranks in all."""
         return self.tp * self.cp * self.pp
 
     def place(self, rank: int) -> RankPlace:

@@ -34,7 +34,7 @@ LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
 
 PADDED = 2
-"""How many times its own length a request may be padded to, so that it is computed in one call with longer ones."""
+"""The most times its own length that a request is padded to, so that it is computed in one call with longer ones."""
 
 
 class StepRow(NamedTuple):
@@ -162,7 +162,7 @@ def places_of(layout: Layout, tables: Mapping[str, Pages], device: torch.device)
     return places
 
 
-def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
+def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function that does the same as ``usual`` unless it is given ``PagedAttention`` pages."""
 
     def attention(
@@ -178,13 +178,13 @@ def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
-def take_part() -> None:
+def replace_attention() -> None:
     """Replace the attention functions of ``IMPLEMENTATIONS`` in transformers' registry. A second call does nothing."""
     known = AttentionInterface()
     for name in IMPLEMENTATIONS:
         usual = known[name]
         if not getattr(usual, "asynccache", False):
-            AttentionInterface.register(name, _taking_part(usual))
+            AttentionInterface.register(name, _with_paged_attention(usual))
 
 
 # groups

@@ -23,10 +23,10 @@ from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
-from asynccache_hf.attending import places_of, take_part
+from asynccache_hf.attending import places_of, replace_attention
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
-from asynccache_hf.continuous import PageCache, PagedManager, RequestOutcome, RequestPages, check_model
+from asynccache_hf.continuous import PageCache, PagedManager, RequestOutput, RequestPages, check_model
 from asynccache_hf.describing import described
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.paged import bind
@@ -74,7 +74,7 @@ class ContinuousBatching(CachedModel):
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         config = config_of(layout, settings)
-        take_part()
+        replace_attention()
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._device_tokens, self._step_tokens = device_tokens, step_tokens
@@ -94,7 +94,7 @@ class ContinuousBatching(CachedModel):
     def _bind(self) -> None:
         slots = [own.slots[0] for own in bind(self._layout, self._cache.pools)]
         self._pages = PageCache(self._layout, slots, self._device_tokens, self._step_tokens)
-        self._manager.begin(self._pages, self._told, f"{NAME}-generates")
+        self._manager.begin(self._pages, self._on_output, f"{NAME}-generates")
 
     def __repr__(self) -> str:
         return f"<ContinuousBatching of {self._layout.model!r}: {len(self._open)} requests, {self._counts}>"
@@ -214,12 +214,12 @@ class ContinuousBatching(CachedModel):
 
     # in the thread that generates
 
-    def _told(self, told: RequestOutcome) -> None:
-        served = self._open.get(told.request_id)
+    def _on_output(self, output: RequestOutput) -> None:
+        served = self._open.get(output.request_id)
         if served is not None:
-            served.request.tell(told.tokens)
-            if told.finished:
-                served.answer = told
+            served.request.tell(output.tokens)
+            if output.finished:
+                served.output = output
 
     # in the cache's thread
 
@@ -286,7 +286,7 @@ class ContinuousBatching(CachedModel):
         self._counts = self._counts.plus(len(asked.tokens), lease.hits)
         request.hits = lease.hits
         places = places_of(self._layout, self._layout.tables(lease), self._model.device)
-        held = RequestPages(lease.cached, places, len(asked.tokens), served.got_on, served.over)
+        held = RequestPages(lease.cached, places, len(asked.tokens), served.note_computed, served.over)
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
         served.handed = True
@@ -297,13 +297,13 @@ class ContinuousBatching(CachedModel):
             await served.next_news()
         if failed is not None:
             raise failed
-        if served.answer is None:
+        if served.output is None:
             if served.aborted:
                 return Finish.ABORTED
             raise RuntimeError("the thread that generates has ended")
-        if served.answer.error is not None:
-            raise served.answer.error
-        made = served.answer.tokens
+        if served.output.error is not None:
+            raise served.output.error
+        made = served.output.tokens
         await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
@@ -338,7 +338,7 @@ class ContinuousBatching(CachedModel):
 
 class _ServedRequest:
     """A request, and the news of it from the thread that generates. ``computed``: how many tokens of the prompt are
-    computed. ``ended``: True when no step will touch its pages again. ``answer``: all its tokens, or its error; None if
+    computed. ``ended``: True when no step will touch its pages again. ``output``: all its tokens, or its error; None if
     it was cancelled."""
 
     def __init__(self, request: BatchRequest, loop: asyncio.AbstractEventLoop) -> None:
@@ -346,11 +346,11 @@ class _ServedRequest:
         self.task: asyncio.Task[None] | None = None
         self.begun = self.handed = self.aborted = self.closed = False
         self.computed, self.ended = 0, False
-        self.answer: RequestOutcome | None = None
+        self.output: RequestOutput | None = None
         self._loop = loop
         self._news = asyncio.Event()
 
-    def got_on(self, computed: int) -> None:
+    def note_computed(self, computed: int) -> None:
         """Note how many tokens of the prompt are computed. Called by the thread that generates."""
         self.computed = computed
         self._loop.call_soon_threadsafe(self._news.set)

@@ -15,6 +15,7 @@ Law: however a request ends, its ``RequestPages.over`` is called once, when no s
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from transformers.generation.continuous_batching import cache as paging
 from transformers.generation.continuous_batching import continuous_api as api
 from transformers.generation.continuous_batching import scheduler
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import logger
 
 from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, unpageable
 from asynccache_hf.layout import Layout
@@ -244,9 +246,9 @@ class StepProcessor(api.ContinuousBatchProcessor):  # type: ignore[misc]
         return got
 
 
-class RequestOutcome(NamedTuple):
-    """News of a request. ``tokens``: all its new tokens so far. ``finished``: there will be no more. ``error``: the
-    error with which it failed; None: it did not fail."""
+class RequestOutput(NamedTuple):
+    """The output of a request so far. ``tokens``: all its new tokens. ``finished``: there will be no more. ``error``:
+    the error with which it failed; None: it did not fail."""
 
     request_id: str
     tokens: list[int]
@@ -254,16 +256,16 @@ class RequestOutcome(NamedTuple):
     error: BaseException | None = None
 
 
-class _OutcomeRouter(api.OutputRouter):  # type: ignore[misc]
+class _OutputRouter(api.OutputRouter):  # type: ignore[misc]
     """Hands every output to ``tell``. After a request's last output its pages are given up."""
 
-    def __init__(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> None:
+    def __init__(self, cache: PageCache, tell: Callable[[RequestOutput], None]) -> None:
         super().__init__()
         self._cache = cache
         self._tell = tell
 
     def deliver(self, output: Any) -> None:
-        self._told(RequestOutcome(output.request_id, output.generated_tokens, output.is_finished()))
+        self._hand_over(RequestOutput(output.request_id, output.generated_tokens, output.is_finished()))
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -271,12 +273,27 @@ class _OutcomeRouter(api.OutputRouter):  # type: ignore[misc]
 
     def fail_and_deliver(self, state: Any, error: Exception) -> None:
         state.status = RequestStatus.FAILED
-        self._told(RequestOutcome(state.request_id, list(state.generated_tokens), True, error))
+        self._hand_over(RequestOutput(state.request_id, list(state.generated_tokens), True, error))
 
-    def _told(self, told: RequestOutcome) -> None:
-        self._tell(told)
-        if told.finished:
-            self._cache.over(told.request_id)
+    def _hand_over(self, output: RequestOutput) -> None:
+        self._tell(output)
+        if output.finished:
+            self._cache.over(output.request_id)
+
+
+@contextmanager
+def _without_psutil_warning() -> Iterator[None]:
+    """Keep back transformers' warning that psutil is not installed. transformers needs psutil only to limit the memory
+    that requests are offloaded to, and here nothing is offloaded."""
+
+    def allowed(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("psutil is not available")
+
+    logger.addFilter(allowed)
+    try:
+        yield
+    finally:
+        logger.removeFilter(allowed)
 
 
 class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
@@ -307,20 +324,22 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
             raise
         self.page_cache: PageCache | None = None
 
-    def processor(self, cache: PageCache, tell: Callable[[RequestOutcome], None]) -> StepProcessor:
-        """Return what computes steps over the pages of ``cache``. ``tell``: called with the news of each request."""
+    def processor(self, cache: PageCache, tell: Callable[[RequestOutput], None]) -> StepProcessor:
+        """Return the processor that computes steps over the pages of ``cache``. ``tell``: called with each output of a
+        request."""
         config = copy.copy(self.model.config.get_text_config())
         config._attn_implementation = "asynccache"  # so that transformers allocates and fills no masks
-        return StepProcessor(
-            cache=cache, config=config, generation_config=self.generation_config,
-            continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
-            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_OutcomeRouter(cache, tell),
-            background_thread_status=self.background_thread_status, model_device=self.model.device,
-            model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
-            scheduler=_CancellingScheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
-        )  # fmt: skip
+        with _without_psutil_warning():
+            return StepProcessor(
+                cache=cache, config=config, generation_config=self.generation_config,
+                continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
+                input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_OutputRouter(cache, tell),
+                background_thread_status=self.background_thread_status, model_device=self.model.device,
+                model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
+                scheduler=_CancellingScheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
+            )  # fmt: skip
 
-    def begin(self, cache: PageCache, tell: Callable[[RequestOutcome], None], name: str) -> None:
+    def begin(self, cache: PageCache, tell: Callable[[RequestOutput], None], name: str) -> None:
         """Start the thread, which ends with the program if nobody ends it before."""
         self.page_cache, self._tell = cache, tell
         self.background_thread_status.clear()

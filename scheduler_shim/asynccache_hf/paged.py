@@ -21,7 +21,7 @@ import torch
 from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.attending import IMPLEMENTATIONS, PagedAttention, StepRow, places_of, take_part, unpageable
+from asynccache_hf.attending import IMPLEMENTATIONS, PagedAttention, StepRow, places_of, replace_attention, unpageable
 from asynccache_hf.call import parameters, run
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
@@ -92,7 +92,7 @@ class PackedRows:
 
     def __init__(self, model: Any, layout: Layout, slots: Sequence[TrackMemory]) -> None:
         """``slots``: the memory of each layer's keys and values."""
-        take_part()
+        replace_attention()
         self._model = model
         self._layout = layout
         self._pages = PagedAttention(layout, slots)

@@ -28,7 +28,16 @@ from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import due, loaded_lease
 from asynccache_hf.paged import PagedModel
-from asynccache_hf.rows import BatchCache, begins, calls_for, can_be_together, cancelled, fetching, leased, released
+from asynccache_hf.rows import (
+    BatchCache,
+    cached_lengths,
+    calls_for,
+    can_be_together,
+    cancel_all,
+    lease_rows,
+    prefetch_all,
+    release_all,
+)
 
 REFUSED = {
     "past_key_values": "the cache is what this object brings",
@@ -154,10 +163,10 @@ class PrefixCache(CachedModel):
         """Return the output of each of ``rows``, which are computed several at a time. A row that gets no lease
         together with others is computed alone. Rows for which a call had no room are a call of their own."""
         texts = [row.tolist() for row, _ in rows]
-        handles = self._loop.call(fetching(self._cache, texts, extra_key))
+        handles = self._loop.call(prefetch_all(self._cache, texts, extra_key))
         made: dict[int, Any] = {}
         try:
-            cached = self._loop.call(begins(self._cache, texts, handles, extra_key))
+            cached = self._loop.call(cached_lengths(self._cache, texts, handles, extra_key))
             calls = calls_for(texts, cached, self._layout.page_size)
             while calls:
                 call, *calls = calls
@@ -174,7 +183,7 @@ class PrefixCache(CachedModel):
                     calls = [rest, *calls] if outs else [[i] for i in rest] + calls
             return [made[i] for i in range(len(rows))]
         finally:
-            self._loop.call(cancelled(handles))
+            self._loop.call(cancel_all(handles))
 
     def _together(
         self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor,
@@ -182,7 +191,7 @@ class PrefixCache(CachedModel):
     ) -> list[torch.Tensor]:  # fmt: skip
         """Return the outputs of the first of ``texts``, computed in one call: of as many as there is room for, perhaps
         none."""
-        leases = self._loop.call(leased(self._cache, texts, handles, most, extra_key))
+        leases = self._loop.call(lease_rows(self._cache, texts, handles, most, extra_key))
         if not leases:
             return []
         try:
@@ -200,7 +209,7 @@ class PrefixCache(CachedModel):
                 self._loop.call(lease.commit(made[: _end(made, ids.shape[1], ends)]))
             return list(out.split(1))
         finally:
-            self._loop.call(released(leases))
+            self._loop.call(release_all(leases))
 
     # one row
 
@@ -222,7 +231,7 @@ class PrefixCache(CachedModel):
             self._count(len(tokens), lease.hits)
             return self._leased(lease, row, tokens, options)
         finally:
-            self._loop.call(released([lease]))
+            self._loop.call(release_all([lease]))
 
     def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
         self._count(len(row), Hits(0, 0, 0))

@@ -24,14 +24,14 @@ def can_be_together(layout: Layout) -> bool:
     return all(isinstance(part, KeysAndValues) for layer in layout.layers for part in layer.parts)
 
 
-def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int) -> list[list[int]]:
-    """Return the calls to make, in order, each as the indices of the ``texts`` that are its rows. ``begins[i]``: how
+def calls_for(texts: Sequence[list[int]], cached: Sequence[int], page_size: int) -> list[list[int]]:
+    """Return the calls to make, in order, each as the indices of the ``texts`` that are its rows. ``cached[i]``: how
     many tokens of ``texts[i]`` are cached. The texts of one call have one length, equally many cached tokens, and share
     no page beyond these. The pages that a call computes are taken to be cached for the calls after it; evictions in
     between may make that wrong.
     """
     marks, most = [numbers(text, page_size) for text in texts], [findable(text, page_size) for text in texts]
-    pages = [begin // page_size for begin in begins]
+    pages = [length // page_size for length in cached]
     computed: set[int] = set()
     left, calls = list(range(len(texts))), []
     while left:
@@ -52,14 +52,14 @@ def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int)
     return calls
 
 
-async def fetching(
+async def prefetch_all(
     cache: AsyncCache, texts: Sequence[list[int]], extra_key: str | bytes | None
 ) -> list[PrefetchHandle]:  # fmt: skip
     """Begin to prefetch each of ``texts``, and return the handles. The caller must cancel them in the end."""
     return [cache.prefetch(tokens, extra_key) for tokens in texts]
 
 
-async def begins(
+async def cached_lengths(
     cache: AsyncCache, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], extra_key: str | bytes | None
 ) -> list[int]:
     """Return how many tokens of each text are cached, when all prefetches have ended. No lease is taken, and no hit is
@@ -69,12 +69,12 @@ async def begins(
     return [(await cache.match(text[:-1], extra_key)).host for text in texts]
 
 
-async def cancelled(handles: Sequence[PrefetchHandle]) -> None:
+async def cancel_all(handles: Sequence[PrefetchHandle]) -> None:
     for handle in handles:
         handle.cancel()
 
 
-async def leased(
+async def lease_rows(
     cache: AsyncCache, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], new_tokens: int,
     extra_key: str | bytes | None,
 ) -> list[Lease]:  # fmt: skip
@@ -90,7 +90,7 @@ async def leased(
                                     shorter=False)  # fmt: skip
                 leases.append(await lease.__aenter__())
                 if lease.cached != leases[0].cached:
-                    await released([leases.pop()])
+                    await release_all([leases.pop()])
                     break
         with suppress(LoadFailed):
             for lease in leases:
@@ -98,11 +98,11 @@ async def leased(
             loaded = True
     finally:
         if not loaded:
-            await released(leases)
+            await release_all(leases)
     return leases if loaded else []
 
 
-async def released(leases: Sequence[Lease]) -> None:
+async def release_all(leases: Sequence[Lease]) -> None:
     for lease in leases:
         await lease.__aexit__(None, None, None)
 

@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits."""
+"""Draws the next token from logits."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TrialEnds(NamedTuple):
 
 
 class TrialDifference(NamedTuple):
-    """How much the logits of one way to compute differ, and the token at which they differ most."""
+    """The difference of the logits of one way to compute from the expected ones, and the token with the largest one."""
 
     error: float
     at: int
@@ -71,7 +71,7 @@ class ExpectedLogits(NamedTuple):
             return cls(plan, ids, run_alone(model, ids, plan.stop - plan.late + 1))
 
     def missed(self, at: int, seen: torch.Tensor) -> TrialDifference:
-        """How much ``seen``, the logits of the tokens from ``at`` on, differ."""
+        """Return how much ``seen``, the logits of the tokens from ``at`` on, differ."""
         return compared(at, seen, self.logits[at - self.plan.late + 1 :])
 
 

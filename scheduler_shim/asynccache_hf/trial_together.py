@@ -27,7 +27,7 @@ def tried_together(manager: PagedManager, model: Any, layout: Layout, expected: 
     slots = [own.slots[0] for own in bind(layout, trial_pools(model, layout, count))]
     cache = PageCache(layout, slots, count * size, late - 1)
     failed: list[BaseException] = []
-    processor = manager.processor(cache, lambda told: failed.append(told.error) if told.error else None)
+    processor = manager.processor(cache, lambda output: failed.append(output.error) if output.error else None)
     first = np.arange(all_pages)
     second, third = (np.concatenate([first[:shared], first[:own] + all_pages + i * own]) for i in range(2))
     worst = 0.0

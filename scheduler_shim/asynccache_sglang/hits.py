@@ -32,7 +32,7 @@ class RestorablePages(NamedTuple):
 
 
 def leading(there: Sequence[bool]) -> int:
-    """How many pages are stored before the first one that is not."""
+    """Return how many pages are stored before the first one that is not."""
     return next((at for at, is_there in enumerate(there) if not is_there), len(there))
 
 

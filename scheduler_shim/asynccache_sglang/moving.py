@@ -100,7 +100,7 @@ class PoolMove:
 
     @property
     def failed(self) -> int:
-        """How many pages were not moved because a store failed or the time was over."""
+        """The number of pages that were not moved because a store failed or the time was over."""
         return self.results.count(Result.FAILED)
 
     def begin(self, pages: Pages, way: MoveDirection, until: float) -> None:

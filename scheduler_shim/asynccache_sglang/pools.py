@@ -127,7 +127,7 @@ class MarkPages:
 
 
 def source_of(name: str, host_pool: Any) -> DirectPages | CopiedPages:
-    """How the pages of ``host_pool`` are read and written.
+    """Return the access to the pages of ``host_pool``, direct or through copies.
 
     Raises:
         ConfigError: there is no way to do that.
@@ -152,7 +152,7 @@ def _whole(name: str, host_pool: Any) -> WholePages:
 
 
 def page_size_of(host_pool: Any) -> int:
-    """How many host indices a page has."""
+    """Return how many host indices a page has."""
     return int(getattr(host_pool, "page_size", 1) or 1)
 
 

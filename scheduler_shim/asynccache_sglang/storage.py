@@ -96,7 +96,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     # KV pages
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many KV pages are stored before the first one that is not."""
+        """Return how many KV pages are stored before the first one that is not."""
         return leading(self._there(keys, [KV])[KV])
 
     def batch_get_v1(

@@ -58,7 +58,7 @@ class CacheShape(NamedTuple):
         return self.pages(self.window)
 
     def pages(self, tokens: int) -> int:
-        """How many pages hold ``tokens`` tokens."""
+        """Return how many pages hold ``tokens`` tokens."""
         return -(-tokens // self.page_size)
 
 
@@ -103,7 +103,7 @@ def check_fits(shape: CacheShape, tokens: int) -> None:
 
 
 def swa_budget(shape: CacheShape, extend: int, remaining_chunk: int, more: int) -> int:
-    """How many tokens of SWA a chunk takes beyond what is cached, without what load_back takes; 0 if there is no
+    """Return how many tokens of SWA a chunk takes beyond what is cached, without what load_back takes; 0 if there is no
     SWA."""
     if not shape.has_swa:
         return 0

@@ -82,7 +82,7 @@ class Board:
         return None if self.shards is None else self.shards.sent
 
     def room(self) -> SlotCounts:
-        """How many slots of the device are free or evictable."""
+        """Return how many slots of the device are free or evictable."""
         tiers = self.cache.statistics().device
         room = {name: shelf.free + shelf.evictable for name, shelf in tiers.items()}
         return SlotCounts(room["full"], room.get("swa", 0), room.get("mamba", 0))

@@ -22,8 +22,9 @@ _NONE = np.empty(0, np.int32)
 
 
 class TableChange(msgspec.Struct, array_like=True, frozen=True):
-    """How a page table differs from the previous one: its first ``kept`` entries are those of the previous table,
-    except for ``changes`` (pairs of place and slot), and ``tail`` follows. All numbers are int32, little-endian."""
+    """The differences of a page table from the previous one: its first ``kept`` entries are those of the previous
+    table, except for ``changes`` (pairs of place and slot), and ``tail`` follows. All numbers are int32,
+    little-endian."""
 
     kept: int
     changes: bytes
@@ -147,7 +148,7 @@ def _append(told: _SentRequest, tokens: Pages) -> None:
 
 
 def _difference(old: Pages, new: Pages) -> TableChange | None:
-    """How ``new`` differs from ``old``; None if they are the same."""
+    """Return how ``new`` differs from ``old``; None if they are the same."""
     if new is old:
         return None
     kept = min(len(old), len(new))

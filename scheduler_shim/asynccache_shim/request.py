@@ -42,7 +42,7 @@ class State(Enum):
 
 
 class Finish(Enum):
-    """How a request ended."""
+    """The reason why a request ended."""
 
     LENGTH = "length"
     STOP = "stop"

@@ -63,12 +63,12 @@ class ScheduledRequest:
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated."""
+        """The number of tokens that were generated."""
         return self.length - len(self.terms.tokens)
 
     @property
     def more(self) -> int:
-        """How many tokens may still be generated that need KV. The last token of the output needs none."""
+        """The number of tokens that may still be generated and need KV. The last token of the output needs none."""
         return len(self._buffer) - self.length - 1
 
     @property

@@ -119,7 +119,7 @@ class KeyTable:
             self._known[key] = _Known(hit, now + (HIT_KEPT if hit else MISS_KEPT), took)
 
     def left(self, keys: Iterable[bytes]) -> float:
-        """How many seconds of ``timeout`` are left to a request that has waited for the answers about ``keys``."""
+        """Return how many seconds of ``timeout`` are left to a request that waited for the answers about ``keys``."""
         took = max((self._known[key].took for key in keys if key in self._known), default=0.0)
         return max(self._timeout - took, 0.0)
 

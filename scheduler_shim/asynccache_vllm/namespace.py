@@ -36,7 +36,7 @@ LONG = ('"longrope"', '"su"', '"dynamic"')
 
 
 def layout_facts(config: Any, canonical_format: str | None) -> dict[str, Any]:
-    """How a chunk lies in memory, according to vLLM's ``OffloadingConfig``. ``canonical_format``: the identity of
+    """The layout of a chunk in memory, according to vLLM's ``OffloadingConfig``. ``canonical_format``: the identity of
     vLLM's canonical layout, which does not depend on how the model is split; None if the layout is another one.
 
     vLLM also calls some other layouts "parallelism agnostic", but they are not: a chunk has the ranks one after the

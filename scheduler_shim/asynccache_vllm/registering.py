@@ -130,8 +130,8 @@ def _differences(base: type, types: Mapping[str, type]) -> Iterator[str]:
 
 
 def _not_taken(method: Any, expected: tuple[str, ...]) -> str | None:
-    """How the parameters of ``method`` differ from the ``expected`` ones, as the end of a sentence; None if they do
-    not. Additional parameters with defaults are no difference."""
+    """Return how the parameters of ``method`` differ from the ``expected`` ones, as the end of a sentence; None if they
+    do not. Additional parameters with defaults are no difference."""
     parameters = {name: one for name, one in signature(method).parameters.items() if name not in ("self", "cls")}
     for name in expected:
         if name not in parameters:

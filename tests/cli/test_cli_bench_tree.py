@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asynccache.cli.charts import text
+from asynccache.cli.charts import cell, text
 from asynccache.cli.main import bench
 from benchmarks import runtime, tree, tree_calls
 
@@ -55,14 +56,19 @@ def test_growth_has_a_row_for_each_size(figures: Any, capsys: pytest.CaptureFixt
     assert "200 nodes" in capsys.readouterr().out
 
 
-def test_nodes_that_left_are_weighed(figures: Any) -> None:
+def test_nodes_that_left_are_weighed(figures: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = figures("ghosts", "--eviction", "p2c")["ghosts"]
+    table = capsys.readouterr().out
+    assert re.search(rf"^bytes for each of them +{cell(found['bytes_per_ghost'])}$", table, re.MULTILINE)
     assert found["ghosts"] > found["nodes"] > 0
     assert found["bytes_per_ghost"] > 0
     with pytest.raises(SystemExit, match="lru remembers no node"):
         tree.main(["ghosts"])
 
 
-def test_metrics_are_counted_on_one_of_two_trees(figures: Any) -> None:
+def test_metrics_are_counted_on_one_of_two_trees(figures: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = figures("metrics", "--rounds", "1")["metrics"]
     assert found["on_us"].keys() == found["off_us"].keys() == {"insert", "match", "pin", "evict"}
+    table = capsys.readouterr().out
+    assert all(re.search(rf"^{name} +{cell(found['off_us'][name])} ", table, re.MULTILINE) for name in found["off_us"])
+    assert re.search(rf"^all calls together +{re.escape(cell(100 * found['all_adds']))} +2", table, re.MULTILINE)

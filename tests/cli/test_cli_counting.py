@@ -130,6 +130,20 @@ def test_the_longest_prompt_that_fits_is_served_and_one_page_less_is_refused(
     assert f"--device-tokens=1536: {said}" in capsys.readouterr().err
 
 
+def test_a_shorter_prompt_whose_output_does_not_fit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 0, "input_length": length, "output_length": output, "hash_ids": [1, 2, number]}
+            for number, (length, output) in enumerate([(1535, 1), (1500, 500)], start=3)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    room = "--host-tokens none --decode-tokens 500 --device-tokens"
+    assert main(["replay", str(path), "--quiet", *f"{room} 2048".split()]) == 0
+    assert main(["replay", str(path), "--quiet", *f"{room} 1536".split()]) == 2
+    said = "request 2 of the trace has 1500 prompt tokens and decodes 500: at least "
+    assert f"--device-tokens=1536: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("speed", ["0", "1000"])
 def test_pages_age_by_the_time_of_the_trace_at_any_speed(speed: str, tmp_path: Path) -> None:
     """Twenty prompts come again after 1,000 s. The replay of them takes a second or two."""

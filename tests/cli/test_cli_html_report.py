@@ -87,6 +87,17 @@ def test_its_figures_are_those_of_the_json(stress: tuple[dict[str, Any], str]) -
     assert cells(root, "lag")["max"] == [milliseconds(report[one]["max"]) for one in ("loop_lag_ms", "run_queue_ms")]
 
 
+@pytest.mark.parametrize(("slowdown", "said"), [
+    (1.0, ""), (1.19, ""), (2.0, " and 2.00 times as long because the machine was busy with other work"),
+])  # fmt: skip
+def test_the_page_says_that_the_machine_was_busy_only_if_it_was(
+    slowdown: float, said: str, stress: tuple[dict[str, Any], str]
+) -> None:
+    figure = run.first_token(stress[0] | {"prefill_slowdown": slowdown})
+    assert figure is not None
+    assert figure.source.endswith(f"tokens/s{said}.")
+
+
 def test_a_run_under_p2c_has_what_it_learned(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     trace = tmp_path / "trace.jsonl"                   # a replay has the trace's clock, however fast the machine is

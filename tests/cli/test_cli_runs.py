@@ -245,7 +245,7 @@ def test_an_interrupt_ends_the_run_with_its_report(presses: int, loop: str, monk
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_a_request_that_meets_a_bug_is_a_sentence_and_its_trace_is_in_the_report(
+def test_a_request_that_meets_a_bug_is_a_sentence_and_its_traceback_is_in_the_report(
     debug: str, monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def breaks(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
@@ -257,7 +257,7 @@ def test_a_request_that_meets_a_bug_is_a_sentence_and_its_trace_is_in_the_report
     said = capsys.readouterr().err
     assert "met KeyError: 'x'" in said
     assert ("Traceback" in said, "--debug shows where" in said) == (bool(debug), not debug)
-    assert "in breaks" in report["trace"]
+    assert "in breaks" in report["traceback"]
 
 
 @pytest.mark.soak

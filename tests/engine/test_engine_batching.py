@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import transformers
 from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending, continuous
 from asynccache_shim import Finish
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import offloading_manager
 
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
@@ -558,13 +560,31 @@ def test_another_transformers_is_refused_in_a_sentence(monkeypatch: pytest.Monke
             continuous.check_version()
 
 
+def test_nobody_is_told_to_install_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers uses it for offloading only, and nothing is offloaded here. Its other warnings are let through."""
+    said = list[str]()
+    monkeypatch.setattr(offloading_manager, "is_psutil_available", lambda: False)
+    monkeypatch.setattr(offloading_manager.logger, "level", logging.WARNING)
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    offloading_manager.logger.addHandler(handler)
+    try:
+        with ContinuousBatching(model_of("llama"), page_size=4, device_tokens=256, host_tokens=256) as batching:
+            made(batching, [prompt(9)])
+        assert said == []
+        offloading_manager.logger.warning("psutil is not available")
+        assert said == ["psutil is not available"]
+    finally:
+        offloading_manager.logger.removeHandler(handler)
+
+
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:
     """The function that is registered serves every model of the process, also one that names no arguments."""
 
     class Layer:
         is_causal, num_key_value_groups, training = True, 1, False
 
-    attending.take_part()
+    attending.replace_attention()
     registered = transformers.AttentionInterface()["sdpa"]
     usual = registered.__closure__[0].cell_contents
     query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))

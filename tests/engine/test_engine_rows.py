@@ -204,7 +204,7 @@ def test_as_many_rows_as_there_is_room_for_are_one_call() -> None:
         assert lookups(cached).requests == 5
 
 
-@pytest.mark.parametrize(("texts", "begins", "calls"), [
+@pytest.mark.parametrize(("texts", "cached", "calls"), [
     ([[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [8, 2, 3, 4, 5]], [0, 0, 0], [[0, 1, 2]]),
     ([[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [8, 2, 3, 4, 5]], [0, 2, 0], [[0, 2], [1]]),
     ([[1, 2, 3, 4, 5], [1, 2, 4, 4, 5], [1, 2, 5, 4, 5]], [0, 0, 0], [[0], [1, 2]]),
@@ -215,9 +215,9 @@ def test_as_many_rows_as_there_is_room_for_are_one_call() -> None:
     ([[1, 3, 9], [7], [1, 4, 9], [8]], [0, 0, 0, 0], [[0, 2], [1, 3]]),
 ])  # fmt: skip
 def test_rows_of_a_call_begin_at_one_place_and_share_nothing_beyond(
-    texts: list[list[int]], begins: list[int], calls: list[list[int]]
+    texts: list[list[int]], cached: list[int], calls: list[list[int]]
 ) -> None:
-    assert calls_for(texts, begins, 2) == calls
+    assert calls_for(texts, cached, 2) == calls
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -46,7 +46,7 @@ class Member:
     def __init__(self, duty: Duty, secret: str, folder: Path) -> None:
         self.rank = duty.rank
         self.account: Mapping[str, Any] | None = None
-        self._last_words = ""
+        self._end_reason = ""
         self._said = _file(folder / f"rank-{duty.rank}.json")
         self._log = _file(folder / f"rank-{duty.rank}.log")
         self.process = subprocess.Popen(
@@ -60,12 +60,12 @@ class Member:
     def __repr__(self) -> str:
         return f"Member(rank {self.rank}, pid {self.process.pid})"
 
-    def last_words(self) -> str:
+    def end_reason(self) -> str:
         """Return how the process ended, and the last line that it wrote to standard error; an empty text as long as it
         has not ended."""
         status = self.process.poll()
         if status is None or self._log.closed:
-            return self._last_words
+            return self._end_reason
         lines = _read(self._log).strip().splitlines()
         how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
         return how + (f": {lines[-1]}" if lines else "")
@@ -74,7 +74,7 @@ class Member:
         """Read what the process wrote. To be called once, after it has ended."""
         with suppress(ValueError):
             self.account = json.loads(_read(self._said))
-        self._last_words = self.last_words()
+        self._end_reason = self.end_reason()
         self._said.close()
         self._log.close()
 
@@ -89,12 +89,12 @@ def _read(file: IO[bytes]) -> str:
 
 
 class Crew:
-    """The members of a run, one for each duty, in an ``async with``. ``own_ends``: by rank, the last words of members
-    that ended before they were told to."""
+    """The members of a run, one for each duty, in an ``async with``. ``early_ends``: by rank, why members ended before
+    they were told to."""
 
     def __init__(self, duties: Sequence[Duty], secret: str, folder: Path) -> None:
         self.members: list[Member] = []
-        self.own_ends: dict[int, str] = {}
+        self.early_ends: dict[int, str] = {}
         self._duties = duties
         self._secret = secret
         self._folder = folder
@@ -132,12 +132,12 @@ class Crew:
             await asyncio.sleep(_LOOK)
 
     def note_ends(self) -> None:
-        """Note in ``own_ends`` the processes that have ended by now: they did so by themselves."""
-        self.own_ends |= {member.rank: member.last_words() for member in self.ended()}
+        """Note in ``early_ends`` the processes that have ended by now: they did so by themselves."""
+        self.early_ends |= {member.rank: member.end_reason() for member in self.ended()}
 
     def give_up(self, rank: int, reason: str) -> None:
         """Kill the process of ``rank``, which is lost for this ``reason``, so that nobody waits for it."""
-        self.own_ends.setdefault(rank, reason)
+        self.early_ends.setdefault(rank, reason)
         self.members[rank].process.kill()
 
     def _kill(self) -> None:

@@ -42,7 +42,7 @@ class RankedSession(Session):
         accounts = [member.account for member in self._crew.members if member.account is not None]
         return result | {
             "topology": {"tp": self._topology.tp, "cp": self._topology.cp, "pp": self._topology.pp},
-            "ranks": [entry(member, self._topology, self._crew.own_ends.get(member.rank))
+            "ranks": [entry(member, self._topology, self._crew.early_ends.get(member.rank))
                       for member in self._crew.members],
             "cpu_s": round(result["cpu_s"] + sum(account["cpu_s"] for account in accounts), 3),
             "rss_bytes": result["rss_bytes"] + sum(account["rss_bytes"] for account in accounts),
@@ -115,18 +115,18 @@ async def _watch_over(crew: Crew, cache: AsyncCache) -> None:
 
 
 def _not_opened(crew: Crew, error: Exception) -> Exception:
-    """Return the error for a cache that did not open: the last words of a rank that ended by itself, else ``error``."""
-    if not crew.own_ends:
+    """Return the error for a cache that did not open: why a rank ended by itself, else ``error``."""
+    if not crew.early_ends:
         return error
-    rank, words = next(iter(sorted(crew.own_ends.items())))
-    return RankFailure(words, rank)
+    rank, reason = next(iter(sorted(crew.early_ends.items())))
+    return RankFailure(reason, rank)
 
 
 def _lost(crew: Crew, failure: BaseException) -> str:
     if not isinstance(failure, RankFailure) or failure.rank is None:
         return f"the cache closed itself: {failure!r}"
-    words = crew.own_ends.get(failure.rank, "")
-    return f"rank {failure.rank} {f'{words}: it ' if words else ''}{failure.reason}"
+    reason = crew.early_ends.get(failure.rank, "")
+    return f"rank {failure.rank} {f'{reason}: it ' if reason else ''}{failure.reason}"
 
 
 def entry(member: Member, topology: Topology, lost: str | None) -> dict[str, Any]:

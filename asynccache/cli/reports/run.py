@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from asynccache.cli.reports import svg
 from asynccache.cli.reports.svg import Figure, Report, Table, share
-from asynccache.cli.text import HIT_RATIO, TIER_NAMES, milliseconds, number, percent
+from asynccache.cli.text import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, percent
 
 HITS = tuple((name, key, name[:2].lower()) for key, name in TIER_NAMES.items())
 _BINS = 40
@@ -76,13 +76,13 @@ def first_token(report: Report) -> Figure | None:
             for p in (10, 25, 50, 75, 90, 99, 100)]
     rows.append(("mean", milliseconds(report["ttft_mean_ms"]), milliseconds(report["ttft_without_cache_mean_ms"])))
     rate, slowdown = number(report["settings"]["prefill_tokens_per_s"]), report["prefill_slowdown"]
+    busy = f" and {slowdown:.2f} times as long because the machine was busy with other work" if slowdown >= BUSY else ""
     return Figure("first-token", "How much sooner does the first token come?",
                   _sooner(report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]), plot,
                   [(p.name, p.kind) for p in plots],
                   Table(("", "with", "without"), rows),
                   f"Share of requests that had their first token by then. The time is the measured wait for pages plus "
-                  f"prefill, modelled at {rate} tokens/s and {slowdown:.2f} times as long because the machine was busy "
-                  "with other work.")
+                  f"prefill, modelled at {rate} tokens/s{busy}.")
 
 
 def _sooner(mean: float, without: float) -> str:

@@ -211,7 +211,8 @@ class EventWaiter:
 
     @property
     def pending(self) -> int:
-        """How many events have not been fired. The number is exact if no two threads put events at the same time."""
+        """The number of events that have not been fired. The number is exact if no two threads put events at the same
+        time."""
         return self._taken - self._fired
 
     def close(self) -> None:

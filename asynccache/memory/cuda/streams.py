@@ -32,12 +32,12 @@ from asynccache.memory.host_copies import Hitch, InjectedFault
 from asynccache.memory.signals import HostGate, Signal, Work, WorkThread
 
 ADOPTED_AT_MOST = 128
-"""How many events may be pending on one adopting stream. Each takes two entries of the driver's queue, which has some
+"""The most events that are pending on one adopting stream. Each takes two entries of the driver's queue, which has some
 1,024."""
 
 CAP = 384
-"""How many entries of the driver's queue a stream may have taken before it waits. The queue has about 1,024, and one
-call may take 512 of them."""
+"""The most entries of the driver's queue that a stream takes before it waits. The queue has about 1,024, and one call
+may take 512 of them."""
 APART = 128
 """After so many entries an event is recorded that can be waited for. More events would cost the submitter and the
 waiter more time."""
@@ -47,8 +47,8 @@ Step = Sequence[Work]
 
 
 class QueueFill:
-    """How much of a stream's work lies in the driver's queue. It counts entries, and subtracts those before an event
-    that has happened. Only the submitter uses it.
+    """The amount of a stream's work in the driver's queue. It counts entries, and subtracts those before an event that
+    has happened. Only the submitter uses it.
 
     Law: a driver whose queue is full blocks the next thread that calls it, perhaps an engine that launches on another
     stream. So a submitter stops long before that, and waits for older work of its own stream.

@@ -197,12 +197,12 @@ class SegmentLog:
 
     @property
     def bytes(self) -> int:
-        """How many bytes the files take on the disk."""
+        """The number of bytes that the files take on the disk."""
         return sum(segment.size for segment in self.segments.values())
 
     @property
     def room(self) -> int:
-        """How many bytes are left in the active segment."""
+        """The number of bytes that are left in the active segment."""
         return self.active.size - self.active.tail if self.active else 0
 
     def oldest(self) -> Segment | None:

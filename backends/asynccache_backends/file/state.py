@@ -46,7 +46,7 @@ class SlotIndex(Generic[H]):
 
     @property
     def pages(self) -> int:
-        """How many pages are stored."""
+        """The number of stored pages."""
         return len(self._slots)
 
     def keys(self) -> list[bytes]:

@@ -20,7 +20,7 @@ MOST_REPLY_BYTES = 64 << 20
 """Memory that the replies to a request may take which are no pages, with the lists: a hundred times the map of a large
 cluster."""
 MOST_DEPTH = 8
-"""How deep lists may lie in lists. In the replies to our commands there are four levels at most."""
+"""The most levels of lists in lists. In the replies to our commands there are four levels at most."""
 VALUE_BYTES = 64
 SPARE_BYTES = 16 << 10
 PIECE_BYTES = 256 << 10
@@ -129,7 +129,7 @@ class Reader:
 
     @property
     def missing(self) -> int:
-        """How many replies are still to come."""
+        """The number of replies that are still to come."""
         return len(self._sinks) - len(self.replies)
 
     def received(self, count: int) -> None:
