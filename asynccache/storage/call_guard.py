@@ -26,10 +26,11 @@ short again.
 Every change of state begins a new *era*. A permit is the number of the era in which it was given. The outcome of a call
 with a permit of an earlier era tells how the backend was then, not how it is now, so it changes nothing.
 
-A call with keys is never the breaker's probe. The first one after a back-off is refused like those before it, and
-begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has ``slow``
-seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody calls there
-are no probes. A call without keys that comes when a back-off is over is the probe itself.
+A caller's call is never the breaker's probe. The first call with keys after a back-off is refused like those before
+it, and begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has
+``slow`` seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody
+calls there are no probes. A call without keys begins none: it may take ``timeout`` seconds, and may succeed without
+asking the store anything.
 
 Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
 first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
@@ -340,8 +341,7 @@ class CallGuard:
 
     async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
-        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then. If a
-        back-off is over, the call is the breaker's probe.
+        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then.
 
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
@@ -385,7 +385,9 @@ class CallGuard:
         return results
 
     async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        report = CallReport(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
+        closed = self.breaker.state is BreakerState.CLOSED  # asking it for a permit would make this call the probe
+        permit = self.breaker.allow(self._now()) if closed else REFUSED
+        report = CallReport(self.breaker, permit, CallSort.OTHER.failure_kind)
         try:
             return await self._made(report, lambda: _answer(act()), self._timeout)
         except BackendError:
