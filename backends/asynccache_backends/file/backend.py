@@ -82,9 +82,9 @@ def find_stretches(
     stretches: list[GroupStretch] = []
     wrong: list[int] = []
     expected = -1
-    for slot, i in sorted(index.slots(keys)):
-        if slot != expected:
-            group, page = index.at(slot)
+    for location, i in sorted(index.locate(keys)):
+        if location != expected:
+            group, page = index.at(location)
             which: list[int] = []
         if records[i].payload.nbytes != group.length:
             wrong.append(i)
@@ -93,7 +93,7 @@ def find_stretches(
         if not which:
             stretches.append(GroupStretch(group, page, which))
         which.append(i)
-        expected = slot + 1
+        expected = location + 1
     return stretches, wrong
 
 
