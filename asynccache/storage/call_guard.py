@@ -23,8 +23,8 @@ After a successful probe the breaker is on probation for the kind whose failure 
 kind opens it again, with the back-off doubled. The next success of that kind ends the probation, and the back-off is
 short again.
 
-Every change of state begins a new *era*. A permit is the number of the era in which it was given. The outcome of a call
-with a permit of an earlier era tells how the backend was then, not how it is now, so it changes nothing.
+Every change of state begins a new *period*. A permit is the number of the period in which it was given. The outcome
+of a call with a permit of an earlier period tells how the backend was then, not how it is now, so it changes nothing.
 
 A caller's call is never the breaker's probe. The first call with keys after a back-off is refused like those before
 it, and begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has
@@ -109,7 +109,7 @@ class Breaker:
         self._shut_at = 0.0
         self._probed_at = 0.0
         self._shut_for = 0.0
-        self._era = Permit(1)
+        self._period = Permit(1)
 
     @classmethod
     def brief(cls) -> Breaker:
@@ -125,7 +125,7 @@ class Breaker:
         ``failure`` or ``abandon``."""
         now = checks.number("now", now)
         if self.state is BreakerState.CLOSED:
-            return self._era
+            return self._period
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self._probed_at = now
             return self._enter(BreakerState.HALF_OPEN)
@@ -136,7 +136,7 @@ class Breaker:
         time since the probe began is not added."""
         permit, now = _permit(permit), None if now is None else checks.number("now", now)
         kind = checks.text("kind", kind)
-        if permit != self._era:
+        if permit != self._period:
             return
         if self.state is BreakerState.HALF_OPEN:
             self._enter(BreakerState.CLOSED)
@@ -150,7 +150,7 @@ class Breaker:
     def failure(self, permit: Permit, now: float, kind: str = "") -> None:
         """Note that the call failed as a whole, or took too long."""
         permit, now, kind = _permit(permit), checks.number("now", now), checks.text("kind", kind)
-        if permit != self._era:
+        if permit != self._period:
             return
         if self.state is BreakerState.HALF_OPEN:
             self._open_longer(now)
@@ -168,7 +168,7 @@ class Breaker:
     def abandon(self, permit: Permit) -> None:
         """Note that the call was cancelled, so that it says nothing about the backend. If it was the probe, the next
         call may probe at once."""
-        if _permit(permit) == self._era and self.state is BreakerState.HALF_OPEN:
+        if _permit(permit) == self._period and self.state is BreakerState.HALF_OPEN:
             self._open(self._retry_at)
 
     def shut_for(self, now: float) -> float:
@@ -191,9 +191,9 @@ class Breaker:
 
     def _enter(self, state: BreakerState) -> Permit:
         self.state = state
-        self._era = Permit(self._era + 1)
+        self._period = Permit(self._period + 1)
         self.changed()
-        return self._era
+        return self._period
 
 
 def _nobody() -> None:
