@@ -256,7 +256,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
         if total >= BATCH_BYTES:
             yield slice(start, i + 1)
             start, total = i + 1, 0
-    if total:
+    if start < len(sizes):  # not ``if total``: things of no bytes may be all that is left
         yield slice(start, len(sizes))
 
 

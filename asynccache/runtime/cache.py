@@ -437,7 +437,8 @@ class AsyncCache:
         name: str | None = None, position: int | None = None, backfill: bool = True,
     ) -> str:  # fmt: skip
         """Open a store and use it from now on, while requests go on. Returns its name: ``name``, or the URL's
-        ``name=``, or its scheme (of a backend that is given, its class; the caller closes what the caller made).
+        ``name=``, or its scheme. A backend may be given for a URL; its store is called after its class, with a number
+        if that name is taken, and its caller closes it.
 
         ``options`` are added to the URL's. ``position``: 0 is the nearest of the stores, asked first; None: the
         farthest. ``backfill``: pages that are on the host already are written to the new store, too, a few at a time.

@@ -23,13 +23,14 @@ After a successful probe the breaker is on probation for the kind whose failure 
 kind opens it again, with the back-off doubled. The next success of that kind ends the probation, and the back-off is
 short again.
 
-Every change of state begins a new *era*. A permit is the number of the era in which it was given. The outcome of a call
-with a permit of an earlier era tells how the backend was then, not how it is now, so it changes nothing.
+Every change of state begins a new *period*. A permit is the number of the period in which it was given. The outcome
+of a call with a permit of an earlier period tells how the backend was then, not how it is now, so it changes nothing.
 
-A call with keys is never the breaker's probe. The first one after a back-off is refused like those before it, and
-begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has ``slow``
-seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody calls there
-are no probes. A call without keys that comes when a back-off is over is the probe itself.
+A caller's call is never the breaker's probe. The first call with keys after a back-off is refused like those before
+it, and begins a probe beside itself: the backend is asked for a sign of life (``contract.probe``). The probe has
+``slow`` seconds at most and takes none of the places. So a store that is still away delays nobody, and where nobody
+calls there are no probes. A call without keys begins none: it may take ``timeout`` seconds, and may succeed without
+asking the store anything.
 
 Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
 first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
@@ -108,7 +109,7 @@ class Breaker:
         self._shut_at = 0.0
         self._probed_at = 0.0
         self._shut_for = 0.0
-        self._era = Permit(1)
+        self._period = Permit(1)
 
     @classmethod
     def brief(cls) -> Breaker:
@@ -124,7 +125,7 @@ class Breaker:
         ``failure`` or ``abandon``."""
         now = checks.number("now", now)
         if self.state is BreakerState.CLOSED:
-            return self._era
+            return self._period
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self._probed_at = now
             return self._enter(BreakerState.HALF_OPEN)
@@ -135,7 +136,7 @@ class Breaker:
         time since the probe began is not added."""
         permit, now = _permit(permit), None if now is None else checks.number("now", now)
         kind = checks.text("kind", kind)
-        if permit != self._era:
+        if permit != self._period:
             return
         if self.state is BreakerState.HALF_OPEN:
             self._enter(BreakerState.CLOSED)
@@ -149,7 +150,7 @@ class Breaker:
     def failure(self, permit: Permit, now: float, kind: str = "") -> None:
         """Note that the call failed as a whole, or took too long."""
         permit, now, kind = _permit(permit), checks.number("now", now), checks.text("kind", kind)
-        if permit != self._era:
+        if permit != self._period:
             return
         if self.state is BreakerState.HALF_OPEN:
             self._open_longer(now)
@@ -167,7 +168,7 @@ class Breaker:
     def abandon(self, permit: Permit) -> None:
         """Note that the call was cancelled, so that it says nothing about the backend. If it was the probe, the next
         call may probe at once."""
-        if _permit(permit) == self._era and self.state is BreakerState.HALF_OPEN:
+        if _permit(permit) == self._period and self.state is BreakerState.HALF_OPEN:
             self._open(self._retry_at)
 
     def shut_for(self, now: float) -> float:
@@ -190,9 +191,9 @@ class Breaker:
 
     def _enter(self, state: BreakerState) -> Permit:
         self.state = state
-        self._era = Permit(self._era + 1)
+        self._period = Permit(self._period + 1)
         self.changed()
-        return self._era
+        return self._period
 
 
 def _nobody() -> None:
@@ -340,8 +341,7 @@ class CallGuard:
 
     async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
-        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then. If a
-        back-off is over, the call is the breaker's probe.
+        what it returns. The call is made even while the breaker refuses calls; its outcome is not reported then.
 
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
@@ -385,7 +385,9 @@ class CallGuard:
         return results
 
     async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        report = CallReport(self.breaker, self.breaker.allow(self._now()), CallSort.OTHER.failure_kind)
+        closed = self.breaker.state is BreakerState.CLOSED  # asking it for a permit would make this call the probe
+        permit = self.breaker.allow(self._now()) if closed else REFUSED
+        report = CallReport(self.breaker, permit, CallSort.OTHER.failure_kind)
         try:
             return await self._made(report, lambda: _answer(act()), self._timeout)
         except BackendError:

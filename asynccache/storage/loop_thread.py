@@ -9,8 +9,8 @@ Laws:
   rest. A call with memory is cancelled for that. An EXISTS call has no memory, so it is answered at once and goes on
   unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only ``close``
   cancels it.
-* The main task owns the stores. It opens them, waits until ``close`` is called, and closes them. Then the thread ends.
-  A ``clear`` under way is not in the queue and is not cut short: closing the stores waits for its end.
+* The main task owns the stores. It opens them, waits until ``close`` is called and all calls have ended, and closes
+  them. Then the thread ends. A ``clear`` does not wait in the queue; ``close`` cuts it short as it does a call.
 
 Mutable state: ``_lock`` guards the queue and the flags that other threads use. All else belongs to the loop.
 """
@@ -108,6 +108,8 @@ class StoreThread:
         self._waking = False
         self._refusing = False
         self._under_way: dict[PendingCall, None] = {}
+        self._clearing: set[asyncio.Task[None]] = set()
+        self._cut = False
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._over = False
@@ -158,6 +160,7 @@ class StoreThread:
 
     def clear(self, seconds: float | None) -> Future[None]:
         """Clear the stores within ``seconds`` (None: no limit). Returns a future that is done when they are cleared.
+        Its exception is ``Unavailable`` if ``close`` cut it short.
 
         Raises:
             Unavailable: the stores are closed, or being closed.
@@ -256,8 +259,8 @@ class StoreThread:
                     attached.store.register(rows.pool, rows.view())
             self._opened.set_result(None)
             await self._closing.wait()
-            while self._under_way:
-                await asyncio.wait([call.task for call in self._under_way if call.task is not None])
+            while left := [call.task for call in self._under_way if call.task is not None] + [*self._clearing]:
+                await asyncio.wait(left)
         finally:
             try:
                 await self.tiers.aclose()
@@ -280,6 +283,9 @@ class StoreThread:
         self._loop.call_later(deadline, self._cut_short)
 
     def _cut_short(self) -> None:
+        self._cut = True
+        for task in self._clearing:
+            task.cancel()
         for call in self._under_way:
             if not call.future.done():
                 self.counts["abandoned_pages"] += len(call.keys)
@@ -288,11 +294,20 @@ class StoreThread:
             self._end(call)
 
     async def _clear(self, seconds: float | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clearing.add(task)
         try:
             async with asyncio.timeout(seconds):
                 await self.tiers.clear()
         except TimeoutError:
             raise Timeout(f"the stores were not cleared within {seconds} s") from None
+        except asyncio.CancelledError:
+            if not self._cut:
+                raise
+            raise Unavailable("the stores were closed before they were cleared") from None
+        finally:
+            self._clearing.discard(task)
 
     # calls
 

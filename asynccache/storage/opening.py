@@ -7,9 +7,11 @@ opened, so a wrong one leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
+from itertools import count
 from random import uniform
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +26,10 @@ from asynccache.storage.url import ParsedUrl, StoreOptions, check_name, parse_ur
 from asynccache.storage.wrapping import BorrowedBackend
 
 GROUP = "asynccache.backends"
+LONGEST_CLASS = 50
+"""Letters of a class's name that its store's name may have. A store's name may have 64, so a number has room, too."""
+
+_NO_NAME = re.compile(r"^[^A-Za-z0-9]+|[^A-Za-z0-9_]+")  # parts of class names that a store's name may not have
 
 
 class BackendClass(Protocol):
@@ -172,37 +178,45 @@ def backend_class(scheme: str) -> BackendClass:
     return loaded
 
 
-def _parsed(storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]) -> ParsedUrl:
-    if isinstance(storage, str):
-        return parse_url(storage, options)
-    given = storage.backend if isinstance(storage, CheckedStore) else storage
-    return ParsedUrl(type(given).__name__, options=options)
+def _given(
+    storage: StorageBackend | CheckedStore, options: Mapping[str, str], taken: Collection[str]
+) -> ParsedUrl:
+    """Return a URL with the options of a backend or store that the caller made. Unless ``options`` has a name, the
+    store is called after the backend's class, with a number if that is one of the ``taken`` names: ``MemoryBackend``,
+    ``MemoryBackend-2``."""
+    kind = type(storage.backend if isinstance(storage, CheckedStore) else storage).__name__
+    name = first = _NO_NAME.sub("", kind)[:LONGEST_CLASS] or StoreOptions().name
+    for number in count(2):
+        if name not in taken:
+            break
+        name = f"{first}-{number}"
+    return ParsedUrl(kind, options={"name": name, **options})
 
 
 async def open_attached(
     storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str],
-    check: Callable[[StoreOptions], None],
+    tiers: TieredStore, position: int | None = None,
 ) -> AttachedStore:  # fmt: skip
-    """Return the store that ``storage`` stands for, ready to be attached.
+    """Return the store that ``storage`` stands for, ready to be attached to ``tiers`` at ``position``.
 
     A URL is opened, and its store will be closed when it is detached. A backend or a store that somebody else made is
-    never closed here. ``check`` is called with the store's options before anything is opened and may raise.
-    Cancelling it leaves nothing open.
+    never closed here. Cancelling it leaves nothing open.
 
     Raises:
-        ConfigError: the URL or an option is wrong, or the given store is for pages of other sizes.
+        ConfigError: the URL or an option is wrong, the given store is for pages of other sizes, another store has this
+            name, or there is no such position.
         Unavailable: the backend cannot be opened now.
     """
     if isinstance(storage, str):
-        common, _ = take_options(_parsed(storage, options))
-        check(common)
+        common, _ = take_options(parse_url(storage, options))
+        tiers.check(common, position)
         store = await open_store(storage, layout, options=options)
         if store is None:
             raise no_store(storage)
         return AttachedStore(store, common)
-    common, rest = take_options(_parsed(storage, options))
+    common, rest = take_options(_given(storage, options, tiers.names))
     rest.allow_only(())
-    check(common)
+    tiers.check(common, position)
     if not isinstance(storage, CheckedStore):
         store = CheckedStore(BorrowedBackend(storage), layout, timeout=common.timeout, slow=common.slow,
                              concurrency=common.concurrency)  # fmt: skip
@@ -225,7 +239,7 @@ async def open_all(
     if errors:
         raise errors[0]
     for storage in storages:
-        attached = await open_attached(storage, layout, options, store.check)
+        attached = await open_attached(storage, layout, options, store)
         try:
             store.attach(attached)
         except BaseException:

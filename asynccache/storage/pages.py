@@ -95,7 +95,8 @@ class Pages:
 
         Args:
             storage: a URL, or several, the nearest store first. A backend that the caller has made may stand in the
-                place of a URL; it is used only in the thread of this instance, and is not closed by it.
+                place of a URL; it is used only in the thread of this instance, and is not closed by it. Its store is
+                called after its class, as in ``MemoryBackend``; a second one is ``MemoryBackend-2``.
             memory: where the pages lie: a writable, contiguous buffer (an ``mmap``, a ``bytearray``, a ``memoryview``,
                 a NumPy array) of whole pages; or a mapping from each pool's name to its buffer. A page is named by its
                 slot: slot 2 of 4096-byte pages is the bytes from 8192 to 12287.
@@ -172,8 +173,8 @@ class Pages:
 
         ``timeout``: seconds from now, after which the stores are told to give up. If a store fails, the future's
         exception is ``BackendError`` (``Timeout``, ``Unavailable``), and the others were cleared. Cancelling the future
-        may leave any of the stores cleared. ``close`` does not cut a ``clear`` short, but waits for its end. Raises as
-        ``exists`` does.
+        may leave any of the stores cleared, and so does ``close``, after which the exception is ``Unavailable``. Raises
+        as ``exists`` does.
         """
         left = None if timeout is None else checks.number("timeout", timeout, above=0)
         self._check_process()

@@ -289,7 +289,8 @@ class TieredStore:
         Raises:
             BackendError: one of them failed; the others were asked all the same.
         """
-        await _all([attached.act(lambda store: store.flush()) for attached in self._stores if attached.options.write])
+        written = [one for one in self._stores if one.options.write or one.options.promote]
+        await _all([attached.act(lambda store: store.flush()) for attached in written])
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the sums of the stores' counters. ``breaker`` is the best state among them (see ``best_off``). The

@@ -71,7 +71,7 @@ class OpenStores:
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
     ) -> StoreEntry:
         """See ``WorkerStores``. ``number``: the number that the head has chosen; None: the next one."""
-        attached = await open_attached(storage, self._layout, options, lambda taken: self.tiers.check(taken, position))
+        attached = await open_attached(storage, self._layout, options, self.tiers, position)
         try:
             self._introduce(attached)
         except BaseException:

@@ -221,6 +221,18 @@ async def test_attaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
 
 
 @pytest.mark.asyncio
+async def test_two_backends_of_one_class_can_be_attached() -> None:
+    backends = [MemoryBackend(), MemoryBackend()]
+    async with opened(settings(host=16), storage=backends[0]) as cache:
+        assert await cache.attach_storage(backends[1]) == "MemoryBackend-2"
+        assert list(cache.stores) == ["MemoryBackend", "MemoryBackend-2"]
+        with pytest.raises(ConfigError, match="attached already"):
+            await cache.attach_storage(MemoryBackend(), name="MemoryBackend-2")
+    for backend in backends:
+        await backend.aclose()
+
+
+@pytest.mark.asyncio
 async def test_what_is_given_is_left_to_its_owner() -> None:
     backend = Gated()
     checked = CheckedStore(MemoryBackend(), store_layout(settings().pools()))

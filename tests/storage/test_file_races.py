@@ -7,9 +7,11 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
@@ -242,6 +244,33 @@ async def test_a_file_in_place_of_the_folder_is_refused_by_name(tmp_path: Path) 
     (tmp_path / "s").write_text("not a folder")
     with pytest.raises(Unavailable, match=f"store folder '{tmp_path}/s'"):
         await open_at(tmp_path / "s")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("options", ["capacity=8MiB&segment=1MiB", "capacity=8MiB&segment=1MiB&mode=0700&direct=off"])
+async def test_opening_asks_the_disk_nothing_on_the_event_loop(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder may have thousands of files, and its disk may be slow or gone."""
+    loop_thread, on_the_loop = threading.current_thread(), []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is loop_thread:
+                on_the_loop.append(name)
+            return call(*args, **kwargs)
+
+        return noted
+
+    for name in ("open", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "chmod", "fchmod", "unlink",
+                 "replace", "ftruncate", "fsync", "fdatasync"):  # fmt: skip
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    for _ in range(2):
+        store = await open_at(tmp_path / "s", options)
+        assert on_the_loop == []
+        assert await put(store, keys_of(20)) == [Result.HIT] * 20
+        await store.aclose()
+        on_the_loop.clear()
 
 
 @pytest.mark.asyncio

@@ -320,6 +320,52 @@ async def test_closing_ends_the_probe(loop: SimulatedLoop) -> None:
     assert store.breaker.state is BreakerState.OPEN
 
 
+class Flushing(Watched):
+    """``flush`` takes ``seconds``, too. ``away``: no call with keys is answered."""
+
+    away = True
+
+    async def flush(self) -> None:
+        await asyncio.sleep(self.seconds.get("flush", 0.0))
+
+    async def _take(self, verb: str, count: int) -> list[Result]:
+        if self.away:
+            raise Unavailable("gone")
+        return await super()._take(verb, count)
+
+
+async def backed_off(backend: Flushing) -> CheckedStore:
+    """A store on ``backend`` whose breaker is open, and whose back-off is over."""
+    store = store_on(backend, slow=1.0, timeout=30.0, breaker=Breaker(threshold=1, backoff=2.0))
+    await get(store)
+    assert store.breaker.state is BreakerState.OPEN
+    await asyncio.sleep(2.5)
+    return store
+
+
+@in_world
+async def test_a_flush_that_hangs_keeps_no_reads_from_a_store_that_came_back(loop: SimulatedLoop) -> None:
+    backend = Flushing(flush=1e6)
+    store = await backed_off(backend)
+    flushing = asyncio.ensure_future(store.flush())
+    await asyncio.sleep(0.1)
+    backend.away = False
+    await get(store)
+    await asyncio.sleep(0.1)
+    assert await get(store) == [Result.MISS] * 2
+    with pytest.raises(Timeout):
+        await flushing
+    await store.aclose()
+
+
+@in_world
+async def test_a_flush_that_has_nothing_to_do_is_no_sign_of_life(loop: SimulatedLoop) -> None:
+    store = await backed_off(Flushing())
+    await store.flush()
+    assert store.breaker.state is BreakerState.OPEN
+    await store.aclose()
+
+
 @in_world
 async def test_while_it_is_open_no_work_is_done_for_a_call(loop: SimulatedLoop) -> None:
     backend = SlowBackend(SimulatedBackend(Random(1)), latency=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import ConfigError
 from asynccache.errors import BackendError, Timeout, Unavailable
-from asynccache.storage import Pages
+from asynccache.storage import Closed, Pages
+from asynccache.storage.pages import LETTING_GO
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.storage.pages_kit import HIT, MISS, PATIENCE, SIZE, keys, memory, open_pages, result
 
@@ -28,6 +30,8 @@ class Clearing(WrappedBackend):
         self.inside.set()
         if self.how == "hangs":
             await asyncio.Event().wait()
+        if self.how == "is slow":
+            await asyncio.sleep(0.1)
         if self.how == "fails":
             raise Unavailable("the disk is gone")
         await super().clear()
@@ -71,6 +75,28 @@ def test_a_store_that_hangs_costs_the_timeout_and_no_other_call() -> None:
         assert result(pages.put(keys(1), [0])) == [HIT]
         with pytest.raises(Timeout, match=r"not cleared within 0\.2 s"):
             clearing.result(PATIENCE)
+
+
+def test_close_cuts_short_what_hangs_at_its_deadline() -> None:
+    hanging, whole = Clearing("hangs"), MemoryBackend()
+    pages = open_pages((hanging, whole), memory())
+    result(pages.put(keys(2), range(2)))
+    clearing = pages.clear()
+    assert hanging.inside.wait(PATIENCE)
+    began = time.monotonic()
+    assert pages.close(0.2) == Closed(abandoned=0, held=0, over=True)
+    assert 0.2 <= time.monotonic() - began < LETTING_GO
+    with pytest.raises(Unavailable, match="closed before they were cleared"):
+        clearing.result(0)
+    assert whole.stats()["pages"] == 0
+
+
+def test_close_lets_a_clear_end_before_its_deadline() -> None:
+    slow = Clearing("is slow")
+    pages = open_pages(slow, memory())
+    clearing = pages.clear()
+    assert pages.close(PATIENCE).over
+    assert clearing.result(0) is None
 
 
 def test_a_timeout_that_is_none_and_a_closed_store_are_refused() -> None:

@@ -142,6 +142,20 @@ def test_a_page_goes_to_every_store_that_is_written() -> None:
             assert result(pages.exists(keys(1))) == [expected]
 
 
+class _Own(MemoryBackend):
+    """A backend whose class's name cannot be a store's."""
+
+
+def test_backends_of_one_class_have_names_of_their_own() -> None:
+    odd = type("_größe" + 70 * "x", (MemoryBackend,), {})
+    given = [MemoryBackend(), MemoryBackend(), _Own(), "memory:?name=Own-2", _Own(), odd(), type("_", (_Own,), {})()]
+    with open_pages(given, memory()) as pages:
+        expected = ["MemoryBackend", "MemoryBackend-2", "Own", "Own-2", "Own-3", "gre" + 47 * "x", "store"]
+        assert list(pages.stores) == list(pages.store_stats()) == expected
+        assert result(pages.put(keys(1), [0])) == [HIT]
+        assert result(pages.get(keys(1), [1])) == [HIT]
+
+
 # bytes that are not what was stored
 
 

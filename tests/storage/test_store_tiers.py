@@ -35,6 +35,7 @@ class Backend(SimulatedBackend):
         self.asked: Counter[PageKey] = Counter()
         self.registered: list[str] = []
         self.closed_times = 0
+        self.flushed_times = 0
         self.down = False
         self.begun = asyncio.Event()
 
@@ -51,6 +52,7 @@ class Backend(SimulatedBackend):
     async def flush(self) -> None:
         if self.down:
             raise Unavailable("down")
+        self.flushed_times += 1
         await super().flush()
 
     async def _begin(self) -> None:
@@ -242,6 +244,17 @@ async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop:
     far.asked.clear()
     assert await fetched(store, KEYS[:5]) == [HIT] * 5
     assert not far.asked
+    await store.aclose()
+
+
+@in_world
+async def test_stores_that_pages_are_written_or_promoted_to_are_flushed(loop: SimulatedLoop) -> None:
+    """A power loss after ``flush`` loses no page that was promoted before it."""
+    both, promoted, neither = Backend("both"), Backend("promoted"), Backend("neither")
+    policies = [StoreOptions("b", write=False), StoreOptions("c", write=False, promote=False)]
+    store = tiers(both, promoted, neither, policies=policies)
+    await store.flush()
+    assert (both.flushed_times, promoted.flushed_times, neither.flushed_times) == (1, 1, 0)
     await store.aclose()
 
 

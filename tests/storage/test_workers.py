@@ -58,6 +58,15 @@ async def test_run_returns_what_the_function_returns_and_raises_what_it_raises()
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("sizes", [[5 << 20, 0, 0], [0, 5 << 20, 0], [0, 0, 1 << 20], [3 << 20, 3 << 20, 0], [0, 0]])
+async def test_work_that_is_spread_leaves_nothing_out_not_even_what_has_no_bytes(sizes: list[int]) -> None:
+    workers, things = ThreadPool(2, "test-workers"), [f"thing {i}" for i in range(len(sizes))]
+    parts = await workers.spread(lambda part: part, sizes, things)
+    assert [thing for part in parts for thing in part] == things
+    workers.close()
+
+
+@pytest.mark.asyncio
 async def test_a_cancelled_run_ends_only_after_its_function() -> None:
     workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
     ended: list[bool] = []

@@ -41,7 +41,7 @@ from asynccache.storage import (
     settled,
 )
 from asynccache_backends.file.files import FileRun, Folder, RunsMoved, ThreadIO
-from asynccache_backends.file.folder import FolderLock, claim, load_manifest, note_capacity, noted_capacity
+from asynccache_backends.file.folder import FolderLock, load_manifest, note_capacity, noted_capacity
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
@@ -83,9 +83,9 @@ def find_stretches(
     stretches: list[GroupStretch] = []
     wrong: list[int] = []
     expected = -1
-    for slot, i in sorted(index.slots(keys)):
-        if slot != expected:
-            group, page = index.at(slot)
+    for location, i in sorted(index.locate(keys)):
+        if location != expected:
+            group, page = index.at(location)
             which: list[int] = []
         if records[i].payload.nbytes != group.length:
             wrong.append(i)
@@ -94,7 +94,7 @@ def find_stretches(
         if not which:
             stretches.append(GroupStretch(group, page, which))
         which.append(i)
-        expected = slot + 1
+        expected = location + 1
     return stretches, wrong
 
 
@@ -170,15 +170,14 @@ class FileBackend:
         Cancelling it leaves nothing open.
         """
         settings = settings_of(url, layout)
-        lock = claim(settings.folder, mode=settings.mode, new=settings.used)
-        io = ThreadIO()
+        lock, io = FolderLock(), ThreadIO()
         store: Self | None = None
         try:
-            folder = lock.folder
+            folder = await io.run(lock.take, settings.folder, mode=settings.mode, new=settings.used)
             manifest = await io.run(load_manifest, folder, layout.schema)
             noted = await io.run(noted_capacity, folder)
             capacity = settings.capacity if settings.used or noted is None else noted
-            direct = _use_direct(folder, settings.direct)
+            direct = await io.run(_use_direct, folder, settings.direct)
             state = StoreState(folder, manifest.seed, io, capacity, settings.segment, direct)
             store = cls(state, lock, layout.page_bytes)
             await store._recover()

@@ -47,82 +47,77 @@ class Manifest:
 
 
 class FolderLock:
-    """The lock on a store's folder. It is held until ``release`` or until the process ends, in whatever way. ``folder``
-    is the open folder."""
+    """The lock on a store's folder. It is held from ``take`` until ``release``, or until the process ends, in whatever
+    way."""
 
-    def __init__(self, folder: Folder) -> None:
-        """Lock ``folder``. If this raises, the folder is closed.
+    def __init__(self) -> None:
+        self._folder: Folder | None = None
+        self._file = -1
+
+    def take(self, path: Path, *, mode: int | None, new: bool) -> Folder:
+        """Open and lock the folder ``path``, and return it. If this raises, nothing is left open.
+
+        ``new``: whether to make the folder if it is missing; otherwise it must hold a store. ``mode``: permissions for
+        the folder and, without the bits for execution, for its files; None: existing permissions are left alone, and
+        those of new files follow from the folder's.
 
         Raises:
-            Unavailable: another process, or another store in this process, uses the folder; the message names both.
-            OSError: the disk refuses.
+            Unavailable: the folder is in use by another process or another store in this process, which the message
+                names; it holds no store; or it cannot be made or written.
         """
-        self.folder = folder
-        self._file = -1
         try:
-            self._lock_folder()
-            self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            owner = self._owner()
+            if new:
+                make_folder(path, PRIVATE if mode is None else mode)
+            self._folder = folder = Folder(path, mode) if new else _folder_of_a_store(path, mode)
+            self._lock(folder)
+            if mode is not None:
+                folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
+        except OSError as error:
             self.release()
-            raise Unavailable(f"store folder {str(folder.path)!r} is in use by process {owner}") from None
+            raise Unavailable(f"store folder {str(path)!r}: {error}") from error
         except BaseException:
             self.release()
             raise
+        return folder
 
     def release(self) -> None:
         """Give up the lock and close the folder. Calling it twice is fine."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        self.folder.close()
+        if self._folder is not None:
+            self._folder.close()
 
-    def _lock_folder(self) -> None:
-        """Lock the folder itself. Where folders cannot be locked, as on NFS, this does nothing, and only the file is
-        locked."""
+    def _lock(self, folder: Folder) -> None:
         try:
-            fcntl.flock(self.folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_folder(folder)
+            self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
-            raise
-        except OSError as error:
-            if error.errno not in _NO_SUCH_LOCK:
-                raise
-
-    def _owner(self) -> str:
-        """Return the process that has the lock, as far as the file ``lock`` still says."""
-        try:
-            return self.folder.read(LOCK, 32).decode(errors="replace").strip() or "unknown"
-        except OSError:
-            return "unknown"
+            path = str(folder.path)
+            raise Unavailable(f"store folder {path!r} is in use by process {_owner(folder)}") from None
 
 
-def claim(path: Path, *, mode: int | None, new: bool) -> FolderLock:
-    """Open and lock the folder ``path``, and return the lock.
-
-    ``new``: whether to make the folder if it is missing; otherwise it must hold a store. ``mode``: permissions for the
-    folder and, without the bits for execution, for its files; None: existing permissions are left alone, and those of
-    new files follow from the folder's.
-
-    Raises:
-        Unavailable: the folder is in use, holds no store, or cannot be made or written.
-    """
+def _lock_folder(folder: Folder) -> None:
+    """Lock the folder itself. Where folders cannot be locked, as on NFS, this does nothing, and only the file is
+    locked."""
     try:
-        if new:
-            make_folder(path, PRIVATE if mode is None else mode)
-        folder = _folder_of_a_store(path, mode) if not new else Folder(path, mode)
-        lock = FolderLock(folder)
-        try:
-            if mode is not None:
-                folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
-        except BaseException:
-            lock.release()
-            raise
+        fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
     except OSError as error:
-        raise Unavailable(f"store folder {str(path)!r}: {error}") from error
-    return lock
+        if error.errno not in _NO_SUCH_LOCK:
+            raise
+
+
+def _owner(folder: Folder) -> str:
+    """Return the process that has the lock, as far as the file ``lock`` still says."""
+    try:
+        return folder.read(LOCK, 32).decode(errors="replace").strip() or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def _folder_of_a_store(path: Path, mode: int | None) -> Folder:

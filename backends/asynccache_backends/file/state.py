@@ -1,10 +1,10 @@
 """The mutable state of one open store: the index, the segments, and the two steps of every write. It is changed only on
 the event loop.
 
-The index says where each key's page lies; it is rebuilt from the files at every start. A key's place is a *slot*, one
-integer: the number of its group and the index of its page in that group. A page takes about 280 bytes of memory: its
-key as the key of a dict, its entry in the group's directory, and the slot. A deleted page keeps its place in its group
-until the segment is reclaimed.
+The index says where each key's page lies; it is rebuilt from the files at every start. A page's location is one integer
+(see ``page_index``): the number of its group and its index in that group. A page takes about 280 bytes of memory: its
+key as the key of a dict, its entry in the group's directory, and its location. A deleted page keeps its place in its
+group until the segment is reclaimed.
 
 A group is written in two steps. ``begin_write`` takes its place in the active segment and hands the bytes to the I/O.
 When they are in the file, ``end_write`` adds the group to the index. Between the two steps the buffers belong to the
@@ -18,63 +18,15 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from asynccache.storage import KEY_BYTES, PageKey, Tell
+from asynccache.storage import KEY_BYTES
 from asynccache_backends.file.files import FileHandles, FileRun, Folder, RunsMoved, ThreadIO
 from asynccache_backends.file.segments import BLOCK_BYTES, MAX_PAGES, PageGroup, Segment, SegmentLog, pack_block
-
-H = TypeVar("H")
-
-
-class SlotIndex(Generic[H]):
-    """An index of where each key's page lies: in which *holder* (a group, a pack), and at which position there.
-    ``holders`` has the holders by number. ``bytes`` is the size of all pages that are stored. ``tell`` hears of keys
-    that are added and removed."""
-
-    position_bits: int
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.tell: Tell | None = None
-        self.holders: dict[int, H] = {}
-        self._slots: dict[bytes, int] = {}
-        self._next = 0
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._slots
-
-    @property
-    def pages(self) -> int:
-        """The number of stored pages."""
-        return len(self._slots)
-
-    def keys(self) -> list[bytes]:
-        """Return all stored keys."""
-        return list(self._slots)
-
-    def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
-        """Return, for each key that is stored, its slot and its position in ``keys``. Pages that lie next to each other
-        in a holder have consecutive slots."""
-        slots = self._slots
-        return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
-
-    def at(self, slot: int) -> tuple[H, int]:
-        """Return the holder of a slot, and the position of the page in it."""
-        return self.holders[slot >> self.position_bits], slot & ((1 << self.position_bits) - 1)
-
-    def _hold(self, holder: H) -> int:
-        """Add a holder and return its number, which no other ever gets."""
-        number, self._next = self._next, self._next + 1
-        self.holders[number] = holder
-        return number
-
-    def _changed(self, there: bool, keys: Sequence[bytes]) -> None:
-        if self.tell is not None and keys:
-            self.tell(there, keys)
+from asynccache_backends.page_index import PageIndex
 
 
-class FileIndex(SlotIndex[PageGroup]):
+class FileIndex(PageIndex[PageGroup]):
     """The index of a file store: its holders are groups. ``bytes`` counts payloads."""
 
     position_bits = 6
@@ -104,24 +56,24 @@ class FileIndex(SlotIndex[PageGroup]):
         number = self._hold(group)
         base = number << self.position_bits
         self._segments.setdefault(group.segment, []).append(number)
-        fresh, slots = [], self._slots
+        fresh, locations = [], self._locations
         for page, key in enumerate(group.keys()):
             if group.dead >> page & 1:
                 continue
-            if key not in slots:
+            if key not in locations:
                 fresh.append(key)
-            elif self._lies_after(group, slots[key]):
+            elif self._lies_after(group, locations[key]):
                 group.dead |= 1 << page
                 continue
             else:
                 self._drop(key)
-            slots[key] = base + page
+            locations[key] = base + page
             self.bytes += group.length
         self._changed(True, fresh)
 
-    def _lies_after(self, group: PageGroup, slot: int) -> bool:
-        """Return True if the page of ``slot`` lies after all pages of ``group``."""
-        other, _ = self.at(slot)
+    def _lies_after(self, group: PageGroup, location: int) -> bool:
+        """Return True if the page of ``location`` lies after all pages of ``group``."""
+        other, _ = self.at(location)
         return (other.segment, other.offset) > (group.segment, group.offset)
 
     def forget(self, key: bytes) -> tuple[PageGroup, int] | None:
@@ -133,10 +85,10 @@ class FileIndex(SlotIndex[PageGroup]):
         return place
 
     def _drop(self, key: bytes) -> tuple[PageGroup, int] | None:
-        slot = self._slots.pop(key, None)
-        if slot is None:
+        location = self._locations.pop(key, None)
+        if location is None:
             return None
-        group, page = self.at(slot)
+        group, page = self.at(location)
         group.dead |= 1 << page
         self.bytes -= group.length
         return group, page
@@ -145,8 +97,8 @@ class FileIndex(SlotIndex[PageGroup]):
         """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
         now."""
         key = group.entry(page)[:KEY_BYTES]
-        slot = self._slots.get(key)
-        return None if slot is None or self.at(slot) != (group, page) else self.forget(key)
+        location = self._locations.get(key)
+        return None if location is None or self.at(location) != (group, page) else self.forget(key)
 
     def drop_segment(self, segment: int) -> None:
         """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of
@@ -156,7 +108,7 @@ class FileIndex(SlotIndex[PageGroup]):
             group = self.holders.pop(number)
             for page, key in enumerate(group.keys()):
                 if not group.dead >> page & 1:
-                    del self._slots[key]
+                    del self._locations[key]
                     left.append(key)
                     self.bytes -= group.length
             group.dead = (1 << group.count) - 1
@@ -178,7 +130,7 @@ class FileIndex(SlotIndex[PageGroup]):
         return stale
 
 
-assert 1 << FileIndex.position_bits > MAX_PAGES  # so that consecutive slots are always pages of the same group
+assert 1 << FileIndex.position_bits > MAX_PAGES  # so that consecutive locations are always pages of the same group
 
 
 class GroupWrite(NamedTuple):

@@ -79,7 +79,7 @@ def settings_of(url: ParsedUrl) -> MooncakeSettings:
     options = url.options
     return MooncakeSettings(
         ClientOptions(
-            place("the master", url.path.rstrip("/"), DEFAULT_PORT),
+            _host_port("the master", url.path.rstrip("/"), DEFAULT_PORT),
             _matching("metadata", options.get("metadata", HANDSHAKE), _METADATA),
             options.get("host", ""),
             url.size("segment", 0),
@@ -90,11 +90,11 @@ def settings_of(url: ParsedUrl) -> MooncakeSettings:
         _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
         url.whole_number("replicas", 1, 1, 16),
         url.whole_number("threads", 1, 1, 16),
-        place("admin", options["admin"]) if "admin" in options else None,
+        _host_port("admin", options["admin"]) if "admin" in options else None,
     )
 
 
-def place(what: str, text: str, default: int | None = None) -> HostPort:
+def _host_port(what: str, text: str, default: int | None = None) -> HostPort:
     """Parse ``host:port`` or ``[v6]:port``; or ``host`` alone if there is a default port. ``what`` names it in errors.
 
     Raises:

@@ -66,7 +66,7 @@ class ObjectClient:
 
     def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
         """Begin to store a new object; it never replaces one. Returns the request, to be awaited by ``created``. Until
-        the request has let go of the buffers (see ``BufferLoan``) they must not change."""
+        the request has let go of the buffers (see ``RequestBuffers``) they must not change."""
         future = self._api.put_async(self.store, self.prefix + path, data, use_multipart=False, mode="create")
         return cast(asyncio.Future[Any], future)
 

@@ -55,7 +55,7 @@ class Collector:
         """
         await self._catalog.refresh(full=True)
         if older_than is not None:
-            await self._retire(int((self._clock.now() - older_than) * 1000))
+            await self._delete_old(int((self._clock.now() - older_than) * 1000))
         packs = self._catalog.index.packs()
         empty = [pack for pack in packs if not pack.live]
         self._add(waste=len(empty))
@@ -67,7 +67,7 @@ class Collector:
         await self._catalog.save()
         return self._done
 
-    async def _retire(self, until: int) -> None:
+    async def _delete_old(self, until: int) -> None:
         """Delete the pages that were stored up to the time ``until``, in milliseconds since 1970. The tombstone has
         that time in its name, so it does not concern pages that are stored again meanwhile."""
         whole, keys = list[Pack](), list[bytes]()

@@ -6,8 +6,8 @@ order it has found the packs. So pages are found where a collection has moved th
 of a key that are not younger than the tombstone, whether they are found before it or after it. If the pack of a key
 vanishes, the key is gone, even if another pack has it, too: that is as rare as the pages of two writers.
 
-A key's place is a *slot*, one integer: the number of its pack and the position of its record there. A page takes about
-300 bytes of memory: its key as the key of a dict, its entry in the pack's footer, and the slot.
+A page's location is one integer (see ``page_index``): the number of its pack and the position of its record there. A
+page takes about 300 bytes of memory: its key as the key of a dict, its entry in the pack's footer, and its location.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from asynccache.storage import HEADER_BYTES
-from asynccache_backends.file.state import SlotIndex
 from asynccache_backends.object_store.formats import MAX_RECORDS, Pack, stamp_of
+from asynccache_backends.page_index import PageIndex
 
 
-class PackIndex(SlotIndex[Pack]):
+class PackIndex(PageIndex[Pack]):
     """The index of an object store: its holders are packs. ``bytes`` counts the headers and payloads that can be read;
     ``stored`` is the size of all packs. ``tombs`` has the keys of each tombstone by its name."""
 
@@ -51,7 +51,7 @@ class PackIndex(SlotIndex[Pack]):
     def live(self, pack: Pack) -> list[int]:
         """Return the positions of the live records of ``pack``, those that are read; none if the pack has vanished."""
         base = self._numbers.get(pack.name, -1) << self.position_bits
-        return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
+        return [at for at, key in enumerate(pack.keys()) if self._locations.get(key) == base + at]
 
     def buried(self, key: bytes, born: int) -> bool:
         """Return True if a tombstone has deleted the record of ``key`` that was born at this time."""
@@ -59,8 +59,8 @@ class PackIndex(SlotIndex[Pack]):
 
     def born(self, key: bytes) -> int:
         """Return when the record of ``key`` that is read was born, in milliseconds since 1970; -1 if there is none."""
-        slot = self._slots.get(key)
-        return -1 if slot is None else self._rank(slot)[0]
+        location = self._locations.get(key)
+        return -1 if location is None else self._rank(location)[0]
 
     def birth(self, key: bytes, stamp: int) -> int:
         """Return when a record of ``key`` that is stored at the time ``stamp`` counts as born: then, or right after the
@@ -74,17 +74,17 @@ class PackIndex(SlotIndex[Pack]):
         number = self._hold(pack)
         self._numbers[pack.name] = number
         self.stored += pack.size
-        slots, fresh = self._slots, []
-        for slot, (key, length, born) in enumerate(pack.births(), number << self.position_bits):
+        locations, fresh = self._locations, []
+        for location, (key, length, born) in enumerate(pack.births(), number << self.position_bits):
             if self._died and self.buried(key, born):
                 continue
-            if key not in slots:
+            if key not in locations:
                 fresh.append(key)
-            elif (born, pack.name) > self._rank(slots[key]):
-                self._count(slots[key], -1)
+            elif (born, pack.name) > self._rank(locations[key]):
+                self._count(locations[key], -1)
             else:
                 continue
-            slots[key] = slot
+            locations[key] = location
             pack.live += 1
             pack.live_bytes += length + HEADER_BYTES
             self.bytes += length + HEADER_BYTES
@@ -97,7 +97,7 @@ class PackIndex(SlotIndex[Pack]):
             return
         pack = self.holders[number]
         base = number << self.position_bits
-        self._remove([key for slot, key in enumerate(pack.keys(), base) if self._slots.get(key) == slot])
+        self._remove([key for location, key in enumerate(pack.keys(), base) if self._locations.get(key) == location])
         del self.holders[number]
         self.stored -= pack.size
 
@@ -109,8 +109,8 @@ class PackIndex(SlotIndex[Pack]):
         self.tombs[name] = keys
         for key in keys:
             self._died[key] = max(stamp, self._died.get(key, -1))
-        there = [key for key in dict.fromkeys(keys) if key in self._slots]
-        self._remove([key for key in there if self.buried(key, self._rank(self._slots[key])[0])])
+        there = [key for key in dict.fromkeys(keys) if key in self._locations]
+        self._remove([key for key in there if self.buried(key, self._rank(self._locations[key])[0])])
 
     def unbury(self, name: str) -> None:
         """Forget a tombstone that has vanished. The records that it has deleted stay deleted here until the packs are
@@ -121,29 +121,29 @@ class PackIndex(SlotIndex[Pack]):
 
     def clear(self) -> None:
         """Remove everything."""
-        gone = list(self._slots)
-        for table in (self._slots, self.holders, self._numbers, self._died, self.tombs):
+        gone = list(self._locations)
+        for table in (self._locations, self.holders, self._numbers, self._died, self.tombs):
             table.clear()
         self.bytes = self.stored = 0
         self._changed(False, gone)
 
-    def _rank(self, slot: int) -> tuple[int, str]:
-        """Return the birth of the record at ``slot`` and its pack's name. Of several records of a key the one with the
-        highest rank is read."""
-        pack, at = self.at(slot)
+    def _rank(self, location: int) -> tuple[int, str]:
+        """Return the birth of the record at ``location`` and its pack's name. Of several records of a key the one with
+        the highest rank is read."""
+        pack, at = self.at(location)
         return pack.entry(at).born, pack.name
 
     def _remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._count(self._slots.pop(key), -1)
+            self._count(self._locations.pop(key), -1)
         self._changed(False, keys)
 
-    def _count(self, slot: int, sign: int) -> None:
-        pack, at = self.at(slot)
+    def _count(self, location: int, sign: int) -> None:
+        pack, at = self.at(location)
         size = sign * (pack.length(at) + HEADER_BYTES)
         pack.live += sign
         pack.live_bytes += size
         self.bytes += size
 
 
-assert 1 << PackIndex.position_bits > MAX_RECORDS  # so that consecutive slots are always records of the same pack
+assert 1 << PackIndex.position_bits > MAX_RECORDS  # so that consecutive locations are always records of the same pack

@@ -59,8 +59,8 @@ def plan_reads(
     page has another length than their record."""
     stretches: list[PackStretch] = []
     wrong: list[int] = []
-    for slot, which in sorted(index.slots(keys)):
-        pack, at = index.at(slot)
+    for location, which in sorted(index.locate(keys)):
+        pack, at = index.at(location)
         _, header, offset, length, _ = pack.entry(at)
         if records[which].payload.nbytes != length:
             wrong.append(which)

@@ -213,11 +213,11 @@ class Uploads:
         return Pack(name, upload.size + len(footer), entries)
 
     async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
-        loan = BufferLoan(payloads)
+        buffers = RequestBuffers(payloads)
         try:
-            await self._client.created(path, self._client.put(path, [*loan.take(), footer]))
+            await self._client.created(path, self._client.put(path, [*buffers.take(), footer]))
         finally:
-            await loan.over()
+            await buffers.free()
 
     async def _joined(self, upload: _Upload, payloads: list[memoryview], footer: bytes) -> memoryview:
         """Return a copy of the whole pack in one buffer. The pieces are ``free`` then."""
@@ -228,13 +228,13 @@ class Uploads:
         return data
 
 
-class BufferLoan:
-    """A loan of buffers to one request of the client, which tells when the client has let go of them.
+class RequestBuffers:
+    """The buffers of one request of the client. They tell when the client has let go of them.
 
     The client sends directly from host pages and does not say when it no longer needs them. Its future is done when
     there is an answer, or at once when it is cancelled; the request may still use the buffers for some time. But as
     long as it does, it has references to the objects that it was given. So it is given a view of its own for each
-    buffer, and the loan is over when these views are gone. They have to be memoryviews: a memoryview releases its
+    buffer, and the buffers are free when these views are gone. They have to be memoryviews: a memoryview releases its
     buffer before its weak references are called, and an array of NumPy releases it afterwards.
 
     After an answer the views are usually gone, and it is enough to look. Callbacks are set only for views that are not:
@@ -253,7 +253,7 @@ class BufferLoan:
         views, self._views = self._views, []
         return views
 
-    async def over(self) -> None:
+    async def free(self) -> None:
         """Wait until all views are gone. Cancelling it does not shorten the waiting."""
         if all(ref() is None for ref in self._refs):
             return

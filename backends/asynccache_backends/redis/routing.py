@@ -165,7 +165,7 @@ class Router:
         """
         question = plain([command(b"PING")]) if self._settings.cluster == "off" else _SLOTS
         try:
-            self._settle(*await self._of_any(self._settings.seeds, question))
+            self._learn_first(*await self._of_any(self._settings.seeds, question))
         except BaseException:
             self.close()
             raise
@@ -233,7 +233,7 @@ class Router:
 
     # the map
 
-    def _settle(self, address: HostPort, reply: Any) -> None:
+    def _learn_first(self, address: HostPort, reply: Any) -> None:
         """Note from the first answer whether the server is part of a cluster. Raises as ``open`` does."""
         if isinstance(reply, list):
             self.clustered = True
