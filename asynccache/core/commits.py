@@ -216,7 +216,7 @@ class Commits:
             work.keep_rest(self._swa, end.end)
         lease.length = end.end * self._page_size
         if any(work.spares):
-            retire(self._world, work.spares, True)
+            retire(self._world, work.spares)
 
     def _attach(self, lease: CoreLease, end: Node, checkpoint: tuple[int, int]) -> bool:
         """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree
