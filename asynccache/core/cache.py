@@ -148,7 +148,7 @@ class CacheCore:
         """Publish the whole pages of ``key`` (at least ``lease.length`` tokens, all computed).
 
         ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: a position, at the
-        end of a page, and a slot out of ``lease.states``. Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages
+        end of a page, and a slot out of ``lease.states``. Duplicates come as ``Retire``. ``Wait``: pages
         on this path are just being loaded for another request; nothing was changed.
 
         Raises:

@@ -47,7 +47,7 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
 
 class _Commit:
     """One commit of the pages ``begin`` to ``total``. ``window``: the first page whose SWA the end needs. ``spares``:
-    the slots of duplicates, by component."""
+    the slots to retire, by component."""
 
     __slots__ = ("begin", "hashes", "key", "lease", "spares", "total", "window")
 
@@ -132,24 +132,25 @@ class Commits:
                 self._merge(work, split_at(self._world, node, first))
                 start = first
         if node.state[0] == ABSENT:
-            self._insert(node, 0, work.own(0, start, node.end))
+            self._insert(work, node, 0, work.own(0, start, node.end))
         else:
             work.spare(0, start, node.end)
         if swa:
             if node.state[swa] == ABSENT and start >= max(work.window, work.lease.own_from[swa]):
-                self._insert(node, swa, work.own(swa, start, node.end))
+                self._insert(work, node, swa, work.own(swa, start, node.end))
             else:
                 work.spare(swa, start, node.end)
         return node
 
-    def _insert(self, node: Node, c: int, slots: bytes) -> None:
-        """Fill a device cell with ``slots`` of the lease, or free them if they are not enough for it."""
+    def _insert(self, work: _Commit, node: Node, c: int, slots: bytes) -> None:
+        """Fill a device cell with ``slots`` of the lease. If they are not enough for it, because the commit reaches
+        beyond the lease's SWA pages, they are retired like duplicates: the engine may still use them."""
         if len(slots) == SLOT_BYTES * self._world.pages(node, c):
             self._world.fill(node, c, slots, PRESENT)
             if c == 0:
                 self._world.publish(Medium.GPU, True, node)
         else:
-            self._world.shelves[c].slots.give(slots)
+            work.spares[c] += slots
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
         """Add new nodes, still empty, below ``end`` for what the tree does not have, and return them. The new nodes are
@@ -206,7 +207,7 @@ class Commits:
         world.fill(node, 0, work.own(0, start, node.end), PRESENT)
         world.publish(Medium.GPU, True, node)
         if swa and start >= work.lease.own_from[swa]:
-            self._insert(node, swa, work.own(swa, start, node.end))
+            self._insert(work, node, swa, work.own(swa, start, node.end))
 
     def _keep_rest(self, work: _Commit, end: Node) -> None:
         """Leave the lease its pages beyond ``end``, and retire the duplicates."""
@@ -216,7 +217,7 @@ class Commits:
             work.keep_rest(self._swa, end.end)
         lease.length = end.end * self._page_size
         if any(work.spares):
-            retire(self._world, work.spares, True)
+            retire(self._world, work.spares)
 
     def _attach(self, lease: CoreLease, end: Node, checkpoint: tuple[int, int]) -> bool:
         """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree

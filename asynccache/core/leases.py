@@ -93,12 +93,11 @@ class Grant(NamedTuple):
     plan: Plan
 
 
-def retire(world: World, slots: list[bytes], adoption: bool) -> None:
-    """Retire these device slots, by component: nobody takes them until the engine is done with them. ``adoption``: see
-    ``Retire``."""
+def retire(world: World, slots: list[bytes]) -> None:
+    """Retire these device slots, by component: nobody takes them until the engine is done with them."""
     op = world.ledger.open(RETIRE)
     op.slots = slots
-    world.effect(Retire(op.id, adoption))
+    world.effect(Retire(op.id))
 
 
 class Leases:
@@ -414,7 +413,7 @@ class Leases:
         lease.own = [b""] * self._count
         lease.states = b""
         if hold_back and any(slots):
-            retire(self._world, slots, False)
+            retire(self._world, slots)
         else:
             for c, given in enumerate(slots):
                 self._give(c, given)

@@ -79,12 +79,11 @@ class BackupStorage(NamedTuple):
 
 
 class Retire(NamedTuple):
-    """Keep device slots from being taken until the engine's batches that may use them are over; if ``adoption``, also
-    until the engine uses the page table as it is after the commit. The runtime answers DONE then. The slots are those
-    of the ``Operation``."""
+    """Keep device slots from being taken until the engine's batches that may use them are over; duplicates of a commit
+    also until the engine uses the page table as it is after the commit. The runtime answers DONE then. The slots are
+    those of the ``Operation``."""
 
     op: int
-    adoption: bool
 
 
 class Publish(NamedTuple):

@@ -266,7 +266,7 @@ class Transfers:
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False
-        pages = self._rooms[0] // _RETRIES
+        pages = max(1, self._rooms[0] // _RETRIES)
         for node in list(self.unstored)[:_RETRIES]:
             if pages > 0:
                 del self.unstored[node]

@@ -206,6 +206,8 @@ class WorkThread:
         self._first, self._last = first, last
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._closed = False
+        # No work is queued behind the end mark, where it would never run. Reentrant, for finalizers that submit.
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=f"asynccache-{name}", daemon=True)
         self._thread.start()
 
@@ -215,15 +217,17 @@ class WorkThread:
         Raises:
             CacheClosed: the stream was released, or its device closed.
         """
-        if self._closed:
-            raise CacheClosed(f"stream {self._name!r} was released, or its device is closed")
-        self._queue.put(work)
+        with self._lock:
+            if self._closed:
+                raise CacheClosed(f"stream {self._name!r} was released, or its device is closed")
+            self._queue.put(work)
 
     def close(self) -> None:
         """Take no more work; the thread ends after what is queued."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
 
     def ended(self) -> bool:
         """Return True if the thread was closed and has done all that was queued."""

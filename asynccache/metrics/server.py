@@ -5,6 +5,8 @@
     GET  /statistics   all counters, as JSON
     POST /explain      {"tokens": [...], "extra_key": null}; for short prompts also GET /explain?tokens=1,2,3
 
+HEAD is answered as GET is, without the body.
+
 The server answers one request on each connection and then closes the connection. It is not made for the public: do not
 give it a public address. Still, no client can delay the cache or other clients for long:
 
@@ -67,11 +69,13 @@ class HttpRequest(NamedTuple):
 
 
 class HttpResponse(NamedTuple):
-    """An HTTP response. ``kind`` is its content type."""
+    """An HTTP response. ``kind`` is its content type. ``bodiless``: only the head is sent, with the length of ``body``;
+    for HEAD."""
 
     status: str
     kind: str
     body: bytes
+    bodiless: bool = False
 
 
 class Refused(Exception):
@@ -159,6 +163,10 @@ class Exposed:
             return _failed(refused.status, refused)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
             return _failed("400 Bad Request", error)
+        answer = await self._answered_request(request)
+        return answer._replace(bodiless=request.method == "HEAD")
+
+    async def _answered_request(self, request: HttpRequest) -> HttpResponse:
         try:
             return await self._answer(request)
         except Refused as refused:
@@ -305,7 +313,7 @@ def _failed(status: str, error: Exception | str) -> HttpResponse:
 
 def _written(answer: HttpResponse) -> bytes:
     head = f"HTTP/1.1 {answer.status}\r\nContent-Type: {answer.kind}\r\nContent-Length: {len(answer.body)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + answer.body
+    return f"{head}Connection: close\r\n\r\n".encode() + (b"" if answer.bodiless else answer.body)
 
 
 _CROWDED = _failed("503 Service Unavailable", f"there are {MOST_CONNECTIONS} connections already; try again soon")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import CacheCore, Grant, LeaseRequest
-from asynccache.core.plan import BackupHost, Clone, LoadBack, Plan, Retire, Status, Wait
+from asynccache.core.cache import CacheCore, Committed, Grant, LeaseRequest
+from asynccache.core.plan import BackupHost, Clone, LoadBack, Outcome, Plan, Retire, Status, Wait
 from asynccache.errors import CacheFull, InvariantViolation
 from tests.simulated.synchronous import MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
@@ -164,13 +164,27 @@ def test_duplicates_retire_and_the_table_names_the_trees_pages() -> None:
         assert request.commit()
     assert run.table(one.lease, 0) == run.table(two.lease, 0)
     (retire,) = run.in_flight(Retire)
-    effect = run.jobs[retire].effect
-    assert isinstance(effect, Retire)
-    assert effect.adoption
     free = run.config.components[0].device - 8
     assert run.lease(b"", new=(free + 1) * 4) is None, "retiring pages are not free"
     run.complete(retire)
     assert run.lease(b"", new=(free + 1) * 4) is not None
+
+
+def test_pages_of_a_window_that_a_commit_cannot_use_retire() -> None:
+    run = runtime("full,swa", device=16, host=0)
+    ask = run.ask(spell("abcdef"))._replace(chunk_swa=5 * run.page)
+    grant = run.core.lease(ask)
+    assert isinstance(grant, Grant)
+    run.perform(grant.plan)
+    free = run.core.statistics().device[1].free
+    answer = run.core.commit(grant.lease, ask.key, run.hashes(ask.space, ask.key))
+    assert isinstance(answer, Committed)
+    assert run.core.statistics().device[1].free == free, "the engine may still use them"
+    (effect,) = [effect for effect in answer.plan.effects if isinstance(effect, Retire)]
+    run.core.complete([Outcome(effect.op, Status.DONE)])
+    assert run.core.statistics().device[1].free == free + 1
+    run.core.release(grant.lease)
+    run.audit(idle=True)
 
 
 def test_a_release_may_retire_its_own_pages() -> None:

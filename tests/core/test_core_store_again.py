@@ -36,6 +36,16 @@ def test_a_store_that_is_back_gets_what_it_missed_a_few_at_a_time() -> None:
     run.audit(idle=True)
 
 
+def test_a_host_of_few_pages_gets_stored_again_too() -> None:
+    run = SynchronousRuntime(core_config(device=16, host=8))
+    run.fail(*on_host(run, "ab"))
+    run.complete(*on_host(run, "cd"))
+    assert len(run.in_flight(BackupStorage)) == 1
+    run.settle()
+    assert run.unsaved() == (0, 0)
+    run.audit(idle=True)
+
+
 def test_a_store_that_is_still_away_is_not_tried_again() -> None:
     run = away()
     run.fail(*on_host(run, "abcd"))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,11 +18,12 @@ import pytest
 import uvloop
 
 from asynccache.core.plan import Move
-from asynccache.errors import CopyFailed
+from asynccache.errors import CacheClosed, CopyFailed
 from asynccache.memory import host_copies
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
 from asynccache.memory.pools import Mover
+from asynccache.memory.signals import WorkThread
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -167,6 +171,34 @@ async def test_aclose_ends_the_threads() -> None:
     assert names <= {t.name for t in threading.enumerate()}
     await device.aclose()
     assert not names & {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.asyncio
+async def test_an_event_fires_even_if_its_stream_is_released_by_another_thread_while_it_is_recorded() -> None:
+    device = CpuDevice()
+    stream = device.stream("released")
+    release = threading.Thread(target=device.release, args=(stream,))
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Callable[..., Any] | None:
+        if frame.f_code is not WorkThread.submit.__code__:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line == "self._queue.put(work)":
+            release.start()
+            release.join(0.1)  # the release may have to wait until the event is queued
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        event = stream.record()
+    finally:
+        sys.settrace(before)
+    await asyncio.to_thread(release.join, 10)
+    await asyncio.wait_for(event.wait(), 10)
+    with pytest.raises(CacheClosed):
+        stream.record()
+    await device.aclose()
 
 
 @pytest.mark.asyncio

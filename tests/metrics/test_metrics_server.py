@@ -48,6 +48,24 @@ async def test_the_pages() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "status"), [("/healthz", b"200"), ("/statistics", b"200"), ("/nothing", b"404")])
+async def test_head_is_answered_as_get_is_without_a_body(path: str, status: bytes) -> None:
+    async with opened(settings(host=16)) as cache, Exposed(cache) as exposed:
+        heads, bodies = [], []
+        for method in ("GET", "HEAD"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", exposed.port)
+            writer.write(f"{method} {path} HTTP/1.1\r\n\r\n".encode())
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            heads.append(head)
+            bodies.append(body)
+            writer.close()
+        assert heads[0].split()[1] == status
+        assert heads[0] == heads[1]
+        assert bodies[0]
+        assert not bodies[1]
+
+
+@pytest.mark.asyncio
 async def test_explain_by_post_and_by_get() -> None:
     async with opened(settings(host=16)) as cache, Exposed(cache) as exposed:
         await serve(cache, text(4))
