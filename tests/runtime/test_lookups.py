@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache
+from asynccache import AsyncCache, SlidingWindow
 from asynccache.runtime.lookups import LookupStats, Miss
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -135,6 +135,7 @@ async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> Non
         await serve(cache, prompt(4), pools=("full", "swa"))
         assert (await cache.flush()).storage == 0
     full, swa = config.components
+    assert isinstance(swa, SlidingWindow)
     small = replace(config, components=(full, replace(swa, host_tokens=PAGE)))  # a match ends in two pages of it
     async with opened(small, storage=backend) as cache:
         assert await serve(cache, prompt(4), pools=("full", "swa")) == PAGE
