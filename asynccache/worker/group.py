@@ -519,15 +519,17 @@ class WorkerGroup:
                 self._end(copies.work, copies.at, failed=Status.FAILED in copies.said.values())
 
     def _end(self, work: Work, at: float, *, failed: bool) -> None:
-        """Count ``work``, which began ``at`` and has ended on all workers, and report its end."""
-        meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
-        meter.took(perf_counter() - at, count)
-        if failed:
-            meter.errors += count
-            if work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
-                self._to_forget += map(m.ForgetLoad, work.ops)
-        else:
-            meter.count(count, *self._size_of(work.moves))
+        """Count ``work``, which began ``at`` and has ended on all workers, and report its end. Private copies are not
+        counted, see ``stages``."""
+        if work.kind is not CopyKind.CLONE:
+            meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
+            meter.took(perf_counter() - at, count)
+            if failed:
+                meter.errors += count
+            else:
+                meter.count(count, *self._size_of(work.moves))
+        if failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
+            self._to_forget += map(m.ForgetLoad, work.ops)
         if self._reports is not None:
             self._reports.ended(Status.FAILED if failed else Status.DONE, work.ops)
 
