@@ -220,7 +220,7 @@ class AsyncCache:
 
         Raises:
             ConfigError: ``deadline`` is no number of seconds; the cache stays open.
-            BackendError: a store could not close cleanly; all the rest is closed.
+            BackendError: a store could not close cleanly, or a rank was lost while it closed; all the rest is closed.
         """
         if deadline is not None:
             deadline = checks.number("deadline", deadline)

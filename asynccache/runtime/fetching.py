@@ -112,6 +112,7 @@ class Fetch:
         while self._worth(end) and self._wanted():
             taken = await self._take_aux(end)
             if taken.aux is None:
+                self.cut = Cut.ROOM
                 end = self._usable(end - self.shape.page_size)
             elif not taken.aux or await self._fetch_aux(end, taken.aux):
                 return end

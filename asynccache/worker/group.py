@@ -190,7 +190,7 @@ class WorkerGroup:
         self._meters = {"backup_host": StageMeter(), "load_back": StageMeter()}
         self._weights: dict[int, tuple[int, int]] = {}
         self.stores = GroupStores(self._call, self._put, self._be_patient, WatchedKeys(self._report_keys))
-        self._closing = self._leaving = self._late = self._hurried = False
+        self._closing = self._leaving = self._hurried = False
         self._stirred = ChangeSignal()
         self._timers: list[asyncio.TimerHandle] = []
         self._took: dict[type, Callable[[int, Any], None]] = {
@@ -251,8 +251,10 @@ class WorkerGroup:
         ``LocalWorker.aclose``. Cancelling it may leave some of it open.
 
         Raises:
-            BackendError: a store could not close cleanly, or a worker did not say so in time; all the rest is closed.
+            BackendError: a store could not close cleanly, or a worker was lost meanwhile or did not say in time that it
+                had closed; all the rest is closed.
         """
+        reported = self.failure is not None  # and so it is known why the cache closes
         self._closing = True
         self.close_by(patience)
         latest = asyncio.get_running_loop().time() + patience + LATE
@@ -262,9 +264,10 @@ class WorkerGroup:
         try:
             if self.failure is None:
                 await self._call(lambda call: m.CloseWorker(call, patience), m.CallDone)
+            elif not reported:
+                raise self._again()
         except RankFailure as failure:
-            if self._late:  # else the group had failed before, or a worker that is to close has gone
-                raise BackendError(f"{failure}: it may have lost what it had stored last") from None
+            raise BackendError(f"{failure}: it may have lost what it had stored last") from None
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -285,7 +288,6 @@ class WorkerGroup:
         longer to notice, or a store may hang."""
         late = sorted({rank for call in self._calls.values() for rank in call.left})
         if late:
-            self._late = True
             self._fail(RankFailure("had not answered when the cache was to be closed", late[0]))
 
     async def abandon(self, error: BaseException) -> None:
@@ -519,15 +521,17 @@ class WorkerGroup:
                 self._end(copies.work, copies.at, failed=Status.FAILED in copies.said.values())
 
     def _end(self, work: Work, at: float, *, failed: bool) -> None:
-        """Count ``work``, which began ``at`` and has ended on all workers, and report its end."""
-        meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
-        meter.took(perf_counter() - at, count)
-        if failed:
-            meter.errors += count
-            if work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
-                self._to_forget += map(m.ForgetLoad, work.ops)
-        else:
-            meter.count(count, *self._size_of(work.moves))
+        """Count ``work``, which began ``at`` and has ended on all workers, and report its end. Private copies are not
+        counted, see ``stages``."""
+        if work.kind is not CopyKind.CLONE:
+            meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
+            meter.took(perf_counter() - at, count)
+            if failed:
+                meter.errors += count
+            else:
+                meter.count(count, *self._size_of(work.moves))
+        if failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
+            self._to_forget += map(m.ForgetLoad, work.ops)
         if self._reports is not None:
             self._reports.ended(Status.FAILED if failed else Status.DONE, work.ops)
 

@@ -10,6 +10,7 @@ flight. Laws:
   Private copies run on a stream of their own, and each waits for the load that it needs.
 * A submission is a plain function: ``wait_layers`` needs the event of a layer at once, so it submits what is queued and
   does not wait for the stage's task.
+* The counters of ``load_back`` are about loads alone: a private copy brings nothing from the host.
 * If the copy for several loads fails, every load in it fails: an engine whose work was ordered behind its layers may
   have read them.
 * Of pages that several workers hold alike, one worker writes to the stores that they share; to a store of its own each
@@ -106,11 +107,11 @@ class BackupHostStage:
 
 
 class Copying(NamedTuple):
-    """Operations that the device copies together. ``layers[i]``: fires when layer i of them is there; empty for a
-    private copy. ``done``: fires when all is there. ``needs``: fires when the load that a private copy is made of is
-    there; None: it has ended, or there is none. ``queued``: seconds of the stage's clock."""
+    """A work that is on the device. ``layers[i]``: fires when layer i of it is there; empty for a private copy.
+    ``done``: fires when all is there. ``needs``: fires when the load that a private copy is made of is there; None: it
+    has ended, or there is none. ``queued``: seconds of the stage's clock."""
 
-    ops: Sequence[int]
+    work: Work
     layers: Sequence[Event]
     done: Event
     needs: Event | None
@@ -130,7 +131,7 @@ class _Line:
         self.filled = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"{len(self)} queued, {sum(len(copying.ops) for copying in self.flying)} on the device"
+        return f"{len(self)} queued, {sum(len(copying.work.ops) for copying in self.flying)} on the device"
 
     def __len__(self) -> int:
         return sum(len(queued.work.ops) for queued in self.inbox)
@@ -197,20 +198,19 @@ class LoadBackStage:
     def _submit_loads(self, loads: Sequence[QueuedWork]) -> None:
         moves, after = _joined(loads)
         events = self._mover.load(moves, after)
-        self.meter.count(sum(len(queued.work.ops) for queued in loads), *self._size_of(moves))
         for work, _, at in loads:
-            self._fly(self._loads, Copying(work.ops, events.layers, events.done, None, at))
+            self._fly(self._loads, Copying(work, events.layers, events.done, None, at))
 
     def _submit_clones(self, work: Work, after: Sequence[Event], at: float) -> None:
         source = self._by_op.get(work.source)
         needs = source.done if source is not None else None
         event = self._mover.clone(work.moves, after if needs is None else (*after, needs))
-        self._fly(self._clones, Copying(work.ops, (), event, needs, at))
+        self._fly(self._clones, Copying(work, (), event, needs, at))
 
     def _fly(self, line: _Line, copying: Copying) -> None:
         line.flying.append(copying)
         line.filled.set()
-        self._by_op.update(dict.fromkeys(copying.ops, copying))
+        self._by_op.update(dict.fromkeys(copying.work.ops, copying))
 
     async def run(self) -> None:
         """Submit loads and await them, for ever. Cancelling it abandons outcomes, never a buffer in use: the device
@@ -238,12 +238,17 @@ class LoadBackStage:
         copying = line.flying[0]
         status = await _copied(copying.done, copying.needs)
         line.flying.popleft()
-        for op in copying.ops:
+        work = copying.work
+        for op in work.ops:
             del self._by_op[op]
-        if status is Status.FAILED:
-            self.meter.errors += len(copying.ops)
-        self.meter.took(self._clock() - copying.queued, len(copying.ops))
-        self._post(status, copying.ops)
+        if work.kind is CopyKind.LOAD:
+            count = len(work.ops)
+            self.meter.took(self._clock() - copying.queued, count)
+            if status is Status.DONE:
+                self.meter.count(count, *self._size_of(work.moves))
+            else:
+                self.meter.errors += count
+        self._post(status, work.ops)
 
 
 async def _copied(*events: Event | None) -> Status:

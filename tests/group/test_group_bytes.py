@@ -57,6 +57,27 @@ def test_what_was_written_comes_back_from_device_and_host(shape: Topology, kind:
     play(main)
 
 
+def test_load_back_of_a_group_counts_what_came_from_the_host_and_no_private_copy() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), KINDS["state"])
+        async with world.opened() as cache:
+
+            def counted() -> tuple[int, int, int]:
+                load_back = cache.statistics().stages["load_back"]
+                return load_back.ops, load_back.errors, load_back.latency_ms.samples
+
+            await world.serve(text(6))
+            assert await world.serve(text(6, extra=1)) == 24, "with a private copy of the state"
+            assert counted() == (0, 0, 0)
+            await cache.flush()
+            await world.push_out(16)
+            assert await world.serve(text(6, extra=1)) == 24
+            assert counted() == (1, 0, 1)
+        await world.aclose()
+
+    play(main)
+
+
 @pytest.mark.parametrize(("shape", "kind", "shared"), chosen(True, False))
 def test_a_new_group_finds_what_the_last_one_stored(shape: Topology, kind: str, shared: bool) -> None:
     async def main(loop: SimulatedLoop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -145,11 +145,45 @@ def test_a_rank_that_is_lost_while_the_head_waits_for_its_batch_ends_the_waiting
         assert not closing.done()
         begun = loop.time()
         world.process(1).kill()
-        await closing
+        with pytest.raises(BackendError, match=r"^rank 1: .*: it may have lost what it had stored last$"):
+            await closing
         assert loop.time() - begun < 1.0
         with pytest.raises(RankFailure, match="rank 1"):
             await waiting
         await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("how", ["it is killed", "it raises"])
+def test_a_rank_that_is_lost_while_it_closes_is_named_to_who_closes_the_cache(how: str) -> None:
+    """``aclose`` succeeded, though the rank may have lost what it had stored last."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
+        world.begin()
+        cache = await world.cache.__aenter__()
+        world.run()
+        await world.serve(text(6))
+        await cache.flush()
+        local = world.local(1)
+        close = local.aclose
+
+        async def end(patience: float) -> None:
+            if how == "it is killed":
+                world.process(1).kill()
+            await close(patience)
+            if how == "it raises":
+                raise OSError("no room is left on the disk")
+
+        local.aclose = end  # type: ignore[method-assign]
+        reason = "OSError: no room is left on the disk" if how == "it raises" else ".*"
+        with pytest.raises(BackendError, match=rf"^rank 1: {reason}: it may have lost what it had stored last$"):
+            await cache.aclose()
+        with pytest.raises(OSError, match="no room") if how == "it raises" else nullcontext():
+            await world.group.ended()
+        await asyncio.wait(world.running.values())
         await world.aclose()
 
     play(main)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache
+from asynccache import AsyncCache, SlidingWindow
 from asynccache.runtime.lookups import LookupStats, Miss
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -122,6 +123,23 @@ async def test_what_the_quota_of_the_host_leaves_out() -> None:
         await fill_and_push_out(cache)
         assert await serve(cache, prompt(4)) == 3 * PAGE
         assert missed(cache)["no_host_room"] == PAGE
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_host_without_room_for_a_window_is_the_reason_of_a_miss() -> None:
+    """Pages of the window that storage has, and for which the host has no slots."""
+    backend = MemoryBackend()
+    config = settings(device=6, host=6, swa=6)
+    async with opened(config, storage=backend) as cache:
+        await serve(cache, prompt(4), pools=("full", "swa"))
+        assert (await cache.flush()).storage == 0
+    full, swa = config.components
+    assert isinstance(swa, SlidingWindow)
+    small = replace(config, components=(full, replace(swa, host_tokens=PAGE)))  # a match ends in two pages of it
+    async with opened(small, storage=backend) as cache:
+        assert await serve(cache, prompt(4), pools=("full", "swa")) == PAGE
+        assert missed(cache) == {"no_host_room": 3 * PAGE}
     await backend.aclose()
 
 

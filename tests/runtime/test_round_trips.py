@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from asynccache import AsyncCache, CacheConfig
+from asynccache import AsyncCache, CacheConfig, LoadFailed
 from asynccache.core.plan import Clone, Copy
+from asynccache.memory.cpu import CpuDevice, CpuEvent
+from asynccache.memory.device import PageCopy, Stream
+from asynccache.memory.host_copies import Fates, Faults
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -192,6 +195,49 @@ async def test_ten_requests_for_an_evicted_prefix_load_each_page_and_state_once(
         assert await asyncio.gather(*(one(seed) for seed in range(10))) == [6 * PAGE] * 10
         load_back = cache.statistics().stages["load_back"]
         assert (load_back.ops, load_back.pages) == (1, 6 + WINDOW // PAGE + 1)
+
+
+class FailingLoads(CpuDevice):
+    """A device whose copies from the host fail while ``failing``."""
+
+    failing = False
+
+    def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CpuEvent]:
+        others = self._fates
+        try:
+            if self.failing:
+                self._fates = Fates(Faults(failing=1.0))
+            return super().load(stream, copies, layers)
+        finally:
+            self._fates = others
+
+
+@pytest.mark.asyncio
+async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() -> None:
+    device = FailingLoads()
+    async with opened(all_three(device=24, swa=24), device=device) as cache:
+
+        def counted() -> tuple[int, int, int, int]:
+            load_back = cache.statistics().stages["load_back"]
+            return load_back.ops, load_back.pages, load_back.errors, load_back.latency_ms.samples
+
+        clones = spy_on_clones(cache)
+        await serve_all(cache, text(6, extra=1))
+        assert await serve_all(cache, text(6, extra=2)) == 6 * PAGE
+        assert clones
+        assert counted() == (0, 0, 0, 0)
+        await settled(cache)
+        await push_out(cache, 24)
+        device.failing = True
+        async with cache.lease(text(6, extra=1)) as lease:
+            with pytest.raises(LoadFailed):
+                await lease.loaded()
+        await settled(cache)
+        assert counted() == (0, 0, 1, 1)
+        device.failing = False
+        assert await serve_all(cache, text(6, extra=1)) == 6 * PAGE
+        assert counted() == (1, 6 + WINDOW // PAGE + 1, 1, 2)
+    await device.aclose()
 
 
 def spy_on_clones(cache: AsyncCache) -> list[Clone]:
