@@ -64,8 +64,8 @@ class RoomMaker:
 
     def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
         """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` steps. A
-        step evicts one node's cells or starts a node's backup. Returns whether the slots are free, and if not,
-        why."""
+        step evicts one node's cells, or starts all backups that are needed and evicts what needs none. Returns whether
+        the slots are free, and if not, why."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True
@@ -85,7 +85,7 @@ class RoomMaker:
                 steps -= 1
                 if self._evict_next(place, EARLY):
                     continue
-                verdict = self._late(place, need, steps + 1)
+                verdict = self._late(place, need)
                 if verdict is not Room.FREE:
                     return verdict
         return Room.FREE
@@ -171,10 +171,10 @@ class RoomMaker:
                         world.offer(parent, count)
         return True, None
 
-    def _late(self, place: int, need: int, steps: int) -> Room:
+    def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
-        only copy on the device, start its backup and those of the other cells that must go, in at most ``steps`` steps,
-        and return what to wait for."""
+        only copy on the device, start its backup and those of the other cells that must go, and return what to wait
+        for."""
         node = self.coldest(place, LATE)
         if node is None:
             return Room.SHORT
@@ -183,9 +183,8 @@ class RoomMaker:
                 self._give_up(node, place)
                 return Room.FREE
             self._world.offer(node, place)
-            verdict = self._saving(place, need, steps)
-            if verdict is not Room.SHORT:
-                return verdict
+            if self._saving(place, need):
+                return Room.SAVING
             return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
         self.evict(node, place)
         return Room.FREE
@@ -242,14 +241,12 @@ class RoomMaker:
         count, stored = self._world.count, self._world.stored(node)
         return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
-    def _saving(self, place: int, need: int, steps: int) -> Room:
-        """Start backups of the coldest cells until they cover what is missing, and evict those that need no backup, in
-        at most ``steps`` steps. Return SAVING if there is anything to wait for; else SLICE if the steps are used up,
-        and SHORT if not."""
+    def _saving(self, place: int, need: int) -> bool:
+        """Start backups of the coldest cells until they cover what is missing, and evict those that need no backup.
+        Return True if there is anything to wait for."""
         world = self._world
         missing = need - world.shelves[place].slots.left
-        while missing > 0 and steps > 0 and (node := self.coldest(place, LATE)) is not None:
-            steps -= 1
+        while missing > 0 and (node := self.coldest(place, LATE)) is not None:
             if self.is_expendable(node, place):
                 missing -= world.pages(node, place)
                 self.evict(node, place)
@@ -264,10 +261,10 @@ class RoomMaker:
                 world.condemn(node, place)
                 missing -= world.pages(node, place)
             elif self._is_stored(node, place):
-                return Room.SHORT
+                return False
             elif self.host_is_busy() or not self._claims.let_go(True):
                 break
-        return Room.SAVING if self.host_is_busy() else Room.SHORT if steps else Room.SLICE
+        return self.host_is_busy()
 
     def _is_stored(self, node: Node, place: int) -> bool:
         """Return True if storage has all that would leave the device with this cell."""

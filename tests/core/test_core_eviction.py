@@ -408,33 +408,6 @@ def test_long_evictions_come_in_slices_that_each_pass_the_audit(components: str)
     assert run.audits > audits + 4
 
 
-def test_a_call_that_starts_backups_evicts_and_saves_no_more_than_a_slice() -> None:
-    run = runtime(device=64, host=128, write_policy="write_back", write_back_watermark=0.0, slice_steps=4)
-    texts = [chr(200 + i) for i in range(60)]
-    for text in texts:
-        run.insert(text)
-    run.flush()
-    for text in "abcd":
-        run.insert(text)  # the only ones that the host lacks
-    for text in texts:
-        run.match(spell(text))
-    ask = run.ask(b"", new=40 * run.page)
-    calls = 0
-    while True:
-        calls += 1
-        evicted, backups = run.core.statistics().evicted_device, len(run.in_flight(BackupHost))
-        answer = run.core.lease(ask)
-        run.perform(answer.plan)
-        begun = len(run.in_flight(BackupHost)) - backups
-        assert run.core.statistics().evicted_device - evicted + begun <= 4
-        if isinstance(answer, Grant):
-            break
-        run.settle()
-    assert 40 // 5 <= calls <= 40
-    run.core.release(answer.lease)
-    run.audit(idle=True)
-
-
 def test_order_holds_at_any_size() -> None:
     run = runtime(device=40, host=0)
     texts = [chr(97 + i) + chr(65 + i) for i in range(20)]
