@@ -109,7 +109,7 @@ def main() -> None:
             report = runner.run(session.run())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _say({**report, **session.latencies(), "asked": moments.asked, "changes": moments.changes,
-              "fetched_while_open": moments.fetched, "trace": session.trace})
+              "fetched_while_open": moments.fetched, "traceback": session.traceback})
 
 
 def _answer(session: Watched) -> None:
