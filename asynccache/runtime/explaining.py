@@ -14,6 +14,7 @@ from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime import learning
+from asynccache.runtime.prefetching import usable_by_a_lease
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
 from asynccache.worker.contract import Result, StoreQuestion
 from asynccache.worker.pool_layout import PoolLayout
@@ -93,7 +94,9 @@ def _plain_span(span: Span) -> dict[str, Any]:
 
 async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
-    found = core.explain(space, key)
+    found = fetched = core.explain(space, key)
+    if len(pools.components) > 1:
+        fetched = core.explain(space, usable_by_a_lease(key, core.config.page_size))  # as a prefetch leaves it
     stores = worker.has_stores
     present = await _stored(core, worker, pools, space, key, found) if stores else {}
     reach = _reach(core, pools, found, present)
@@ -102,7 +105,7 @@ async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: byt
         tokens=len(key) // TOKEN_BYTES, length=found.length, device=found.device, host=found.host, storage=reach,
         spans=spans, loads={POOL_NAME[load.component]: load.pages for load in found.loads},
         ends=None if found.ends is None else POOL_NAME[found.ends], why=found.why,
-        fetch=_fetch(core.config.prefetch_threshold, found, present, reach) if stores else "there is no storage",
+        fetch=_fetch(core, pools, fetched, present) if stores else "there is no storage",
         policy=core.config.eviction, learned=core.learned(),
     )  # fmt: skip
 
@@ -160,7 +163,9 @@ def _reach(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapp
     return usable_end(shape, pools.named(), there, found.length)
 
 
-def _fetch(threshold: int, found: Explanation, present: Mapping[str, bytes], reach: int) -> str:
+def _fetch(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapping[str, bytes]) -> str:
+    """Return what a prefetch would do, in words. ``found``: the core's answer for the pages that it would look for."""
+    threshold, reach = core.config.prefetch_threshold, _reach(core, pools, found, present)
     if any(Result.FAILED in results for results in present.values()):
         return "storage does not answer"
     if found.length - found.host < max(1, threshold):

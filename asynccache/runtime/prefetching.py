@@ -80,7 +80,7 @@ class Prefetching:
         """Return a prefetch that has begun, or that has ended already because nothing is worth fetching."""
         driver, size = self._driver, self._config.page_size
         if len(self._pools.components) > 1:
-            key = _usable_by_a_lease(key, size)
+            key = usable_by_a_lease(key, size)
         match = driver.unlocked(driver.core.match, space, key)
         handle = Prefetch(
             space, key, Chain(space, size), CachedOnArrival(match.device, match.host), self._time(),
@@ -294,7 +294,7 @@ class Prefetching:
         return True
 
 
-def _usable_by_a_lease(key: bytes, page_size: int) -> bytes:
+def usable_by_a_lease(key: bytes, page_size: int) -> bytes:
     """Return the whole pages of ``key`` that a lease of it can have cached: the lease leaves at least one token to be
     computed."""
     tokens = len(key) // TOKEN_BYTES

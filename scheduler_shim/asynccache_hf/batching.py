@@ -16,6 +16,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -209,7 +210,7 @@ class ContinuousBatching(CachedModel):
         return requests
 
     def _abort(self, request: BatchRequest) -> None:
-        if self._loop.alive:
+        with suppress(CacheClosed):  # closing ends all requests
             self._loop.soon(self._abort_soon, request.id)
 
     # in the thread that generates

@@ -41,9 +41,6 @@ from asynccache_hf.parts import (
 )
 from asynccache_hf.trial import ExpectedLogits, tokens_for, tried
 
-SCHEMA = 1
-"""The version of what a page's bytes mean. It is to be increased when that changes."""
-
 PROBE_TOKENS = 8
 
 
@@ -80,7 +77,7 @@ def described(model: Any, page_size: int, name: str | None) -> tuple[Layout, Exp
 
 def weights_name(model: Any) -> str:
     """A name that differs when configuration or weights do."""
-    digest = hashlib.sha256(f"{SCHEMA} {model.config.to_json_string()}".encode())
+    digest = hashlib.sha256(model.config.to_json_string().encode())
     for name, tensor in model.state_dict().items():
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {tuple(plain.shape)} ".encode())

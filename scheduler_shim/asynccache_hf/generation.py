@@ -7,6 +7,7 @@ Law: no page goes back while a forward call may still touch it. A cancellation w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -99,7 +100,8 @@ class Generator:
             return await self._run(lease, request_id, tokens, new_tokens)
         finally:
             lease.release()
-            self._thread.start(self._model.forward, Batch((), (request_id,)))
+            with suppress(RuntimeError):  # ``close`` has ended the thread
+                self._thread.start(self._model.forward, Batch((), (request_id,)))
 
     async def _run(self, lease: Lease, request_id: int, tokens: Sequence[int], new_tokens: int) -> Generated:
         """Compute the prompt up to each of its stops, publish its whole pages, and then compute token by token."""

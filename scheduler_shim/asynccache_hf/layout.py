@@ -19,6 +19,10 @@ from asynccache_hf.parts import LayerPart
 
 COMPONENTS = ("full", "swa", "mamba")
 
+SCHEMA = 1
+"""The version of what a page's bytes mean. It is to be increased when that changes; it is part of the name by which a
+cache knows the model, and so of the key of every page."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
@@ -189,7 +193,8 @@ class Layout:
             ))  # fmt: skip
         sidecars = tuple(pool.sidecar() for pool in self.pools if pool.name not in COMPONENTS)
         return CacheConfig(
-            model=self.model, components=tuple(components), sidecars=sidecars, page_size=self.page_size, **more
+            model=f"{self.model}@{SCHEMA}", components=tuple(components), sidecars=sidecars, page_size=self.page_size,
+            **more,
         )
 
 

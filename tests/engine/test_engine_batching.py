@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending, continuous
+from asynccache_hf.cached_model import LoopThread
 from asynccache_shim import Finish
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import offloading_manager
@@ -393,6 +394,23 @@ def test_closed_it_takes_no_requests_and_leaves_nothing() -> None:
     for call in (lambda: batching.add_request([1]), lambda: batching.generate_batch([[1]]), batching.statistics):
         with pytest.raises(CacheClosed):
             call()
+
+
+def test_a_request_that_is_aborted_while_the_cache_closes_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batching = ContinuousBatching(model_of("llama"), **SIZES, name="llama")
+    request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
+    next(iter(request))
+    soon = LoopThread.soon
+
+    def late(loop: LoopThread, *args: Any) -> None:
+        monkeypatch.undo()
+        batching.close()
+        soon(loop, *args)
+
+    monkeypatch.setattr(LoopThread, "soon", late)
+    request.abort()
+    with pytest.raises(CacheClosed, match="closed before the request was over"):
+        request.result(1)
 
 
 def test_what_was_opened_in_vain_leaves_nothing() -> None:

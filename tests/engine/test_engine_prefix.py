@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import Counts, PrefixCache
+from asynccache_hf import Counts, PrefixCache, layout
 from asynccache_hf.cached_model import LoopThread
 
 from asynccache.core.audit import check
@@ -55,6 +55,18 @@ def test_the_same_tokens_and_a_second_turn_that_hits(family: str) -> None:
         second = cached.generate(turn, max_new_tokens=9, do_sample=False)
         assert second.tolist() == model.generate(turn, max_new_tokens=9, do_sample=False).tolist()
         assert cached.counts.device >= LENGTH // 8 * 8
+
+
+def test_pages_of_an_older_schema_are_not_found_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, found = ids(prompt(LENGTH)), []
+    for schema in (layout.SCHEMA, layout.SCHEMA, layout.SCHEMA + 1):
+        monkeypatch.setattr(layout, "SCHEMA", schema)
+        with PrefixCache(model_of("llama"), name="llama", storage=f"file:{tmp_path}/store", **SIZES) as cached:
+            cached.generate(text, max_new_tokens=4)
+            found.append(cached.counts.storage)
+    assert found == [0, LENGTH // 8 * 8, 0]
 
 
 def test_another_cache_finds_it_in_the_store(tmp_path: Path) -> None:

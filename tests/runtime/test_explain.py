@@ -41,6 +41,23 @@ async def test_a_prompt_over_three_tiers() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_a_prefetch_is_said_to_fetch_is_what_it_fetches() -> None:
+    """Where there are windows, a prefetch leaves out the last page of a prompt that has whole pages alone."""
+    backend = MemoryBackend()
+    config = settings(device=6, host=6, swa=6, prefetch_quota=1.0)
+    async with opened(config, storage=backend) as cache:
+        await serve(cache, text(4), pools=("full", "swa"))
+        await cache.flush()
+    async with opened(config, storage=backend) as cache:
+        assert (await cache.explain(text(1))).fetch.startswith("nothing: what is missing is shorter")
+        assert (await cache.explain(text(4, extra=1))).fetch == "up to 16"
+        found = await cache.explain(text(4))
+        assert (found.fetch, found.storage) == ("up to 12", 16)
+        assert (await cache.prefetch(text(4))).tokens == 12
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
 async def test_asking_keeps_nothing_warm() -> None:
     async with opened(settings(device=8)) as cache:
         await serve(cache, text(4))
