@@ -87,7 +87,7 @@ class CacheStatistics(NamedTuple):
 
 
 class AsyncCache:
-    """A hierarchical KV cache; see the package's README.
+    """A hierarchical KV cache over device, host memory and storage.
 
     ``device`` and ``storage`` replace what the configuration names; the caller closes what the caller made.
     ``workers``: the workers of an engine of several ranks, from ``asynccache.worker.listen``. Then every page has a
