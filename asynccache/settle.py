@@ -62,17 +62,7 @@ async def completed(work: Coroutine[Any, Any, T]) -> T:
         ConfigError: ``work`` is not a coroutine.
     """
     work = checks.instance("work", work, Coroutine)
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        await settled([task])
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            task.exception()  # else asyncio would log that nobody has read it
-        raise
-    try:
-        return task.result()
-    finally:
-        del task  # for the same reason as in ``settled``
+    return await _ended(asyncio.get_running_loop().create_task(work))
 
 
 async def completed_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,11 +76,17 @@ async def completed_in_thread(function: Callable[P, T], *args: P.args, **kwargs:
         ConfigError: ``function`` is not callable.
     """
     call = partial(checks.function("function", function), *args, **kwargs)
-    future = asyncio.get_running_loop().run_in_executor(None, call)
+    return await _ended(asyncio.get_running_loop().run_in_executor(None, call))
+
+
+async def _ended(future: asyncio.Future[T]) -> T:
+    """Wait until ``future`` is done, and return its result or raise its error. If this is cancelled, ``future`` is
+    waited for, its result or error is dropped, and then CancelledError is raised."""
     try:
         await settled([future])
     except asyncio.CancelledError:
-        future.exception()  # else asyncio would log that nobody has read it
+        if not future.cancelled():
+            future.exception()  # else asyncio would log that nobody has read it
         raise
     try:
         return future.result()
@@ -181,9 +177,7 @@ class ThreadPool:
         """Call ``function`` in a thread, wait for its end, and return what it returns or raise what it raises. If this
         is cancelled, it waits for that end all the same, so that the function's buffers are free. Raises as ``call``
         does."""
-        future = self.call(function, *args, **kwargs)
-        await settled([future])
-        return future.result()
+        return await _ended(self.call(function, *args, **kwargs))
 
     async def run_for(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do the same as ``run``, for work that goes over ``size`` bytes. Up to ``INLINE_BYTES`` it is done on the

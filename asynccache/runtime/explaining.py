@@ -170,7 +170,12 @@ def _fetch(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapp
         return "storage does not answer"
     if found.length - found.host < max(1, threshold):
         return f"nothing: what is missing is shorter than prefetch_threshold={threshold}"
-    return f"up to {reach}" if reach > found.host else "nothing: storage has none of what is missing"
+    gain = reach - found.host
+    if gain <= 0:
+        return "nothing: storage has none of what is missing"
+    if gain < threshold:
+        return f"nothing: storage has {gain} tokens of what is missing, less than prefetch_threshold={threshold}"
+    return f"up to {reach}"
 
 
 def describe(plain: dict[str, Any]) -> list[str]:

@@ -195,9 +195,10 @@ def _given(
 
 async def open_attached(
     storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str],
-    tiers: TieredStore, position: int | None = None,
+    tiers: TieredStore, position: int | None = None, taken: Collection[str] = (),
 ) -> AttachedStore:  # fmt: skip
-    """Return the store that ``storage`` stands for, ready to be attached to ``tiers`` at ``position``.
+    """Return the store that ``storage`` stands for, ready to be attached to ``tiers`` at ``position``. ``taken``: names
+    that no store gets from its class, besides those of the stores in ``tiers``.
 
     A URL is opened, and its store will be closed when it is detached. A backend or a store that somebody else made is
     never closed here. Cancelling it leaves nothing open.
@@ -214,7 +215,7 @@ async def open_attached(
         if store is None:
             raise no_store(storage)
         return AttachedStore(store, common)
-    common, rest = take_options(_given(storage, options, tiers.names))
+    common, rest = take_options(_given(storage, options, {*tiers.names, *taken}))
     rest.allow_only(())
     tiers.check(common, position)
     if not isinstance(storage, CheckedStore):

@@ -36,6 +36,7 @@ class AttachedStore:
 
     ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
     ``is_shared``). ``calls``: the calls under way in it, closed when it is detached.
+    ``promoted_to``: True once pages of a farther store were to be copied to it.
     """
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
@@ -44,6 +45,7 @@ class AttachedStore:
         self.owned = owned
         self.shared = is_shared(store.backend)
         self.calls = OpenCalls(options.name)
+        self.promoted_to = False
 
     def __repr__(self) -> str:
         there = "detached" if self.calls.closed else "there"
@@ -267,6 +269,7 @@ class TieredStore:
             lacks = [place[at] for at, answer in zip(part, answers, strict=True)
                      if at in place and answer is not Result.FAILED]  # fmt: skip
             if lacks and attached.options.promote:
+                attached.promoted_to = True
                 wanted.append(LackingPages(attached, lacks))
         if wanted:
             await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, era)
@@ -289,7 +292,7 @@ class TieredStore:
         Raises:
             BackendError: one of them failed; the others were asked all the same.
         """
-        written = [one for one in self._stores if one.options.write or one.options.promote]
+        written = [one for one in self._stores if one.options.write or one.promoted_to]
         await _all([attached.act(lambda store: store.flush()) for attached in written])
 
     def stats(self) -> Mapping[str, int | float]:

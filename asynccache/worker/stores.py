@@ -71,7 +71,8 @@ class OpenStores:
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
     ) -> StoreEntry:
         """See ``WorkerStores``. ``number``: the number that the head has chosen; None: the next one."""
-        attached = await open_attached(storage, self._layout, options, self.tiers, position)
+        names = [attached.options.name for attached in self._open.values()]  # some are not in ``tiers`` yet
+        attached = await open_attached(storage, self._layout, options, self.tiers, position, names)
         try:
             self._introduce(attached)
         except BaseException:

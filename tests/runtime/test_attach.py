@@ -16,6 +16,7 @@ from asynccache.config import CacheConfig
 from asynccache.core.audit import check
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.runtime import attaching
+from asynccache.runtime.driving import holding
 from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage import opening as opening_module
 from asynccache.storage.checked import store_layout
@@ -218,6 +219,18 @@ async def test_attaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
             assert scheme.left_open == len(cache.stores)
             check(parts(cache).core)
         assert ends == {False, True}, "it was never put to the test"
+
+
+@pytest.mark.asyncio
+async def test_two_backends_of_one_class_can_be_attached_at_the_same_time() -> None:
+    backends = [MemoryBackend() for _ in range(3)]
+    async with opened(settings(host=16), storage=backends[0]) as cache:
+        async with holding(parts(cache).driver.lock):  # both are open before either is in use
+            attaching = [asyncio.create_task(cache.attach_storage(backend)) for backend in backends[1:]]
+            await turns(10)
+        assert await asyncio.gather(*attaching) == ["MemoryBackend-2", "MemoryBackend-3"]
+    for backend in backends:
+        await backend.aclose()
 
 
 @pytest.mark.asyncio

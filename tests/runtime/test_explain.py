@@ -41,6 +41,20 @@ async def test_a_prompt_over_three_tiers() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_storage_has_is_not_fetched_where_it_is_less_than_the_threshold() -> None:
+    backend = MemoryBackend()
+    config = settings(device=12, host=12, prefetch_quota=1.0, prefetch_threshold=20)
+    async with opened(config, storage=backend) as cache:
+        await serve(cache, text(4))
+        await cache.flush()
+    async with opened(config, storage=backend) as cache:
+        found = (await cache.explain(text(8))).fetch
+        assert found == "nothing: storage has 16 tokens of what is missing, less than prefetch_threshold=20"
+        assert (await cache.prefetch(text(8))).tokens == 0
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
 async def test_what_a_prefetch_is_said_to_fetch_is_what_it_fetches() -> None:
     """Where there are windows, a prefetch leaves out the last page of a prompt that has whole pages alone."""
     backend = MemoryBackend()

@@ -249,12 +249,17 @@ async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop:
 
 @in_world
 async def test_stores_that_pages_are_written_or_promoted_to_are_flushed(loop: SimulatedLoop) -> None:
-    """A power loss after ``flush`` loses no page that was promoted before it."""
-    both, promoted, neither = Backend("both"), Backend("promoted"), Backend("neither")
-    policies = [StoreOptions("b", write=False), StoreOptions("c", write=False, promote=False)]
-    store = tiers(both, promoted, neither, policies=policies)
+    """A power loss after ``flush`` loses no page that was promoted before it; and no store is flushed that nothing was
+    written to, since a flush that it cannot make would fail."""
+    written, promoted, far = Backend("written"), Backend("promoted"), Backend("far")
+    store = tiers(written, promoted, far, policies=[StoreOptions("b", write=False), StoreOptions("c", write=False)])
     await store.flush()
-    assert (both.flushed_times, promoted.flushed_times, neither.flushed_times) == (1, 1, 0)
+    assert (written.flushed_times, promoted.flushed_times, far.flushed_times) == (1, 0, 0)
+    await checked(far).put(KEYS[:2], payloads(KEYS[:2]))
+    await fetched(store, KEYS[:2])
+    await store.promotions.idle()
+    await store.flush()
+    assert (written.flushed_times, promoted.flushed_times, far.flushed_times) == (2, 1, 0)
     await store.aclose()
 
 

@@ -89,6 +89,30 @@ async def test_a_cancelled_run_ends_only_after_its_function() -> None:
 
 
 @pytest.mark.asyncio
+async def test_asyncio_does_not_complain_of_the_error_of_a_cancelled_run() -> None:
+    workers, begun, leave = ThreadPool(1, "test-workers"), threading.Event(), threading.Event()
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+
+    def work() -> None:
+        begun.set()
+        leave.wait(30)
+        raise KeyError("work")
+
+    task = asyncio.ensure_future(workers.run(work))
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    await asyncio.sleep(0)
+    leave.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    del task
+    gc.collect()
+    assert complaints == []
+    workers.close()
+
+
+@pytest.mark.asyncio
 async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
     workers = ThreadPool(2, "test-workers")
     assert names() == []

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from asynccache.storage import ThreadPool, settled
+from asynccache.storage import ThreadPool
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -273,12 +273,7 @@ class ThreadIO:
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that blocks, and return what it returns or raise its ``OSError``. Cancelling it waits until
         the function has ended."""
-        future = self.call(function, *args, **kwargs)
-        await settled([future])
-        result = future.result()
-        if isinstance(result, OSError):
-            raise result
-        return result
+        return await self._threads.run(function, *args, **kwargs)
 
     def close(self) -> None:
         """End the threads. No call may be in flight."""
