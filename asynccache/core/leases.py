@@ -441,7 +441,7 @@ class Leases:
             in_flight = sum(DEVICE in PINNED_TIERS[op.kind] for op in node.ops)
             if node.pins[0] - in_flight > 1:
                 return
-            self._world.retire_early(node)
+            self._world.end_conversation(node)
             node = node.parent
 
     def pages(self, lease: CoreLease, kind: int) -> bytes:

@@ -369,7 +369,7 @@ class World:
         self.reorder(node, c)
         self.reorder(node, c + self.count)
 
-    def retire_early(self, node: Node) -> None:
+    def end_conversation(self, node: Node) -> None:
         """Have all cells of ``node`` go before all others: the conversation that it is private to is over."""
         if self.policy.learns:
             self.policy.end(node)

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 from asynccache.errors import CacheClosed, CopyFailed
 
-Work = Callable[[], object]
+Callback = Callable[[], object]
 
 
 class Happened:
@@ -92,7 +92,7 @@ class _Ring:
         self.bell.ring(self.future)
 
 
-def call_all(callbacks: Iterable[Work]) -> None:
+def call_all(callbacks: Iterable[Callback]) -> None:
     """Call each of ``callbacks``. Coroutines of one loop are woken by one callback of it, however many there are."""
     rings: dict[Bell, list[asyncio.Future[None]]] = {}
     for callback in callbacks:
@@ -117,7 +117,7 @@ class Signal:
         self._lock = lock or threading.Lock()
         self._fired = False
         self._error: Exception | None = None
-        self._callbacks: list[Work] = []
+        self._callbacks: list[Callback] = []
 
     def done(self) -> bool:
         return self._fired
@@ -149,7 +149,7 @@ class Signal:
         if self.subscribe(fired.set):
             fired.wait()
 
-    def subscribe(self, callback: Work) -> bool:
+    def subscribe(self, callback: Callback) -> bool:
         """Have ``callback`` called from the thread that fires the event, and return True. If it has fired already,
         return False and call nothing."""
         with self._lock:
@@ -157,7 +157,7 @@ class Signal:
                 self._callbacks.append(callback)
             return not self._fired
 
-    def _unsubscribe(self, callback: Work) -> None:
+    def _unsubscribe(self, callback: Callback) -> None:
         with self._lock:
             if callback in self._callbacks:
                 self._callbacks.remove(callback)
@@ -166,7 +166,7 @@ class Signal:
         """Note that the work has ended, with ``error`` or well, and tell all who wait. Firing twice does nothing."""
         call_all(self.note_fired(error))
 
-    def note_fired(self, error: Exception | None = None) -> list[Work]:
+    def note_fired(self, error: Exception | None = None) -> list[Callback]:
         """Do the same as ``fire``, but return the callbacks for ``call_all`` instead of calling them: so a caller that
         fires several events tells all who wait at once."""
         with self._lock:
@@ -201,17 +201,17 @@ class WorkThread:
     """The thread of a stream, which does the work that it is given, in order. ``first``, ``last``: work to do before
     all other, and after it. No work may raise."""
 
-    def __init__(self, name: str, first: Work | None = None, last: Work | None = None) -> None:
+    def __init__(self, name: str, first: Callback | None = None, last: Callback | None = None) -> None:
         self._name = name
         self._first, self._last = first, last
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callback | None] = SimpleQueue()
         self._closed = False
         # No work is queued behind the end mark, where it would never run. Reentrant, for finalizers that submit.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=f"asynccache-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Callback) -> None:
         """Have the thread do ``work`` after all that it was given before.
 
         Raises:

@@ -23,7 +23,7 @@ from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.runtime.kept_prefixes import KeptPrefixes
 from asynccache.runtime.lease_wait import LeaseParts
 from asynccache.runtime.lookups import Lookups
-from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
+from asynccache.runtime.outbox import TASKS, Backlog, Outbox
 from asynccache.runtime.prefetch import HandleClaims
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.supervisor import Supervisor
@@ -98,17 +98,17 @@ class CacheParts:
         """Start the cache's tasks. Cancelling it leaves none behind."""
         await self.supervisor.start()
         reports = Reports(self.driver.ended, self.supervisor.fail, self._keys)
-        for name, work in [*self.worker.start(reports), *self._workers()]:
+        for name, work in [*self.worker.start(reports), *self._tasks()]:
             self.supervisor.spawn(work, f"asynccache-{name}")
         self.stores.begin()
 
-    def _workers(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._after_acks))]
+    def _tasks(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        tasks: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._after_acks))]
         if self.announcing is not None:
-            workers.append(("events", self.announcing.run()))
+            tasks.append(("events", self.announcing.run()))
         if self.worker.takes_stores:
-            workers += [("backup-storage", self.outbox.run()) for _ in range(WORKERS)]
-        return workers
+            tasks += [("backup-storage", self.outbox.run()) for _ in range(TASKS)]
+        return tasks
 
     def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         if self.announcing is not None:

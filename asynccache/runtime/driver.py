@@ -170,7 +170,7 @@ class Line:
             self._places.remove(place)
         self.wake()
 
-    def is_head(self, place: LinePlace) -> bool:
+    def is_first(self, place: LinePlace) -> bool:
         """Return True if ``place`` is the first in line, whose owner may try."""
         return self._places[0] is place
 

@@ -28,7 +28,7 @@ from asynccache.worker.contract import Worker
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import StageMeter
 
-WORKERS = 16
+TASKS = 16
 """The most batches in flight. A batch takes several turns of a busy loop, so with fewer batches the store would be idle
 where pages are small."""
 BATCH_OPS = 16
@@ -96,7 +96,7 @@ class Backlog:
 
 
 class Outbox:
-    """A queue of ``BackupStorage`` effects. ``WORKERS`` tasks run ``run``, and each has one batch in flight.
+    """A queue of ``BackupStorage`` effects. ``TASKS`` tasks run ``run``, and each has one batch in flight.
 
     ``post``: called with the outcome of every effect. ``late``: called with True when a batch is late, and with False
     when a later batch has ended in time and none that is late is still being written. ``clock``: returns seconds, for

@@ -231,7 +231,7 @@ class Prefetching:
                         return Skip("the anchor does not stay on the host")
                     await self._asleep(handle, answer.ops)
                     continue
-                if line.is_head(place) and until is None:
+                if line.is_first(place) and until is None:
                     until = self._time() + PATIENCE
                 if not await self._in_line(handle, place, until if begin is Begin.NEXT else None):
                     begin = Begin.NOW

@@ -23,9 +23,8 @@ from asynccache.errors import CacheClosed
 
 T = TypeVar("T")
 
-Work = Coroutine[Any, Any, None]
 HandedOver = Callable[[], Coroutine[Any, Any, T]]
-Spawn = Callable[[Work, str], asyncio.Task[None] | None]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None] | None]
 
 
 class Supervisor:
@@ -37,14 +36,14 @@ class Supervisor:
         self._group: asyncio.TaskGroup | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping: asyncio.Future[None]
-        self._workers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.error: BaseException | None = None
 
     def __repr__(self) -> str:
-        return f"Supervisor({len(self._workers)} tasks, {'running' if self.running else 'stopped'})"
+        return f"Supervisor({len(self._tasks)} tasks, {'running' if self.running else 'stopped'})"
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self._tasks)
 
     @property
     def running(self) -> bool:
@@ -63,13 +62,13 @@ class Supervisor:
             self._task.cancel()
             raise
 
-    def spawn(self, work: Work, name: str) -> asyncio.Task[None] | None:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
         """Return a new task in the group; None if the group has ended, and ``work`` is closed then."""
         if self._group is None:
             work.close()
             return None
         task = self._group.create_task(work, name=name)
-        self._workers.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
@@ -88,7 +87,7 @@ class Supervisor:
         await asyncio.wait([self._task])
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._workers.discard(task)
+        self._tasks.discard(task)
         if task.cancelled():
             if self.running:  # from outside: when the group itself cancels its tasks it is not running any more
                 self.fail(asyncio.CancelledError(f"{task.get_name()} was cancelled"))
@@ -112,8 +111,8 @@ class Supervisor:
                     await self._stopping
                 finally:
                     self._group = None
-                for worker in tuple(self._workers):
-                    worker.cancel()
+                for task in tuple(self._tasks):
+                    task.cancel()
         except BaseExceptionGroup as failures:
             self._died(failures.exceptions[0])
         except asyncio.CancelledError as error:  # from outside: a loop that shuts down, or start() that was cancelled

@@ -71,28 +71,29 @@ class Promotions:
         self._batches: dict[asyncio.Task[None], PromotionBatch] = {}
         self._writing: WeakKeyDictionary[PromotionTarget, asyncio.Lock] = WeakKeyDictionary()
         self._pauses = 0
-        self._era = 0
+        self._deletions = 0
         self._closed = False
 
     def __repr__(self) -> str:
         return f"Promotions({len(self._batches)} batches, {dict(self.counts)})"
 
     @property
-    def era(self) -> int:
-        """A number that rises after every deletion. Pages that were asked for in an earlier era are not promoted, since
-        they may be among those that were deleted."""
-        return self._era
+    def deletions(self) -> int:
+        """The number of deletions that are over. Pages that were asked for before the latest of them are not promoted,
+        since they may be among those that were deleted."""
+        return self._deletions
 
     async def offer(
-        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Sequence[LackingPages], era: int
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Sequence[LackingPages], deletions: int
     ) -> None:
         """Copy the first of these pages, as many as there is room for, and have them promoted later.
 
-        ``wanted`` says which store lacks which of them. ``era`` is the era in which the stores were asked for them.
+        ``wanted`` says which store lacks which of them. ``deletions`` is the property's value at the time when the
+        stores were asked for them.
         Returns when the pages are copied. Cancelling it returns when nobody reads the payloads any more; then none of
         them is promoted.
         """
-        count = self._fitting(payloads) if self._allowed(era) else 0
+        count = self._fitting(payloads) if self._allowed(deletions) else 0
         self.counts["unpromoted"] += len(payloads) - count
         if not count:
             return
@@ -101,7 +102,7 @@ class Promotions:
         begun = False
         try:
             copies = await self._copied(payloads[:count], size)
-            begun = self._allowed(era)
+            begun = self._allowed(deletions)
         except (OSError, MemoryError):
             pass  # there is no memory for the copies; the caller has its pages all the same
         finally:
@@ -114,8 +115,8 @@ class Promotions:
             self._batches[task] = batch
             task.add_done_callback(self._ended)
 
-    def _allowed(self, era: int) -> bool:
-        return era == self._era and not self._pauses and not self._closed
+    def _allowed(self, deletions: int) -> bool:
+        return deletions == self._deletions and not self._pauses and not self._closed
 
     def _fitting(self, payloads: Sequence[memoryview]) -> int:
         """Return for how many of the payloads, from the first on, there is room."""
@@ -173,7 +174,7 @@ class Promotions:
             await self._cancel(None if keys is None else frozenset(keys))
             yield
         finally:
-            self._era += 1
+            self._deletions += 1
             self._pauses -= 1
 
     async def _cancel(self, keys: frozenset[PageKey] | None) -> None:

@@ -203,7 +203,7 @@ class TieredStore:
         if len(stores) == 1:
             return await stores[0].ask(len(keys), lambda store: store.get(keys, payloads), Result.MISS)
         results = [Result.MISS] * len(keys) if known is None else known
-        era = self.promotions.era
+        deletions = self.promotions.deletions
         asked: list[tuple[AttachedStore, Sequence[int], list[Result]]] = []
         for attached in stores:
             part = _missing(results)
@@ -213,7 +213,7 @@ class TieredStore:
             _take_over(results, part, answers)
             found = [at for at in part if results[at] is Result.HIT]
             if found and asked:
-                await self._promote(keys, payloads, found, asked, era)
+                await self._promote(keys, payloads, found, asked, deletions)
             asked.append((attached, part, answers))
         return results
 
@@ -258,7 +258,7 @@ class TieredStore:
 
     async def _promote(
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], found: Sequence[int],
-        asked: Sequence[tuple[AttachedStore, Sequence[int], list[Result]]], era: int,
+        asked: Sequence[tuple[AttachedStore, Sequence[int], list[Result]]], deletions: int,
     ) -> None:
         """Have the pages at the positions ``found``, which were just read, promoted to the stores that were asked
         before and answered that they lack them. ``asked`` has these stores, the positions they were asked for, and
@@ -272,7 +272,7 @@ class TieredStore:
                 attached.promoted_to = True
                 wanted.append(LackingPages(attached, lacks))
         if wanted:
-            await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, era)
+            await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, deletions)
 
     # the whole
 

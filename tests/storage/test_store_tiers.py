@@ -459,14 +459,14 @@ async def test_what_was_read_before_something_was_forgotten_is_not_promoted_afte
     near = Backend("near")
     store = tiers(near)
     wanted = [LackingPages(store.find("a"), range(8))]
-    era = store.promotions.era
+    deletions = store.promotions.deletions
     async with store.promotions.paused():
-        await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.era)
-    await store.promotions.offer(KEYS, payloads(), wanted, era)
+        await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.deletions)
+    await store.promotions.offer(KEYS, payloads(), wanted, deletions)
     await store.promotions.idle()
     assert not near.pages
     assert store.promotions.counts["unpromoted"] == 16
-    await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.era)
+    await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.deletions)
     await store.promotions.idle()
     assert all(has(near))
     await store.aclose()

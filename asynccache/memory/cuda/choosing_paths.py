@@ -26,7 +26,7 @@ from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import Step
 from asynccache.memory.device import CopyDirection
 from asynccache.memory.host_copies import CheckedCopy, Ids
-from asynccache.memory.signals import Work
+from asynccache.memory.signals import Callback
 
 GROUP = 512
 """Copies in one call of the driver, at most."""
@@ -106,7 +106,7 @@ class RowPaths:
         first, sizes = starts[~short], (lengths[~short] * rows.width).astype(np.uint64)
         self.spans = Spans(_distances(rows.dst, first), _distances(rows.src, first), sizes)
 
-    def calls(self, driver: CudaDriver, stream: int, layers: slice = ALL) -> Iterator[Work]:
+    def calls(self, driver: CudaDriver, stream: int, layers: slice = ALL) -> Iterator[Callback]:
         """Yield the calls that move these layers."""
         towards, dst, src, _ = self._rows
         to, of = dst.bases[layers], src.bases[layers]

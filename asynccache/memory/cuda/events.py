@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, forget_frames
 from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
-from asynccache.memory.signals import Bells, Signal, Work, call_all
+from asynccache.memory.signals import Bells, Callback, Signal, call_all
 
 if TYPE_CHECKING:
     from asynccache.memory.cuda.streams import EventRecorder
@@ -182,7 +182,7 @@ class CudaEvent(Signal):
         self.failure = self.stream.context.failure or self.failure
         return self.stream.context.failure is not None
 
-    def land(self) -> list[Work]:
+    def land(self) -> list[Callback]:
         """Note that the event, which has happened, has fired, and return the callbacks to call. The event's handle is
         given back, unless the device has failed."""
         callbacks = self.note_fired(self.failure)
@@ -196,7 +196,7 @@ class EventWaiter:
     """The queue of one stream's recorded events, oldest first, and the thread that waits for them. ``at_end``: what the
     thread does last."""
 
-    def __init__(self, name: str, context: CudaContext, at_end: Work) -> None:
+    def __init__(self, name: str, context: CudaContext, at_end: Callback) -> None:
         self._context = context
         self._at_end = at_end
         self._fifo: SimpleQueue[CudaEvent | None] = SimpleQueue()

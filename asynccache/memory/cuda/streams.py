@@ -29,7 +29,7 @@ from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError
 from asynccache.memory.cuda.events import CudaContext, CudaEvent, EventWaiter
 from asynccache.memory.device import Event
 from asynccache.memory.host_copies import Hitch, InjectedFault
-from asynccache.memory.signals import HostGate, Signal, Work, WorkThread
+from asynccache.memory.signals import Callback, HostGate, Signal, WorkThread
 
 ADOPTED_AT_MOST = 128
 """The most events that are pending on one adopting stream. Each takes two entries of the driver's queue, which has some
@@ -42,7 +42,7 @@ APART = 128
 """After so many entries an event is recorded that can be waited for. More events would cost the submitter and the
 waiter more time."""
 
-Step = Sequence[Work]
+Step = Sequence[Callback]
 """Calls of the driver that together copy a step."""
 
 
@@ -203,7 +203,7 @@ class CudaStream(OwnStream):
         self.call(partial(self._copy, steps, hitches, keep, events))
         return events
 
-    def call(self, work: Work) -> None:
+    def call(self, work: Callback) -> None:
         """Have the submitter call ``work`` when everything before it is submitted. If ``work`` raises, the next event
         reports the error.
 
@@ -228,7 +228,7 @@ class CudaStream(OwnStream):
         if self._at_end is not None:
             self._at_end(self)
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: Callback) -> None:
         try:
             work()
         except Exception as error:
@@ -256,7 +256,7 @@ class CudaStream(OwnStream):
         if not held:
             event.block()  # what the device does not order, this thread does
 
-    def _block(self, held: Signal, until: Work) -> None:
+    def _block(self, held: Signal, until: Callback) -> None:
         self._held = held
         until()
         self._held = None
@@ -296,7 +296,7 @@ class CudaStream(OwnStream):
             for work in step[half:]:
                 self._call(work)
 
-    def _call(self, work: Work) -> object:
+    def _call(self, work: Callback) -> object:
         """Make one call of the driver once its queue has room, and return the call's result. An integer is the number
         of entries that the call takes; any other result stands for one entry."""
         self._backlog.admit()
