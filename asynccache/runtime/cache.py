@@ -63,8 +63,8 @@ class CloseReport(NamedTuple):
 
 class CacheStatistics(NamedTuple):
     """The counters of a cache at one moment. ``device``, ``host``: slots by component name. ``stages``: what each
-    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held; ``waiting``: how many
-    are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks the cache runs. ``storage``:
+    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held, kept
+    prefixes among them; ``waiting``: how many are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks the cache runs. ``storage``:
     the sums of the stores' counters; ``stores``: those of each store by its name, nearest first. ``core``: the core's
     own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in each queue. ``histograms``:
     latencies by stage. ``dropped_backups``: operations to storage that gave way to later ones."""
@@ -311,7 +311,7 @@ class AsyncCache:
         of the same tokens. If ``tokens`` are whole pages, the last one is left out where there are windows or states.
         Call it when a request arrives.
 
-        What is fetched, and what the host had of ``tokens``, stays there until the lease that takes the handle is
+        What is fetched, and what the host had of ``tokens``, stays on the host until the lease that takes the handle is
         granted, the handle is cancelled or dropped, 30 seconds have passed without a lease that waits with the handle,
         or others could not go on.
 
@@ -405,7 +405,7 @@ class AsyncCache:
 
         Raises:
             BatchFailed: an engine could not run the batch.
-            ConfigError: ``number`` was not sent.
+            ConfigError: ``number`` was not sent, or there are no ``workers``.
             RankFailure: a worker is gone; the cache is closed.
             CacheClosed: the cache was closed before the batch was over.
         """

@@ -1,4 +1,5 @@
-"""The worker of the head's own process: every call is a plain call, and nothing is sent.
+"""The worker that has this process's pools and stores: every call is a plain call, and nothing is sent. A cache without
+``workers`` uses it directly. In a group each rank has one, behind a ``Performer``.
 
 Laws:
 * Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
@@ -168,7 +169,7 @@ class LocalBatches:
 
 
 class LocalWorker:
-    """The ``Worker`` of the head's own process. ``mover``: the pools and streams. ``put``: for each kind of work, the
+    """The ``Worker`` of this process. ``mover``: the pools and streams. ``put``: for each kind of work, the
     function that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
 
     put: Mapping[CopyKind, Callable[[Work, Sequence[Event]], None]]

@@ -186,7 +186,7 @@ async def connect(
 
     Raises:
         ConfigError: an argument is unusable, or there is no secret.
-        RankFailure: there is no head, it refused, is gone, or a rank could not open.
+        RankFailure: no head answered, the head refused or is gone, or a rank could not open.
     """
     from asynccache.worker.contract import check_device
     from asynccache.worker.sockets import open_link
