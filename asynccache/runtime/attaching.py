@@ -95,8 +95,8 @@ class StoreAttachments:
                 self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
 
     async def _backfill(self, store: int, walk: Backfill) -> None:
-        """Announce that the new store may have the pages of the tree and, if ``walk`` stores, write those on the host to
-        it, some operations at a time. Cancelling it leaves the rest out."""
+        """Announce that the new store may have the pages of the tree and, if ``walk`` stores, write those on the host
+        to it, some operations at a time. Cancelling it leaves the rest out."""
         driver, over = self._driver, False
 
         def perform(filled: Filled) -> None:

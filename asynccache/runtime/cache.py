@@ -63,11 +63,12 @@ class CloseReport(NamedTuple):
 
 class CacheStatistics(NamedTuple):
     """The counters of a cache at one moment. ``device``, ``host``: slots by component name. ``stages``: what each
-    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held, kept
-    prefixes among them; ``waiting``: how many are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks the cache runs. ``storage``:
-    the sums of the stores' counters; ``stores``: those of each store by its name, nearest first. ``core``: the core's
-    own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in each queue. ``histograms``:
-    latencies by stage. ``dropped_backups``: operations to storage that gave way to later ones."""
+    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held, kept prefixes among
+    them; ``waiting``: how many are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks
+    the cache runs. ``storage``: the sums of the stores' counters; ``stores``: those of each store by its name, nearest
+    first. ``core``: the core's own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in
+    each queue. ``histograms``: latencies by stage. ``dropped_backups``: operations to storage that gave way to later
+    ones."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]

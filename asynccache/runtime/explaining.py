@@ -39,8 +39,9 @@ class Where(Enum):
 class Span(NamedTuple):
     """Tokens ``start`` to ``stop``, which have all other fields in common. ``where``: the nearest tier that has them.
     ``states``: by component, its state on device and host; empty if the tree does not know these tokens. ``pinned``:
-    how many pins FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is known. ``judged``:
-    how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not, like ``lru``."""
+    how many pins FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is
+    known. ``judged``: how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not,
+    like ``lru``."""
 
     start: int
     stop: int
@@ -180,7 +181,7 @@ def _fetch(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapp
 
 
 def describe(plain: dict[str, Any]) -> list[str]:
-    """Return what ``Explained.plain`` has returned as lines of text."""
+    """Return lines of text for ``plain``, which ``Explained.plain`` has returned."""
     lines = [f"{plain['tokens']} tokens, {plain['length']} of them in whole pages"]
     if not plain["length"]:
         return [*lines, "there is nothing to look for: only whole pages are kept"]

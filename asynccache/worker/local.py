@@ -106,8 +106,8 @@ async def close_all(
 
 
 SWEEP = 64
-"""A sweep forgets the batches that are over. The next one is made when there are ``SWEEP`` more than twice as many as
-the last one has left."""
+"""A sweep forgets the batches that are over. The next sweep is made once there are ``2 * kept + SWEEP``, where ``kept``
+is how many the last sweep has kept."""
 
 
 class LocalBatch:

@@ -134,7 +134,7 @@ class Performer:
     @property
     def layers(self) -> int:
         """The number of the model's layers, up to the last one that this rank has. Raises ``RankFailure``: the worker
-        is closed."""
+        is closed, or not open yet."""
         return self._own.layers
 
     def die(self, error: BaseException) -> None:
