@@ -460,9 +460,9 @@ class AsyncCache:
         return await parts.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
-        """Use a store no more, and close it, while requests go on. They compute what the store cannot give them any
-        more. ``name``: may be left out if there is one store only. Returns how many pages were not saved when the store
-        was detached.
+        """Use a store no more, and close it unless the caller made its backend. Requests go on, and compute what the
+        store cannot give them any more. ``name``: may be left out if there is one store only. Returns how many pages
+        were not saved when the store was detached.
 
         ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
         the store is detached at once. The call returns when the store is closed, which is after the store's calls that

@@ -307,7 +307,8 @@ class Worker(Protocol):
         ...
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """The stores' counters: first their sums, then those of each store by its name, nearest first."""
+        """The stores' counters: first their sums, in which ``breaker`` is the best state of any store; then those of
+        each store by its name, nearest first. Of several workers, ``breaker`` is the worst worker's."""
         ...
 
 

@@ -35,9 +35,9 @@ COUNTED = 5.0
 
 class WorkerEnd:
     """A worker's end of its link. It hands the head's messages to a ``Performer``, and sends the messages of the
-    ``Performer`` to the head. ``_concerned``: the messages that concern this end itself, by
-    type, each with the method that acts on it. Mutable state: the stores that
-    are being opened, until when closing is waited for, and whether the link is over."""
+    ``Performer`` to the head. ``_concerned``: for each type of message that concerns this end itself, the method that
+    acts on it. Mutable state: the stores that are being opened, until when closing is waited for, and whether the link
+    is over."""
 
     def __init__(
         self, link: RankLink, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
