@@ -145,8 +145,8 @@ class StoreAttachments:
             pass  # ``unsaved`` says what is left
 
     async def _leave(self, store: StoreEntry, failed: list[BackendError]) -> None:
-        """Close a detached store, unless the caller made its backend. An error is put into ``failed``, for the task that
-        waits for the detaching, and ends nothing else."""
+        """Close a detached store, unless the caller made its backend. An error is put into ``failed``, for the task
+        that waits for the detaching, and ends nothing else."""
         try:
             if self._announcing is not None:
                 await self._announcing.forget(store.number)
