@@ -6,8 +6,8 @@ hands all of it to the subscriber: in order, and not within a call of the core.
 Laws:
 * A key is reported as there from the moment that the first of the attached stores has it until the last of them has
   lost it or was detached.
-* The name of a namespace is kept while the namespace has pages, and until ``NAMES`` others were named after it was
-  asked for last. So the number of names is bounded, however many namespaces there have been.
+* The name of a namespace is kept while the namespace has pages, and after its last request at least until ``NAMES``
+  other namespaces were named. So the number of names is bounded, however many namespaces there have been.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BACKFILL_OPS = 16
 BACKFILL_SHARE = 0.25
 """The bounds of what a backfill has in flight: the number of backups to storage, and their share of the pages that may
-wait for storage. The rest of these is for pages that are published meanwhile."""
+wait for storage. The rest of that room is for pages that are published meanwhile."""
 
 
 class StoreAttachments:
@@ -95,7 +95,8 @@ class StoreAttachments:
                 self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
 
     async def _backfill(self, store: int, walk: Backfill) -> None:
-        """Offer the new store every page of the tree, some operations at a time. Cancelling it leaves the rest out."""
+        """Announce that the new store may have the pages of the tree and, if ``walk`` stores, write those on the host
+        to it, some operations at a time. Cancelling it leaves the rest out."""
         driver, over = self._driver, False
 
         def perform(filled: Filled) -> None:
@@ -144,8 +145,8 @@ class StoreAttachments:
             pass  # ``unsaved`` says what is left
 
     async def _leave(self, store: StoreEntry, failed: list[BackendError]) -> None:
-        """Close a detached store. An error is put into ``failed``, for the task that waits for the detaching, and ends
-        nothing else."""
+        """Close a detached store, unless the caller made its backend. An error is put into ``failed``, for the task
+        that waits for the detaching, and ends nothing else."""
         try:
             if self._announcing is not None:
                 await self._announcing.forget(store.number)

@@ -63,11 +63,12 @@ class CloseReport(NamedTuple):
 
 class CacheStatistics(NamedTuple):
     """The counters of a cache at one moment. ``device``, ``host``: slots by component name. ``stages``: what each
-    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held; ``waiting``: how many
-    are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks the cache runs. ``storage``:
-    the sums of the stores' counters; ``stores``: those of each store by its name, nearest first. ``core``: the core's
-    own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in each queue. ``histograms``:
-    latencies by stage. ``dropped_backups``: operations to storage that gave way to later ones."""
+    transfer stage did. ``prefetches``: how many ended in each way. ``leases``: how many are held, kept prefixes among
+    them; ``waiting``: how many are in line. ``kept_tokens``: how many tokens ``keep`` pins. ``tasks``: how many tasks
+    the cache runs. ``storage``: the sums of the stores' counters; ``stores``: those of each store by its name, nearest
+    first. ``core``: the core's own counters. ``lookups``: what leases found and missed. ``queues``: how much waits in
+    each queue. ``histograms``: latencies by stage. ``dropped_backups``: operations to storage that gave way to later
+    ones."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
@@ -311,7 +312,7 @@ class AsyncCache:
         of the same tokens. If ``tokens`` are whole pages, the last one is left out where there are windows or states.
         Call it when a request arrives.
 
-        What is fetched, and what the host had of ``tokens``, stays there until the lease that takes the handle is
+        What is fetched, and what the host had of ``tokens``, stays on the host until the lease that takes the handle is
         granted, the handle is cancelled or dropped, 30 seconds have passed without a lease that waits with the handle,
         or others could not go on.
 
@@ -405,7 +406,7 @@ class AsyncCache:
 
         Raises:
             BatchFailed: an engine could not run the batch.
-            ConfigError: ``number`` was not sent.
+            ConfigError: ``number`` was not sent, or there are no ``workers``.
             RankFailure: a worker is gone; the cache is closed.
             CacheClosed: the cache was closed before the batch was over.
         """
@@ -459,9 +460,9 @@ class AsyncCache:
         return await parts.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
-        """Use a store no more, and close it, while requests go on. They compute what the store cannot give them any
-        more. ``name``: may be left out if there is one store only. Returns how many pages were not saved when the store
-        was detached.
+        """Use a store no more, and close it unless the caller made its backend. Requests go on, and compute what the
+        store cannot give them any more. ``name``: may be left out if there is one store only. Returns how many pages
+        were not saved when the store was detached.
 
         ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
         the store is detached at once. The call returns when the store is closed, which is after the store's calls that

@@ -130,8 +130,8 @@ async def woken(place: LinePlace, until: float | None = None) -> None:
 
 
 async def first_ended(operations: Operations, ops: Iterable[int]) -> Status | None:
-    """Return when one of ``ops`` has ended, with its status (None: one had ended before). Cancelling it stops the
-    waiting and nothing else."""
+    """Return when one of ``ops`` has ended, with its status (None: one had ended before, or there are none).
+    Cancelling it stops the waiting and nothing else."""
     waiter = operations.watch(ops)
     if waiter is None:
         return None

@@ -37,7 +37,7 @@ Stamps = npt.NDArray[np.int64]
 
 SWEEP = 64
 """A sweep looks at all batches that commits named (or at all sets of batches), and forgets those that are over. The
-next one is made when there are ``SWEEP`` more than twice as many as the last one has left."""
+next sweep is made once there are ``2 * kept + SWEEP`` of them, where ``kept`` is how many the last sweep has kept."""
 
 
 class EngineBatches:

@@ -37,10 +37,11 @@ class Where(Enum):
 
 
 class Span(NamedTuple):
-    """Tokens ``start`` to ``stop``, of which all is the same. ``where``: the nearest tier that has them. ``states``: by
-    component, its state on device and host; empty if the tree does not know these tokens. ``pinned``: how many pins
-    FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is known. ``judged``:
-    how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not, like ``lru``."""
+    """Tokens ``start`` to ``stop``, which have all other fields in common. ``where``: the nearest tier that has them.
+    ``states``: by component, its state on device and host; empty if the tree does not know these tokens. ``pinned``:
+    how many pins FULL has on the device, and on the host. ``stored``: True if they are in storage, as far as is
+    known. ``judged``: how the eviction policy judges FULL, with the age to a tenth of a second; None if it does not,
+    like ``lru``."""
 
     start: int
     stop: int
@@ -74,8 +75,9 @@ class Explained(NamedTuple):
     learned: Learned | None
 
     def plain(self) -> dict[str, Any]:
-        """Return the explanation as values that JSON has. ``learned`` is given in its short form (``learning``).
-        ``learned``, ``policy`` and ``judged`` are left out if the policy learns nothing."""
+        """Return the explanation as values that JSON has. ``learned`` is given in its short form (``learning``),
+        which has the ``policy``, too; it is left out if the policy learns nothing. ``judged`` is left out of a span
+        that the policy does not judge."""
         values = self._asdict()
         policy, learned = values.pop("policy"), values.pop("learned")
         values["spans"] = [_plain_span(span) for span in self.spans]
@@ -179,7 +181,7 @@ def _fetch(core: CacheCore, pools: PoolLayout, found: Explanation, present: Mapp
 
 
 def describe(plain: dict[str, Any]) -> list[str]:
-    """Return what ``Explained.plain`` has returned as lines of text."""
+    """Return lines of text for ``plain``, which ``Explained.plain`` has returned."""
     lines = [f"{plain['tokens']} tokens, {plain['length']} of them in whole pages"]
     if not plain["length"]:
         return [*lines, "there is nothing to look for: only whole pages are kept"]

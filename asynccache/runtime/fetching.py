@@ -8,7 +8,7 @@ Laws:
   the host, a page failed, or the fetch is to stop), it becomes the longest shorter end at which every pool has what it
   needs.
 * No slot is given back before the I/O that uses it has let go.
-* A fetch commits what it has read under the tree lock, as a lease does. Where another operation must end first (a
+* A fetch takes the tree lock to commit what it has read, as a lease does. Where another operation must end first (a
   backup of the same pages), it waits for that without the lock, and tries again.
 """
 

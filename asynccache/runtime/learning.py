@@ -84,7 +84,8 @@ def _figures(value: float) -> float:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Return what ``plain`` has returned as lines of text. Kinds of which nothing is known are left out."""
+    """Return lines of text for ``found``, which ``plain`` has returned. Kinds of which nothing is known are left
+    out."""
     head = f"{found['policy']} has learned from {found['requests']} requests"
     if not found["lessons"]:
         return [f"{head}, which is too few to choose by"]

@@ -218,7 +218,7 @@ class Lease:
             CacheFull: the pages can never be had, or not now and ``wait`` is False.
             TimeoutError: ``timeout`` seconds went by while the lease waited for its prefetch or in line.
             CacheClosed: the cache is closed.
-            RuntimeError: it would have to wait, and this task holds a lease already.
+            RuntimeError: the lease was entered before, or it would have to wait and this task holds a lease already.
             RankFailure: a rank was lost, which has ended the cache.
         """
         parts = self._parts

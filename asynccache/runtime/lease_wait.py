@@ -118,7 +118,8 @@ class LeaseParts:
         return any(holder is not None and holder() is task for holder in self.holders.values())
 
     def idle(self) -> bool:
-        """Return True if nobody holds a lease and no operation is under way: then nothing could give pages back."""
+        """Return True if nobody holds a lease, no prefix is kept, and no operation is under way: then nothing could
+        give pages back."""
         return not self.holders and not len(self.driver.ops)
 
     def shut(self, error: Callable[[], AsyncCacheError]) -> None:

@@ -100,7 +100,7 @@ class Outbox:
 
     ``post``: called with the outcome of every effect. ``late``: called with True when a batch is late, and with False
     when a later batch has ended in time and none that is late is still being written. ``clock``: returns seconds, for
-    latencies; what is late the loop's clock decides.
+    latencies. The loop's clock decides which batches are late.
     """
 
     def __init__(

@@ -77,7 +77,8 @@ class Prefetching:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
 
     def begin(self, space: bytes, key: bytes) -> Prefetch:
-        """Return a prefetch that has begun, or that has ended already because nothing is worth fetching."""
+        """Return a prefetch that has begun, or that has ended already because too little is missing, or because
+        there is no storage or none that can be asked now."""
         driver, size = self._driver, self._config.page_size
         if len(self._pools.components) > 1:
             key = usable_by_a_lease(key, size)

@@ -21,8 +21,8 @@ _KINDS = {kind.__name__: kind for kind in (ConfigError, BackendError, Unavailabl
 
 
 def worst(answers: Sequence[bytes]) -> bytes:
-    """Return the worst result of each page: CORRUPT is worse than FAILED, that is worse than MISS, and that worse than
-    HIT. ``answers``: for each worker, a result for each page. If they differ in length, the pages after the end of the
+    """Return the worst result of each page. The results from the worst to the best: CORRUPT, FAILED, MISS, HIT.
+    ``answers``: for each worker, a result for each page. If they differ in length, the pages after the end of the
     shortest one are left out."""
     first = answers[0]
     if all(answer == first for answer in answers):

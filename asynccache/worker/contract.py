@@ -206,6 +206,8 @@ class Worker(Protocol):
 
         Raises:
             BatchFailed: an engine could not run the batch.
+            ConfigError: the only worker is in this process, where batches are events.
+            RankFailure: a worker is gone.
             CacheClosed: the cache was closed before the batch was over.
         """
         ...
@@ -251,8 +253,8 @@ class Worker(Protocol):
         """Read pages from the stores. Returns bytes for each of ``reads``: a ``Result`` for each page.
 
         ``run``: ``reads`` name the same pages in several pools, and the pages are wanted up to the first one that is
-        missing in any pool. From the first page that a pool lacks, the pools after it are not read, and have no
-        results. Cancelling it returns after the stores have let go of the host's pages.
+        missing in any pool. If a pool lacks a page, this page and those behind it are not read from the later pools,
+        which have no results for them. Cancelling it returns after the stores have let go of the host's pages.
         """
         ...
 
@@ -305,7 +307,8 @@ class Worker(Protocol):
         ...
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """The stores' counters: first their sums, then those of each store by its name, nearest first."""
+        """The stores' counters: first their sums, in which ``breaker`` is the best state of any store; then those of
+        each store by its name, nearest first. Of several workers, ``breaker`` is the worst worker's."""
         ...
 
 

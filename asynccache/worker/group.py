@@ -65,8 +65,8 @@ _STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.
 
 
 class RankReports:
-    """The answers of all ranks about one thing; each gives one. ``left``: the ranks that have not said it yet.
-    ``said``: what each of the other ranks said, by rank."""
+    """The answers of all ranks about one thing; each gives one. ``left``: the ranks that have not answered yet.
+    ``said``: the answers of the others, by rank."""
 
     __slots__ = ("left", "said")
 
@@ -118,7 +118,7 @@ class AwaitedAnswers(RankReports):
 
         Raises:
             RankFailure: the group has failed.
-            CacheClosed: the cache was closed before.
+            CacheClosed: the cache was closed before every rank has spoken.
         """
         while self.left:
             if self._failed is not None:

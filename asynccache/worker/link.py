@@ -1,9 +1,9 @@
 """A link: frames both ways between the head and one worker, over a TCP or Unix stream that ``sockets`` has opened; and
 what one process says over its links (``Wire``).
 
-On the wire a frame is its length (4 bytes, little endian) and so many bytes. Two lengths have a meaning of their own:
-0 is the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says
-that its sender has closed the link on purpose.
+On the wire a frame is its length (4 bytes, little endian), followed by so many bytes. Two lengths have a meaning of
+their own: 0 is the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out;
+``BYE`` says that its sender has closed the link on purpose.
 
 Laws:
 * Every frame is heard once, whole and in order. ``lost`` is heard at most once, after the last frame, and never from

@@ -1,4 +1,5 @@
-"""The worker of the head's own process: every call is a plain call, and nothing is sent.
+"""The worker that has this process's pools and stores: every call is a plain call, and nothing is sent. A cache without
+``workers`` uses it directly. In a group each rank has one, behind a ``Performer``.
 
 Laws:
 * Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
@@ -105,8 +106,8 @@ async def close_all(
 
 
 SWEEP = 64
-"""A sweep forgets the batches that are over. The next one is made when there are ``SWEEP`` more than twice as many as
-the last one has left."""
+"""A sweep forgets the batches that are over. The next sweep is made once there are ``2 * kept + SWEEP``, where ``kept``
+is how many the last sweep has kept."""
 
 
 class LocalBatch:
@@ -168,7 +169,7 @@ class LocalBatches:
 
 
 class LocalWorker:
-    """The ``Worker`` of the head's own process. ``mover``: the pools and streams. ``put``: for each kind of work, the
+    """The ``Worker`` of this process. ``mover``: the pools and streams. ``put``: for each kind of work, the
     function that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
 
     put: Mapping[CopyKind, Callable[[Work, Sequence[Event]], None]]

@@ -90,7 +90,7 @@ class PerformWork(Message, tag=3):
 
 
 class ForgetLoad(Message, tag=6):
-    """The head has closed this load or private copy, which failed. No later message needs it."""
+    """This load or private copy has failed on some rank, and no later message of the head names it."""
 
     op: int
 
@@ -215,8 +215,8 @@ class CancelCall(Message, tag=22):
 
 
 class CloseWorker(Call, tag=23):
-    """Close stores, pools and device. ``patience``: see ``LocalWorker.aclose``. Answered by ``CallDone``, the last
-    message of a worker."""
+    """Close stores, pools and device. ``patience``: see ``LocalWorker.aclose``. Answered by ``CallDone``. The
+    answer is the last message of a worker."""
 
     patience: float
 

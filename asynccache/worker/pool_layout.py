@@ -76,7 +76,8 @@ class PoolMap(PoolLayout):
         self._host = host
 
     def size_of(self, moves: Sequence[Move]) -> tuple[int, int, int]:
-        """Return how much ``moves`` copy: all pages, those of FULL among them, and bytes."""
+        """Return how much ``moves`` copy: slots of all components, how many of these are FULL's, and bytes in all
+        pools."""
         pages = full_pages = size = 0
         for move in moves:
             count = len(move.src) // SLOT_BYTES

@@ -5,8 +5,8 @@ The head's own worker is one of these, too. The only difference is that nothing 
 Laws:
 * Messages are taken in the order in which they were sent. A work whose batches have no event here yet waits for that,
   and so do the private copies that need it; the works behind it go on.
-* A load (or private copy) that has failed here is remembered until the head has closed it: a private copy that needs it
-  fails, too, and an engine is told whose batch names it.
+* A load (or private copy) that has failed here is remembered until the head sends ``ForgetLoad`` for it. Until then a
+  private copy that needs it fails, too, and the engine is told if a batch names it.
 * Each work and each call is answered once, when its buffers are let go, also if it is cancelled.
 * An error that answers no call (a device that refuses a copy, a stage that ends) is the end of the group.
   The engine here is told first, so that it does not take pages that are lost for pages that have arrived.
@@ -134,7 +134,7 @@ class Performer:
     @property
     def layers(self) -> int:
         """The number of the model's layers, up to the last one that this rank has. Raises ``RankFailure``: the worker
-        is closed."""
+        is closed, or not open yet."""
         return self._own.layers
 
     def die(self, error: BaseException) -> None:
@@ -415,7 +415,8 @@ def check_shard(whole: CacheConfig, own: CacheConfig) -> None:
     """Check that ``own`` can be a rank's part of ``whole``.
 
     Raises:
-        ConfigError: something differs besides bytes, layers, ``covers`` and dtype.
+        ConfigError: ``own`` is no configuration; or it differs in the model, page size, write policy or eviction, or in
+            the pools' names, components, numbers of pages or ``indices_from``; or a pool has bytes only here.
     """
     checks.instance("shard: what it returned", own, CacheConfig)
     for name in ("model", "page_size", "write_policy", "eviction"):

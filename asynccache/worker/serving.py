@@ -35,8 +35,9 @@ COUNTED = 5.0
 
 class WorkerEnd:
     """A worker's end of its link. It hands the head's messages to a ``Performer``, and sends the messages of the
-    ``Performer`` to the head. ``_concerned``: what it does itself, by type of message. Mutable state: the stores that
-    are being opened, until when closing is waited for, and whether the link is over."""
+    ``Performer`` to the head. ``_concerned``: for each type of message that concerns this end itself, the method that
+    acts on it. Mutable state: the stores that are being opened, until when closing is waited for, and whether the link
+    is over."""
 
     def __init__(
         self, link: RankLink, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
@@ -186,7 +187,7 @@ async def connect(
 
     Raises:
         ConfigError: an argument is unusable, or there is no secret.
-        RankFailure: there is no head, it refused, is gone, or a rank could not open.
+        RankFailure: no head answered, the head refused or is gone, or a rank could not open.
     """
     from asynccache.worker.contract import check_device
     from asynccache.worker.sockets import open_link

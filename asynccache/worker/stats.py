@@ -22,8 +22,9 @@ class Latency(NamedTuple):
 
 
 class StageStats(NamedTuple):
-    """Counters of one transfer stage. ``pages``: of all pools; ``full_pages``: of FULL, so that each stands for
-    ``page_size`` tokens. ``errors``: operations that failed (prefetch: pages)."""
+    """Counters of one transfer stage. ``pages``: of all pools, but for copies between device and host in a cache
+    without ``workers`` of all components; ``full_pages``: of FULL, so that each stands for ``page_size``
+    tokens. ``errors``: operations that failed (prefetch: pages)."""
 
     ops: int
     pages: int

@@ -32,7 +32,7 @@ class _Store:
 class WatchedKeys:
     """The keys of the watched stores of all ranks. ``digests``: for each rank with bytes of FULL, the digest that turns
     a page's hash into that rank's key. ``report(store, there, keys)``: called with the pages that a store has got
-    (``there``) or lost; ``keys`` are those of the first rank in ``digests``."""
+    (``there``) or lost; ``keys`` are those of the lowest rank in ``digests``."""
 
     def __init__(self, report: Report) -> None:
         self.digests: dict[int, bytes] = {}
