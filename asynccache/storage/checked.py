@@ -129,7 +129,7 @@ class CheckedStore:
     Args:
         backend: where the records are stored; ``aclose`` closes it.
         layout: the pools and the bytes of their pages.
-        timeout: seconds that a call may wait for its place, and again that it may take.
+        timeout: seconds that a call may wait for its place. Once it has the place, it may take as many seconds again.
         slow: seconds after which a call that is still running counts as a failure for the breaker; 0 means never.
         concurrency: how many calls the backend has at a time, at most.
         breaker: decides when the backend is left alone; a new ``Breaker`` by default.

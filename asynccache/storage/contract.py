@@ -145,8 +145,8 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The things that one call of ``collect`` has removed. ``pages``: how many pages that were stored too long ago.
-    ``waste``: how many other things that were of no use, such as dead pages, orphans and half-written objects.
+    """The things that one call of ``collect`` has removed. ``pages``: the number of pages that were stored too long
+    ago. ``waste``: the number of other things of no use, such as dead pages, orphans and half-written objects.
     ``size``: the bytes of both together."""
 
     pages: int = 0

@@ -96,8 +96,8 @@ class NoThread(Unavailable):
 
 
 class StoreThread:
-    """The thread, its event loop and its stores. ``start`` begins the thread and opens the stores. After it has failed
-    there is neither a thread nor an open store."""
+    """The thread, its event loop and its stores. ``start`` begins the thread and opens the stores. After a
+    ``start`` that failed there is neither a thread nor an open store."""
 
     def __init__(self, name: str) -> None:
         self.tiers = TieredStore()

@@ -173,8 +173,8 @@ class Pages:
 
         ``timeout``: seconds from now, after which the stores are told to give up. If a store fails, the future's
         exception is ``BackendError`` (``Timeout``, ``Unavailable``), and the others were cleared. Cancelling the future
-        may leave any of the stores cleared, and so does ``close``, after which the exception is ``Unavailable``. Raises
-        as ``exists`` does.
+        may leave any of the stores cleared. So may ``close``; the future's exception is ``Unavailable`` then. Raises as
+        ``exists`` does.
         """
         left = None if timeout is None else checks.number("timeout", timeout, above=0)
         self._check_process()

@@ -37,7 +37,7 @@ class PromotionTarget(Protocol):
 
 
 class LackingPages(NamedTuple):
-    """The pages that ``target`` lacks: their positions in the call's list of keys."""
+    """The pages that ``target`` lacks, as positions in the ``keys`` of ``Promotions.offer`` or of the batch."""
 
     target: PromotionTarget
     pages: Sequence[int]
@@ -45,7 +45,7 @@ class LackingPages(NamedTuple):
 
 class PromotionBatch(NamedTuple):
     """Copied pages that are being promoted. All their copies together take ``size`` bytes. ``promoted`` has for each
-    store that took some of them how many it took."""
+    store that has answered how many of them it took."""
 
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
@@ -58,9 +58,9 @@ class Promotions:
     """The promotions of one set of stores.
 
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
-    not, because there was no memory for a copy, because they were being deleted, or because the store did not take
-    them. ``held``: the bytes of memory that all copies take now. ``room``: how many bytes they may take. ``threads``:
-    how many threads copy; with 0 the loop does.
+    not, because there was no room or no memory for a copy, because they were being deleted, or because the store did
+    not take them. ``held``: the bytes of memory that all copies take now. ``room``: how many bytes they may take.
+    ``threads``: how many threads copy; with 0 the loop does.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:

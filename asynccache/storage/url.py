@@ -92,8 +92,8 @@ def _is_address(kind: type[IPv4Address | IPv6Address], text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ParsedUrl:
-    """The parts of a store URL. ``path`` is what stands in the URL: nothing in it is decoded. ``str()`` and ``repr()``
-    show no secrets."""
+    """The parts of a store URL. ``path`` is the text between the scheme and the options, without a leading ``//``;
+    nothing in it is decoded. ``str()`` and ``repr()`` show no secrets."""
 
     scheme: str
     path: str = ""

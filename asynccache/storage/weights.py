@@ -50,7 +50,7 @@ def weights_digest(
 
     Args:
         model: a folder with weights (``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.gguf`` files); one such file,
-            of which nothing else is read; or the name on the Hugging Face hub of a model that is in the local cache
+            and then no other file is read; or the name on the Hugging Face hub of a model that is in the local cache
             already.
         revision: the branch, tag or commit of a model that is named as on the hub; None or "" is its main branch.
         cache: the folder of the local Hugging Face cache; None or "" is the user's own (``HF_HUB_CACHE``).

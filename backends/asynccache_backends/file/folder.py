@@ -62,8 +62,8 @@ class FolderLock:
         those of new files follow from the folder's.
 
         Raises:
-            Unavailable: the folder is in use by another process or another store in this process, which the message
-                names; it holds no store; or it cannot be made or written.
+            Unavailable: another process, or another store in this process, uses the folder (the message has the number
+                of the process); the folder holds no store; or it cannot be made or written.
         """
         try:
             if new:

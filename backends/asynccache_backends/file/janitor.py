@@ -1,8 +1,8 @@
 """Work in the background of a store: it makes the next segment, reclaims the oldest, syncs files and saves the index.
 
 Segments are reclaimed first in, first out, and pages get a second chance. If one more segment would exceed the
-capacity, the oldest segment is deleted. Those of its pages that were read since they were written are written again
-before, up to half a segment's worth; all its other pages are lost. So pages that are read survive, and at most twice as
+capacity, the oldest segment is deleted. Before that, pages of it that were read since they were written are written
+again, up to half a segment's worth. All its other pages are lost. So pages that are read survive, and at most twice as
 many bytes are written as are put; ``stats`` has the measured factor. Reclaiming starts while the active segment is
 still nearly empty, so writers seldom have to wait for room.
 """

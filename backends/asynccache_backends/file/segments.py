@@ -51,7 +51,8 @@ class PageGroup:
     """Up to 42 pages (``MAX_PAGES``) of ``length`` bytes each that were written together, at ``offset`` of a segment.
 
     ``directory`` has each page's key and record header. ``dead`` and ``hot`` are sets of pages, as the bits of an
-    integer: those that were deleted, and those that were read since they were written.
+    integer. Dead pages are no longer in the index: they were deleted or evicted, or a later copy is read instead. Hot
+    pages were read since they were written.
     """
 
     __slots__ = ("count", "dead", "directory", "hot", "length", "offset", "segment", "written")
@@ -76,7 +77,7 @@ class PageGroup:
         return self.offset + group_bytes(self.length, self.count)
 
     def live(self) -> list[int]:
-        """Return the indices of the pages that were not deleted."""
+        """Return the indices of the pages that are not dead."""
         return [page for page in range(self.count) if not self.dead >> page & 1]
 
     def keys(self) -> list[bytes]:

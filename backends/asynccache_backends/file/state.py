@@ -3,7 +3,7 @@ the event loop.
 
 The index says where each key's page lies; it is rebuilt from the files at every start. A page's location is one integer
 (see ``page_index``): the number of its group and its index in that group. A page takes about 280 bytes of memory: its
-key as the key of a dict, its entry in the group's directory, and its location. A deleted page keeps its place in its
+key as the key of a dict, its entry in the group's directory, and its location. A dead page keeps its place in its
 group until the segment is reclaimed.
 
 A group is written in two steps. ``begin_write`` takes its place in the active segment and hands the bytes to the I/O.
@@ -47,7 +47,7 @@ class FileIndex(PageIndex[PageGroup]):
         return [self.holders[n] for n in self._segments.get(segment, ())]
 
     def add(self, group: PageGroup) -> None:
-        """Add the pages of a group that were not deleted.
+        """Add the pages of a group that are not dead.
 
         Of two copies of a page, the one that lies later in the log of segments is kept, and the other is marked as
         dead. So the order in which groups are added does not matter: a running store, which adds them as their writes

@@ -4,8 +4,8 @@ Laws:
 * A page is one object, and is written once. A put of a key that exists changes nothing and is a HIT.
 * The client's calls block, so they are made in threads, each for a batch of pages. Cancelling a call waits for them;
   the client's own time-outs (``client.ENVIRONMENT``) limit how long that can take.
-* A call raises if neither the master nor an owner of pages was reached for any key. What the store answers for a key is
-  that key's result.
+* A call raises if for every key the master or the owner of the page did not answer. Otherwise each key has a result of
+  its own.
 * After a call in which the master did not answer, the next call first asks the master for a sign of life. It does so on
   the event loop, where waiting keeps no buffers in use.
 * A full store evicts pages in the background. So a put tries again for a short while, and then the pages are FAILED.

@@ -58,8 +58,8 @@ def delete_result(code: int) -> Result:
 
 
 def is_nobody(codes: Sequence[int]) -> bool:
-    """Return True if a call with these codes reached neither the master nor the owner of a page, for any of its
-    keys."""
+    """Return True if there are codes, and each says that the master or the owner of the page did not answer, or that
+    this page was not tried."""
     return bool(codes) and NOBODY_CODES.issuperset(codes)
 
 

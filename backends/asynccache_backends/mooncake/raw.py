@@ -1,5 +1,5 @@
 """The client alone, with which ``asynccache bench store`` compares the backend: one thread, one blocking call for each
-batch, and no checks. It is the one client of the process here, too, and uses registered memory.
+batch, and no checks. Like the backend, it uses the process's one client, and registered memory.
 """
 
 from __future__ import annotations

@@ -203,7 +203,8 @@ class ObjectBackend:
                 yield [Stored(entry.key, entry.length + HEADER_BYTES, entry.born / 1000) for entry in entries]
 
     async def collect(self, older_than: float | None) -> Collected:
-        """Remove waste and pages that are too old: see ``collect``. Cancelling it leaves the rest for the next call.
+        """Remove waste and pages that are too old: see the module ``collect``. Cancelling it leaves the rest for the
+        next call.
 
         Raises:
             Unavailable: the store refuses.
@@ -242,7 +243,7 @@ class ObjectBackend:
 
     async def aclose(self) -> None:
         """Wait for the calls under way, store a snapshot of the index if much is new, and end the threads. Calling it
-        twice is fine. If it is cancelled no snapshot is stored."""
+        twice is fine. If it is cancelled, the snapshot may not be stored."""
         if self._operations.closed:
             return
         try:

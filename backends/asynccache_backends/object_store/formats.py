@@ -222,9 +222,9 @@ def in_bounds(entries: bytes, size: int) -> bool:
 
 
 class PackIndexSnapshot(NamedTuple):
-    """The content of an index: the name, the size and the footer's entries of each pack, and the keys of each tombstone
-    by its name. ``cursor`` is the time in seconds since 1970, by the store's clock, up to which the snapshot's writer
-    had listed the packs. Later ones are listed at opening."""
+    """The content of a snapshot: the name, the size and the footer's entries of each pack, and the keys of each
+    tombstone by its name. ``cursor`` is the time in seconds since 1970, by the store's clock, up to which the
+    snapshot's writer had listed the packs. Later ones are listed at opening."""
 
     cursor: float
     packs: Sequence[tuple[str, int, bytes]]

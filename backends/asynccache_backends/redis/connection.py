@@ -86,8 +86,8 @@ class Connection(asyncio.BufferedProtocol):
         """Connect and sign in. Returns this connection, ready for commands.
 
         Raises:
-            Unavailable: nobody listens, or TLS or the server refuses us. Timeout: it takes longer than ``stall``, or
-                was closed meanwhile.
+            Unavailable: nobody listens, or TLS or the server refuses us. Timeout: connecting takes longer than
+                ``stall``, or ``close`` was called meanwhile.
 
         Cancelling it leaves nothing open.
         """

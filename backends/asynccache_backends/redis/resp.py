@@ -17,8 +17,8 @@ from asynccache.storage import HEADER_BYTES, KEY_BYTES, PageKey, Record, Result
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
 MOST_REPLY_BYTES = 64 << 20
-"""Memory that the replies to a request may take which are no pages, with the lists: a hundred times the map of a large
-cluster."""
+"""Bytes of memory that the replies to one request may take, without those that are pages. The map of a large cluster
+takes a hundredth of it."""
 MOST_DEPTH = 8
 """The most levels of lists in lists. In the replies to our commands there are four levels at most."""
 VALUE_BYTES = 64
@@ -212,7 +212,8 @@ class Reader:
         return bytes(value) if record is None else value
 
     def _line(self, record: Record | None) -> Receiving[bytes]:
-        """Take all before the next line's end. Where a page may begin, no more is received than comes before that."""
+        """Take all bytes before the next line's end. If the reply may be a page, no more bytes are received than come
+        before its payload."""
         limit = _before(record)
         while (end := self._raw.find(b"\r\n", self._at, self._end)) < 0:
             yield from self._more(limit)
