@@ -291,8 +291,8 @@ class CacheCore:
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Note whether storage takes too long to write its backups. While storage is late, no request waits for the
-        host pages that these backups pin; it goes on without them."""
+        """Note whether storage takes too long to answer, whatever it was asked. While storage is late, no request waits
+        for the host pages that its backups pin and its prefetches have taken; it goes on without them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()

@@ -3,7 +3,7 @@
 On the device, what was condemned ahead of time goes first, then the coldest, whether the host has a copy of it or not.
 If the coldest cell is an only copy, its backup is started and awaited, unless the new copy would be the first to leave
 the host again. If the host has no room for the backup, there are three steps. The device drops the cell if storage has
-it. Else operations in flight on the host are awaited (writes to storage only while storage is not late), and then
+it. Else operations in flight on the host are awaited (those of storage only while storage is not late), and then
 claims are let go. The last resort is to drop an only copy that the host would keep; such drops are counted.
 
 On the host, copies of pages that stay on the device go first, so that both tiers together hold as many pages as they

@@ -26,7 +26,7 @@ from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
 from asynccache.runtime.fetching import Fetch
-from asynccache.runtime.outbox import Outbox
+from asynccache.runtime.outbox import Lateness, Outbox
 from asynccache.runtime.prefetch import (
     CachedOnArrival,
     Cut,
@@ -57,7 +57,7 @@ class Prefetching:
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
-        outbox: Outbox, spawn: Spawn, clock: Callable[[], float],
+        outbox: Outbox, lateness: Lateness, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config
         self._driver = driver
@@ -65,6 +65,7 @@ class Prefetching:
         self._pools = pools
         self._claims = claims
         self._outbox = outbox
+        self._lateness = lateness
         self._spawn = spawn
         self._clock = clock
         self._time = asyncio.get_running_loop().time
@@ -175,7 +176,7 @@ class Prefetching:
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
-        self._driver.line.wake()  # the first lease in line may be waiting for this prefetch
+        self._driver.wake()  # the first lease in line may be waiting for this prefetch
 
     async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
@@ -249,7 +250,7 @@ class Prefetching:
         if isinstance(answer, PrefetchBegun):
             self._driver.ops.open(answer.op)
             fetch = Fetch(
-                self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
+                self._driver, self._worker, self._pools, self.meter, self._lateness, answer.op, answer.shape,
                 self._config.prefetch_threshold,
             )  # fmt: skip
             fetch.join(handle)
