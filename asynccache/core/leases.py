@@ -170,8 +170,8 @@ class Leases:
         return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
-        """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, because the
-        pages of the match themselves may take the room that the request needs."""
+        """Return the match ends to try, in pages, best first. If nothing else runs that may be awaited, the last one is
+        0, because the pages of the match themselves may take the room that the request needs."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -179,7 +179,7 @@ class Leases:
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
-        if targets[-1] and not self.active and not self._world.ledger.ops:
+        if targets[-1] and not self.active and not self._transfers.room.something_ends():
             targets.append(0)
         return targets if ask.shorter else targets[:1]
 
@@ -396,14 +396,15 @@ class Leases:
             self._world.shelves[c].slots.give(slots)
             self._world.freed = True
 
-    def release(self, lease: CoreLease, ended: bool, hold_back: bool) -> None:
+    def release(self, lease: CoreLease, ended: bool, hold_back: bool, used: bool) -> None:
         """See ``CacheCore.release``."""
         if lease.released:
             return
         lease.released = True
         del self.active[lease.id]
-        self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-        self._matching.use(lease.hold.end, lease.forked)
+        if used:
+            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matching.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)

@@ -20,7 +20,7 @@ from operator import gt, lt
 
 from asynccache.core.eviction import take, withdraw
 from asynccache.core.holds import Claims
-from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
+from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, RETIRE, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -276,6 +276,13 @@ class RoomMaker:
         """Return True if an operation is in flight that will give host pages back or let go of some, and that may be
         awaited."""
         return any(self._world.ledger.count[kind] for kind in self._awaited())
+
+    def something_ends(self) -> bool:
+        """Return True if any operation is in flight that may be awaited."""
+        ledger = self._world.ledger
+        if not self._world.storage_is_late:
+            return bool(ledger.ops)
+        return any(ledger.count[kind] for kind in (*_BY_ITSELF, RETIRE))
 
     def busy(self) -> tuple[int, ...]:
         """Return the ids of the operations that ``host_is_busy`` looks for."""

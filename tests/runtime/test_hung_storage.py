@@ -11,7 +11,7 @@ import pytest
 
 from asynccache import AsyncCache
 from asynccache.core.audit import check
-from asynccache.runtime.lease_wait import GRACE
+from asynccache.runtime.prefetch import GRACE
 from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled
 from asynccache.storage.checked import store_layout
 from asynccache.testing.wrapped_backend import WrappedBackend
