@@ -20,7 +20,7 @@ from operator import gt, lt
 
 from asynccache.core.eviction import take, withdraw
 from asynccache.core.holds import Claims
-from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, RETIRE, Kind
+from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, ON_DEVICE, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -280,9 +280,7 @@ class RoomMaker:
     def something_ends(self) -> bool:
         """Return True if any operation is in flight that may be awaited."""
         ledger = self._world.ledger
-        if not self._world.storage_is_late:
-            return bool(ledger.ops)
-        return any(ledger.count[kind] for kind in (*_BY_ITSELF, RETIRE))
+        return any(ledger.count[kind] for kind in ON_DEVICE) if self._world.storage_is_late else bool(ledger.ops)
 
     def busy(self) -> tuple[int, ...]:
         """Return the ids of the operations that ``host_is_busy`` looks for."""
