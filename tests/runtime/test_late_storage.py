@@ -29,7 +29,6 @@ FOREVER = 1e6
 SOON = 0.05
 """Seconds for copies between device and host."""
 
-VERBS = pytest.mark.parametrize("verb", ["put", "get", "exists"])
 DEAF = pytest.mark.parametrize("deaf", [30.0, FOREVER], ids=["for a while", "for ever"])
 
 Body = Callable[[AsyncCache, Hangs, SimulatedLoop], Coroutine[Any, Any, None]]
@@ -120,10 +119,22 @@ async def claimed_and_fetching(cache: AsyncCache, backend: Hangs) -> AsyncIterat
     claim.cancel()
 
 
-WORRIES = {"put": full_of_unsaved, "get": claimed_and_fetching, "exists": claimed_and_fetching}
+@asynccontextmanager
+async def clearing(cache: AsyncCache, backend: Hangs) -> AsyncIterator[Lease]:
+    """As ``full_of_unsaved``, but it is being cleared that the store does not come to an end with."""
+    backend.hung.set()
+    reset = asyncio.ensure_future(cache.reset())
+    await asyncio.sleep(0.01)
+    async with full_of_unsaved(cache, backend) as lease:
+        yield lease
+    backend.answers.set()
+    await reset
 
 
-@VERBS
+WORRIES = {"clear": clearing, "put": full_of_unsaved, "get": claimed_and_fetching, "exists": claimed_and_fetching}
+
+
+@pytest.mark.parametrize("verb", ["put", "clear", "get", "exists"])
 @DEAF
 @pytest.mark.parametrize("what", ["lease", "extend"])
 def test_whoever_needs_room_waits_no_longer_than_the_stores_patience(verb: str, deaf: float, what: str) -> None:
@@ -134,7 +145,8 @@ def test_whoever_needs_room_waits_no_longer_than_the_stores_patience(verb: str, 
             assert took < PATIENCE + SOON + (GRACE if what == "lease" and verb == "exists" else 0.0)
             entering.cancel()
 
-    play(body, verb, deaf, host=10 if verb == "put" else 20, write_back_watermark=0.0 if verb == "put" else 0.25)
+    unsaved = verb in ("put", "clear")
+    play(body, verb, deaf, host=10 if unsaved else 20, write_back_watermark=0.0 if unsaved else 0.25)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +285,33 @@ def test_a_prefetch_that_is_told_to_stop_ends_soon_and_leaves_its_fetch_to_those
     play(body, "get")
 
 
-@pytest.mark.parametrize("verb", ["put", "get", "clear"])
+def test_what_the_host_has_is_kept_for_a_request_whose_prefetch_is_not_answered() -> None:
+    """Also when the store lets go of it at last."""
+
+    async def body(cache: AsyncCache, backend: Hangs, loop: SimulatedLoop) -> None:
+        await serve(cache, text(6, seed=1))
+        await cache.flush()
+        for seed in range(200, 206):
+            await serve(cache, text(10, seed=seed))
+        await cache.flush()
+        assert (await cache.prefetch(text(2, seed=1))).tokens == 2 * PAGE
+        backend.hung.set()
+        handle = cache.prefetch(text(6, seed=1))
+        await asyncio.sleep(0.01)
+        handle.stop()
+        assert (await handle)[:2] == (PrefetchStatus.MISS, 0)
+        backend.hung.clear()
+        backend.answers.set()
+        await asyncio.sleep(1.0)
+        for seed in range(300, 310):
+            await serve(cache, text(10, seed=seed))
+        assert (await cache.match(text(6, seed=1))).host == 2 * PAGE
+        handle.cancel()
+
+    play(body, "get")
+
+
+@pytest.mark.parametrize("verb", ["put", "exists"])
 def test_a_match_that_stands_in_its_own_way_is_given_up_although_a_store_hangs(verb: str) -> None:
     """The state of the match and those that the request asks for are more than there are."""
 
@@ -289,11 +327,12 @@ def test_a_match_that_stands_in_its_own_way_is_given_up_although_a_store_hangs(v
         await cache.flush()
         assert await cache.match(text(4, extra=1)) != (0,) * 6
         backend.hung.set()
-        hangs = asyncio.ensure_future(cache.reset() if verb == "clear" else serve(cache, text(2, seed=5)))
+        async with cache.lease(text(2, seed=5), states=0) as lease:  # a question and a write
+            await lease.commit(text(2, seed=5))
+        fetching = cache.prefetch(text(4, extra=1) + text(2, seed=6))
         await asyncio.sleep(0.01)
         assert await timed(asyncio.ensure_future(ask())) < PATIENCE + SOON
-        backend.answers.set()
-        await hangs
+        fetching.cancel()
 
     play(body, verb, mamba=3)
 
