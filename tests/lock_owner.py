@@ -55,8 +55,8 @@ def disown(lock: TreeLock) -> None:
 
 @contextmanager
 def owners_checked() -> Iterator[None]:
-    """Meanwhile each tree lock that is made is an ``OwnedLock``, and each call under it is checked. The core must not be
-    the compiled one."""
+    """Meanwhile each tree lock that is made is an ``OwnedLock``, and each call under it is checked. The core must not
+    be the compiled one."""
     locked = Driver.locked
 
     def checked(driver: Driver, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
