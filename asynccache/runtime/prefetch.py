@@ -290,10 +290,11 @@ class Prefetch:
         """End the prefetch with ``status`` and ``reason``, and tell everybody who awaits it. Does nothing if it has
         ended."""
         if self.result is None:
-            self._end(PrefetchResult(status, self.tokens(), reason))
+            result = PrefetchResult(status, self.tokens(), reason)
+            self._end(result)
             for waiter in self._waiters:
                 if not waiter.done():
-                    waiter.set_result(self.result)
+                    waiter.set_result(result)
             self._claims.wake()
 
     def _end(self, result: PrefetchResult) -> None:

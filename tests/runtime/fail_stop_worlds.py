@@ -615,7 +615,8 @@ def drawn(seed: int) -> Play:
                 order=random.choice((Order.FIFO, Order.SHUFFLED)), seed=seed)
 
 
-SEEDS = (169, 191, 2533, 10543, 20049, 20273, 20318, 20615, 20647, 21386, 21404)
+SEEDS = (169, 191, 2533, 10543, 20049, 20273, 20318, 20615, 20647, 21386, 21404,
+         22012, 22023, 22074, 22106, 22593, 22651)
 PLAIN = {"device": 14, "host": 20}
 PLAYS: dict[str, Play] = {
     "loading": Play(scenario=loading, shape=PLAIN),
@@ -632,6 +633,7 @@ PLAYS: dict[str, Play] = {
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
     "claimed": Play(scenario=claimed, shape=PLAIN),
+    "late": Play(scenario=claimed, shape=PLAIN, hostility=Hostility(delay=0.15)),
     "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
     "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "returning": Play(scenario=returning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
