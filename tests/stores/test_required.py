@@ -72,6 +72,14 @@ def test_a_program_that_cannot_start_is_a_skip_wherever_that_is_found_out(
         assert "no-such-program is not installed: make it" in str(report.longrepr)
 
 
+def test_every_test_that_looks_for_a_program_is_tried_without_it() -> None:
+    looks = re.compile(r"shutil\.which\(|^from tests\.stores\.(server import .*path_of|\w+_server)", re.MULTILINE)
+    found = [path for path in (bare.ROOT / "tests").rglob("test_*.py") if looks.search(path.read_text())]
+    assert len(found) > 20
+    parts = [bare.ROOT / part for part in bare.PARTS]
+    assert [path for path in found if not any(path.is_relative_to(part) for part in parts)] == []
+
+
 @pytest.mark.parametrize("names", [("sh", "no-such-program"), ("no-such-program", "sh"), ("python",)])
 def test_a_program_is_found_by_any_of_its_names_and_beside_the_interpreter(names: Sequence[str]) -> None:
     assert os.access(path_of(*names, install=""), os.X_OK)
