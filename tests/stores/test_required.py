@@ -66,7 +66,7 @@ def test_a_program_that_cannot_start_is_a_skip_wherever_that_is_found_out(
         path_of("no-such-program", install="make it\n  so", missing=kind)
 
     for when in ("setup", "call", "teardown"):
-        call = pytest.CallInfo.from_call(find, when)  # type: ignore[arg-type]
+        call = pytest.CallInfo.from_call(find, when)
         report = request.node.ihook.pytest_runtest_makereport(item=request.node, call=call)
         assert report.outcome == outcome
         assert "no-such-program is not installed: make it" in str(report.longrepr)
