@@ -27,7 +27,7 @@ PROGRAMS = (
     "touch", "tr", "true", "uname", "uniq", "wc",
 )  # fmt: skip
 PARTS = (
-    "tests/stores", "tests/vllm", "tests/sglang", "tests/docs/test_docs_blocks.py",
+    "tests/stores", "tests/vllm", "tests/sglang", "tests/docs/test_docs_blocks.py::test_commands_run",
     "tests/metrics/test_metrics_dashboard.py", "tests/cli/test_cli_html_report.py",
     "tests/cuda/test_cuda_kernel_on_cpu.py", "tests/packaging/test_release.py", "tests/packaging/test_compiled.py",
 )  # fmt: skip
