@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -129,6 +130,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     if (file := config.getoption("--skipped")) is not None:
         file.write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture(autouse=True)
+def _owners_of_tree_locks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Core calls that may split nodes are made by the task that holds the tree lock. Compiled classes cannot be
+    changed, so only the source is watched."""
+    if request.config.getoption("--core") == "compiled" or "asynccache.runtime.driver" not in sys.modules:
+        yield
+        return
+    from tests.lock_owner import owners_checked
+
+    with owners_checked():
+        yield
 
 
 @pytest.fixture(autouse=True)
