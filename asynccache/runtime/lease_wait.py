@@ -37,7 +37,6 @@ from asynccache.worker.contract import Worker
 if TYPE_CHECKING:
     from asynccache.runtime.engine_batches import EngineBatches
     from asynccache.runtime.lookups import Lookups
-    from asynccache.runtime.supervisor import Supervisor
 
 GRACE = 0.5
 """Seconds that a lease waits for a prefetch that it has told to stop."""
@@ -81,14 +80,13 @@ class LeaseParts:
 
     def __init__(
         self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,
-        lookups: Lookups, supervisor: Supervisor, *, hashes: bool,
+        lookups: Lookups, *, hashes: bool,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.engine = engine
         self.hashes = hashes
         self.commits = 0
         self.lookups = lookups
-        self.supervisor = supervisor
         self.loop = asyncio.get_running_loop()
         self.worker = worker
         self.prefetching = prefetching
