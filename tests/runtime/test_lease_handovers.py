@@ -4,7 +4,6 @@ closed meanwhile, a device that refuses a batch."""
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -53,20 +52,16 @@ async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
 
 @pytest.mark.asyncio
 async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -> None:
-    """Both are handed over by a thread. The commit has not begun when the release runs: it publishes nothing, and
+    """Both are handed over, as by a thread. The commit has not begun when the release runs: it publishes nothing, and
     nobody gets the pages that the engine still writes."""
     device = CpuDevice()
     async with opened(settings(8), device=device) as cache:
         tokens, loop, gate = text(4), asyncio.get_running_loop(), device.gate()
         lease = await cache.lease(tokens).__aenter__()
-
-        def engine() -> Future[Any]:
-            future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, ready=gate), loop)
-            loop.call_soon_threadsafe(lease.release)
-            return future
-
+        future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, ready=gate), loop)
+        loop.call_soon_threadsafe(lease.release)  # it runs before the first step of the commit's task
         with pytest.raises(RuntimeError, match="the lease is released"):
-            await asyncio.wrap_future(await asyncio.to_thread(engine))
+            await asyncio.wrap_future(future)
         await turns()
         assert cache.statistics().leases == 0
         assert cache.statistics().device["full"].free == 4, "the engine still writes into the pages of the lease"
