@@ -186,6 +186,10 @@ def gate(here: Here) -> SimulatedGate | None:
 
 async def _commit(here: Here, lease: Lease, tokens: list[int], pools: tuple[str, ...]) -> None:
     cache, random = here.cache, here.random
+    if lease._core.loads and not lease._asked:
+        with pytest.raises(RuntimeError, match="nobody has waited"):
+            await lease.commit(tokens)
+        await lease.loaded()
     reserved = len(lease.pages) * PAGE
     stop = min(len(tokens), reserved)
     if stop < lease._core.length or lease.cached > stop:
@@ -239,7 +243,8 @@ async def fetches(here: Here) -> None:
         work: list[Coroutine[Any, Any, object]] = [ask(here, tokens, prefetch=None) for tokens in wanted]
         work += [request(here) for _ in range(random.randint(0, 2))]
         work += [disturb(here) for _ in range(random.randint(0, 1))]
-        work += [ask(here, tokens + text(1, 50), prefetch=handle)
+        work += [ask(here, tokens + text(1, 33), prefetch=handle) if random.random() < 0.5
+                 else ask(here, tokens + text(1, 50))
                  for tokens, handle in zip(wanted, handles, strict=True)
                  if random.random() < 0.4]
         await everybody(*random.sample(work, len(work)))
