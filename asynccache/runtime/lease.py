@@ -37,7 +37,7 @@ from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.driving import drive, first_ended, holding
 from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.lease_wait import LeaseWait
-from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
 from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Lease:
         if self._since != parts.namespaces.changes:
             self._renew_namespace()
         handle = self._handle
-        if handle is not None and (handle.used or handle.wish is Wish.CANCEL or handle.space != self._ask.space):
+        if handle is not None and (handle.spent or handle.space != self._ask.space):
             self._handle = None  # it has had its lease, or was given up: this lease prefetches by itself
         self._state = ENTERING
         try:

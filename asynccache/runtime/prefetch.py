@@ -148,7 +148,8 @@ class Prefetch:
     number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
     of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: the
     future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now. ``grace``: returns
-    for how many seconds an end is waited for that was asked for now. ``used``: True once a lease with it was granted.
+    for how many seconds an end is waited for that was asked for now. ``spent``: True once a lease with it was granted,
+    or its holder has cancelled it.
 
     The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
     claim is dropped.
@@ -172,7 +173,7 @@ class Prefetch:
         self.asleep: asyncio.Future[Any] | None = None
         self.fetch: Fetch | None = None
         self._check = check
-        self.used = False
+        self.spent = False
         self._claims = claims
         self._grace = grace
         self._elsewhere = 0
@@ -207,6 +208,7 @@ class Prefetch:
     def cancel(self) -> None:
         """See ``PrefetchHandle.cancel``."""
         self._check()
+        self.spent = True
         self.give_up()
 
     def stop(self) -> None:
@@ -265,7 +267,7 @@ class Prefetch:
         """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up."""
         self._leases -= 1
         if granted:
-            self.used = True
+            self.spent = True
             self._claims.drop(self.ticket)
         else:
             self._note()
