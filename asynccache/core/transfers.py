@@ -107,7 +107,7 @@ class Transfers:
         """Start every backup that can be started in the next slice of ``walk``: of data that only the device has, and
         of host pages that are not in storage."""
         for _ in range(_SLICE):
-            if not walk.todo or not self._world.has_host:
+            if not walk.todo:
                 break
             node = walk.step()
             if node is None or node.root.dead:

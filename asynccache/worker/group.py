@@ -28,6 +28,7 @@ from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigErro
 from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
 from asynccache.worker.contract import (
+    LATE,
     CopyKind,
     ReadOrder,
     Reports,
@@ -54,8 +55,6 @@ T = TypeVar("T")
 OPENING = 600.0
 """Seconds of silence that are a failure while pools or stores are opened: pinning memory may keep an interpreter from
 answering."""
-LATE = 3.0
-"""Seconds beyond its deadline that a closing cache still waits for workers."""
 UNABLE = 1024
 """The most batches that are remembered as not run by their engine, for questions after they are over."""
 DELETED = 4096
@@ -267,7 +266,7 @@ class WorkerGroup:
             elif not reported:
                 raise self._again()
         except RankFailure as failure:
-            raise BackendError(f"{failure}: it may have lost what it had stored last") from None
+            raise BackendError(f"{failure}: it may have lost what it had stored last") from failure
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -675,6 +674,11 @@ class WorkerGroup:
     def shut(self) -> bool:
         """See ``Worker``. True if all stores of any worker refuse calls."""
         return bool(self._shut)
+
+    @property
+    def busy(self) -> Sequence[str]:
+        """See ``Worker``. Unknown: the ranks are given up instead."""
+        return ()
 
     def _health(self, rank: int, news: m.StoreHealth) -> None:
         (self._shut.add if news.shut else self._shut.discard)(rank)
