@@ -276,10 +276,9 @@ class AsyncCache:
             stopped = await self._stop_in_time(parts)
         if not stopped:
             raise BackendError(
-                f"the cache is closed, but stores have not let go of the host's memory: "
-                f"{', '.join(parts.worker.busy) or 'unknown'}; what they use is left behind, and they may have lost what "
-                f"they had stored last; unsaved pages: {left.host} neither on the host nor stored, {left.storage} not "
-                f"stored"
+                f"the cache is closed, but the host's memory is left behind, since it is still used by stores: "
+                f"{', '.join(parts.worker.busy) or 'unknown'}. They may have lost what they had stored last. Unsaved "
+                f"pages: {left.host} neither on the host nor stored, {left.storage} not stored"
             )
         return CloseReport(left.host, left.storage, parts.supervisor.error)
 

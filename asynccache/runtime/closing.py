@@ -1,8 +1,7 @@
 """The end of a cache: what is saved, and until when; and what is left behind if a store does not let go.
 
-Law: a cache that is closed frees no buffer that a store or a device still uses. So if one of them hangs, what is left of
-the cache is left behind: its tasks go on, and close the rest if the store lets go after all. Neither the loop nor the
-process waits for that.
+Law: a cache that is closed frees no buffer that a store or a device still uses. So what a store uses that hangs is left
+behind: tasks go on, and close the rest if it lets go after all. Neither the loop nor the process waits for them.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class SavingLimit:
 
 
 _LEFT: set[asyncio.Task[Any]] = set()
+_SERVE_STORES = ("asynccache.storage", "asynccache_backends")
 
 
 def leave_behind() -> None:
@@ -61,7 +61,7 @@ def leave_behind() -> None:
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         frame = getattr(task.get_coro(), "cr_frame", None)
         module = "" if frame is None else str(frame.f_globals.get("__name__"))
-        if task.get_name().startswith("asynccache-") or module.startswith(("asynccache.storage", "asynccache_backends")):
+        if task.get_name().startswith("asynccache-") or module.startswith(_SERVE_STORES):
             _LEFT.add(task)  # else the collector would end it, and with it the call
             task.add_done_callback(_LEFT.discard)
             asyncio.tasks._unregister_task(task)

@@ -53,8 +53,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPENING = 600.0
-"""Seconds of silence that are a failure while pools or stores are opened: pinning memory may keep an interpreter from
-answering."""
+"""Seconds that an opening which was cancelled may take to end: memory that is being pinned is pinned first."""
+PINNING = 30.0
+"""Seconds of silence that are a failure while pools or stores are opened, or the group's time-out if that is longer: a
+chunk of memory (4 GiB) that is being pinned may keep an interpreter from answering."""
 UNABLE = 1024
 """The most batches that are remembered as not run by their engine, for questions after they are over."""
 DELETED = 4096
@@ -689,11 +691,11 @@ class WorkerGroup:
         return bool(self.stores.entries)
 
     def _be_patient(self, more: int) -> None:
-        """Allow ``OPENING`` seconds of silence while pools or stores are opened, because that may pin the host's
+        """Allow ``PINNING`` seconds of silence while pools or stores are opened, because that may pin the host's
         memory. ``more``: 1 when an opening begins, -1 when it ends."""
         self._opening += more
         for link in self._links.values():
-            link.patience(OPENING if self._opening else None)
+            link.patience(PINNING if self._opening else None)
 
     def _keys(self, rank: int, news: m.StoreKeys) -> None:
         self.stores.keys.told(news.store, rank, news.there, news.keys)

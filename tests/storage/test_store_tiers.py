@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -650,3 +651,25 @@ async def test_honest_stores_agree_with_a_dict(loop: SimulatedLoop) -> None:
     await store.aclose()
 
 
+
+
+@pytest.mark.asyncio
+async def test_no_thread_is_left_by_promotions_whose_closing_was_cancelled() -> None:
+    class LetsGoLate:
+        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+            return [HIT] * len(keys)
+
+    promotions = Promotions()
+    page = memoryview(bytearray(1 << 20))  # so large that a thread copies it
+    await promotions.offer([KEYS[0]], [page], [LackingPages(LetsGoLate(), [0])], 0)
+    closing = asyncio.create_task(promotions.aclose())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await promotions.idle()
+    assert not [thread for thread in threading.enumerate() if "promotion" in thread.name]
