@@ -131,8 +131,10 @@ class WorkerStores(Protocol):
         could not close cleanly."""
         ...
 
-    def watch(self, number: int) -> None:
-        """Tell ``Reports.keys`` from now on which keys the store has."""
+    async def watch(self, number: int) -> None:
+        """Tell ``Reports.keys`` from now on which keys the store has. Returns when it was told of all that the store
+        has by now, which takes a turn of the loop for every few thousand. Cancelling it leaves some of them untold;
+        ``unwatch`` must follow."""
         ...
 
     def unwatch(self, number: int) -> None:
