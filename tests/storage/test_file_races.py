@@ -304,7 +304,10 @@ async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monk
 
     monkeypatch.setattr(aiofiles, "open", noted)
     options = "capacity=8MiB&segment=1MiB"
-    await (await open_at(tmp_path / "s", options)).aclose()
+    store = await open_at(tmp_path / "s", options)
+    await put(store, [page_key("a"), page_key("b")])
+    await store.delete([page_key("b")])
+    await store.aclose()
     assert seen >= {("manifest.json.new", "wb"), ("capacity.new", "wb"), ("lock", "r+b")}
     assert seen >= {("index.snapshot.new", "wb"), ("deletions.log.new", "wb")}
     seen.clear()
