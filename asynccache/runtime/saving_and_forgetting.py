@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Listing, Unsaved
@@ -35,8 +36,7 @@ async def drain(driver: Driver) -> Unsaved:
     """
     failures, core = 0, driver.core
     while failures < HOPELESS_ROUNDS:
-        walk = core.walk()
-        await in_turns(driver, lambda walk=walk: core.drain(walk))
+        await in_turns(driver, partial(core.drain, core.walk()))
         if not driver.saving:
             break
         statuses = await all_ended(driver.ops, tuple(driver.saving))
@@ -108,13 +108,10 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, o
         under_way.update(driver.saving - outbox.waiting, prefetching.operations())
         return driver.core.invalidate(None)
 
-    outbox.begin_clearing()
-    try:
+    with outbox.held_back():
         await _invalidate(driver, invalidate)
         ended = await _ended_in_time(driver, under_way, worker)
         await worker.clear()
-    finally:
-        outbox.end_clearing()
     if not ended:
         raise BackendError("reset: a store has not ended its writes in time: pages from before may be found in it")
 

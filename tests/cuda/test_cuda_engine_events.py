@@ -301,16 +301,17 @@ async def test_a_device_that_failed_or_is_closed_waits_for_nothing(simulated_dev
 async def test_an_event_that_is_recorded_while_the_device_closes_fires_or_is_refused(simulated_device: Make) -> None:
     device: CudaDevice = simulated_device()
     driver = driver_of(device)
-    stream = device.engine_stream(TorchStream(driver.stream_create()))
+    handle_of_the_engine = driver.stream_create()
+    stream = device.engine_stream(TorchStream(handle_of_the_engine))
     inside, go, record = threading.Event(), threading.Event(), driver.event_record
 
     def slow(event: int, handle: int) -> None:
-        if handle == stream.handle:
+        if handle == handle_of_the_engine:
             inside.set()
             assert go.wait(30)  # after it was asked whether the stream is closed, and before the waiter has the event
         record(event, handle)
 
-    driver.event_record = slow  # type: ignore[method-assign]
+    driver.event_record = slow  # type: ignore[assignment, method-assign]
     recording = asyncio.get_running_loop().run_in_executor(None, stream.record)
     await asyncio.to_thread(inside.wait, 30)
     closing = asyncio.create_task(device.aclose())

@@ -298,7 +298,7 @@ async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monk
     """The manifest, the notes, the snapshot and the log of deletions: what is neither pages nor an entry of a log."""
     seen, opened = set[tuple[str, str]](), aiofiles.open
 
-    def noted(name: str, mode: str, **options: Any) -> Any:
+    def noted(name: str, mode: Any, **options: Any) -> Any:
         seen.add((name, mode))
         return opened(name, mode, **options)
 

@@ -28,7 +28,7 @@ from threading import Thread
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import aiofiles
-from aiofiles.ospath import wrap
+from aiofiles.os import wrap
 
 from asynccache.storage import ThreadPool, completed
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiofiles
-from aiofiles.ospath import wrap
+from aiofiles.os import wrap
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
