@@ -276,9 +276,9 @@ class AsyncCache:
             stopped = await self._stop_in_time(parts)
         if not stopped:
             raise BackendError(
-                f"the cache is closed, but the host's memory is left behind, since it is still used by stores: "
-                f"{', '.join(parts.worker.busy) or 'unknown'}. They may have lost what they had stored last. Unsaved "
-                f"pages: {left.host} neither on the host nor stored, {left.storage} not stored"
+                f"the cache is closed, but the host's memory is left behind, since it is still in use, by "
+                f"{', '.join(parts.worker.busy) or 'copies'}: what was stored last may be lost. Unsaved pages: "
+                f"{left.host} neither on the host nor stored, {left.storage} not stored"
             )
         return CloseReport(left.host, left.storage, parts.supervisor.error)
 
@@ -291,6 +291,10 @@ class AsyncCache:
         stopper = self._stopper
         try:  # a group of workers gives up the one that is late by itself, and says which
             await self._limit.keep(lambda: asyncio.wait([stopper]), LATE if self._workers is None else 2 * LATE)
+        except asyncio.CancelledError:
+            stopper.cancel()
+            await asyncio.wait([stopper], timeout=LATE)
+            raise
         except TimeoutError:
             stopper.add_done_callback(lambda done: done.cancelled() or done.exception())
             parts.close(None)
