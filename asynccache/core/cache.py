@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.checks import integer, shown
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
@@ -163,29 +162,24 @@ class CacheCore:
         if len(key) < lease.length * TOKEN_BYTES:
             raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None:
-            checkpoint = self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
+            self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
         return self._commits.commit(lease, key, hashes, checkpoint)
 
-    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: object) -> tuple[int, int]:
-        """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
+    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: tuple[int, int]) -> None:
+        """Check that a commit of ``tokens`` tokens may hand in ``checkpoint``. Changes nothing.
 
         Raises:
-            ConfigError: the checkpoint is no pair of integers, its position is not the end of a committed page, or its
-                slot is not one of the lease's states. The slot may belong to another lease, or an earlier commit gave
-                it to the tree.
+            ConfigError: the position is not the end of a committed page, or the slot is not one of the lease's states.
+                The slot may belong to another lease, or an earlier commit gave it to the tree.
         """
-        if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-            raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
-        size = self.config.page_size
-        position = integer("checkpoint: position", checkpoint[0])
+        size, (position, slot) = self.config.page_size, checkpoint
         if position % size or not 0 < position <= tokens:
             raise ConfigError(f"checkpoint: position={position} must be a multiple of page_size={size}, above 0 and at "
                               f"most the {tokens} tokens that are committed")
-        slot, states = integer("checkpoint: slot", checkpoint[1]), memoryview(lease.states).cast("i").tolist()
+        states = memoryview(lease.states).cast("i").tolist()
         if slot not in states:
             raise ConfigError(f"checkpoint: slot={slot} is not one of the lease's states, which are {states}: a slot "
                               "that a commit has given to the tree cannot be handed in again")
-        return position, slot
 
     def pages(self, lease: CoreLease, kind: int) -> bytes:
         """Return the page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is

@@ -75,7 +75,7 @@ class CacheParts:
         driver.copy, driver.store = self.engine.begin, self.outbox.put
         hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
         self.lease_parts = LeaseParts(
-            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, self.supervisor, hashes=hashes
+            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, hashes=hashes
         )
         self.kept_prefixes = KeptPrefixes(config, self.lease_parts)
         self.stores = StoreAttachments(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
