@@ -543,7 +543,13 @@ class AsyncCache:
 
         Device and host forget the namespace. In storage, the pages that the tree knows are deleted. Pages that the tree
         had evicted stay in storage, out of reach of this cache, but a later process may find them: where that matters,
-        change ``extra_key`` or call ``reset``. Cancelling it may leave pages on every tier, out of reach of this cache.
+        change ``extra_key`` or call ``reset``. What this cache stores of the namespace from now on it stores under new
+        keys, which no later process looks for: to a process that opens the cache anew, these pages are dead bytes until
+        the store evicts them.
+
+        Writes of other namespaces are not waited for. Writes of its own pages are, for twice the longest ``timeout`` of
+        a store and a second at most; a page that is written later stays, like those that were evicted. Cancelling it
+        may leave pages on every tier, out of reach of this cache.
 
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
@@ -555,11 +561,15 @@ class AsyncCache:
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
 
+        Writes that are under way are waited for, for twice the longest ``timeout`` of a store and a second at most, and
+        the clearing of a store for as long again.
+
         If it is cancelled while it waits for other calls that change the cache, no page is forgotten. Cancelling it
-        later leaves device and host empty, and may leave storage as it was.
+        later leaves nothing of device and host in reach, and may leave storage as it was.
 
         Raises:
-            BackendError: storage could not be cleared.
+            BackendError: storage could not be cleared, or a store still writes pages from before: they may be found in
+                it, and ``reset`` is to be called again.
         """
         parts = self._ready()
         parts.namespaces.reset()
