@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import Begin, Grant, Join, PrefetchShape, Skip, needed_pages, usable_end
+from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, Plan, Status, Wait
-from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
 TEXT = "abcdefgh"
@@ -131,21 +131,54 @@ def test_it_is_skipped_below_the_threshold() -> None:
 
 
 def test_it_is_refused_above_the_quota_and_goes_later() -> None:
-    run = fresh(stored(), max_prefetch_pages=10)
+    run = fresh(two_texts(), max_prefetch_pages=10)
     first = opened(run)
     assert isinstance(open_fetch(run, spell("stuvwxyz")), Wait)
     first.finish()
     assert isinstance(open_fetch(run, spell("stuvwxyz")), Fetch)
 
 
-def test_two_that_want_the_same_pages_share_one_fetch() -> None:
+def two_texts() -> SynchronousRuntime:
+    """A process whose store has two texts of eight pages."""
     run = stored()
-    first = opened(run)
-    joined = open_fetch(run, spell("abcdXY"))
-    assert joined == Join(first.op)
-    first.finish()
-    assert run.ended[first.op] is Status.DONE
-    assert run.reach("abcdXY") == (0, 4)
+    run.insert("stuvwxyz")
+    run.flush()
+    return run
+
+
+def test_one_that_waited_long_enough_passes_the_quota_and_no_other_does() -> None:
+    run = fresh(two_texts(), max_prefetch_pages=10)
+    hung = opened(run)
+    assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.LATER), Wait)
+    assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.NEXT), Wait)
+    assert opened(run, "stuvwxyz", begin=Begin.NOW).finish() == 32
+    hung.revoke()
+    assert_idle(run)
+
+
+def test_one_is_asked_about_before_it_takes_or_begins_anything() -> None:
+    """Also where its anchor is on the device alone: no backup of the anchor is made for a prefetch of nothing."""
+    run = stored(write_policy="write_back")
+    run.insert("abcdX")
+    before = host_free(run), run.core.statistics()
+    shape = run.core.prefetch_look(SPACE, spell(TEXT))
+    assert isinstance(shape, PrefetchShape)
+    assert (shape.anchor, shape.covered, shape.length) == (16, 16, 32)
+    assert (host_free(run), run.core.statistics()) == before
+    assert run.core.prefetch_look(b"another namespace" * 2, spell(TEXT)) == shape._replace(anchor=0, covered=0)
+    assert b"another namespace" * 2 not in run.core.world.roots
+    assert_idle(run)
+
+
+def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> None:
+    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
+    before = host_free(run)
+    first, second = opened(run), opened(run)
+    assert (first.finish(), second.finish()) == (32, 32)
+    assert run.ended[second.op] is Status.DONE
+    assert host_free(run) == [before[0] - 8, before[1] - 2, before[2] - 1]
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
 
 
 def test_a_revoke_gives_everything_back() -> None:
@@ -320,7 +353,7 @@ def test_swa_the_whole_window() -> None:
 def test_swa_one_page_short(page: int) -> None:
     run = swa_store(missing=tuple({0, 1, 2, 3, 7, page}))
     before = host_free(run)
-    assert opened(run).finish() == 0
+    assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
     assert_idle(run)
 
@@ -346,7 +379,7 @@ def test_swa_a_prompt_shorter_than_the_window() -> None:
     assert opened(run, "abc").finish() == 12
     read_back(run, "abc", 3).release()
     run = swa_store(window=400, text="abc", missing=(0,))
-    assert opened(run, "abc").finish() == 0
+    assert open_fetch(run, spell("abc")) == MISS
     assert_idle(run)
 
 
@@ -450,7 +483,7 @@ def test_mamba_needs_the_state_at_its_end() -> None:
 def test_mamba_without_any_state_fetches_nothing() -> None:
     run = stored(components="full,mamba")
     before = host_free(run)
-    assert opened(run).finish() == 0
+    assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
     assert_idle(run)
 
