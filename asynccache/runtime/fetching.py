@@ -48,8 +48,8 @@ class Fetch:
     ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
     storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
     than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was revoked. ``skipped``: why it
-    did not begin although storage had something; may be empty. ``asleep``: the future that it waits for until it may
-    begin. ``over``: done when it was committed or revoked, or did not begin. ``threshold``: how many tokens it must add
+    did not begin although storage had something; may be empty. ``asleep``: what it awaits until it may begin, and once
+    it has read its pages. ``over``: True once it was committed or revoked, or did not begin. ``threshold``: how many tokens it must add
     to be committed, at least.
     """
 
@@ -65,7 +65,8 @@ class Fetch:
         self.end = 0
         self.skipped = ""
         self.asleep: asyncio.Future[Any] | None = None
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over = False
+        self._queued = False
         self.space = first.space
         self._first = first
         self._key = first.key
@@ -92,7 +93,7 @@ class Fetch:
     def brings(self, key: bytes, shape: PrefetchShape) -> bool:
         """Return True if a prefetch of ``key``, which has ``shape``, should share this fetch: it is not given up, and
         ``key`` has more pages in common with its key than the tree has, or all that it may bring."""
-        if self.over.done() or self.wish is Wish.CANCEL:
+        if self.over or self.wish is Wish.CANCEL:
             return False
         common = self._common(key) * shape.page_size
         return common > shape.anchor or common == shape.length == shape.anchor
@@ -111,6 +112,8 @@ class Fetch:
         handle.fetch = None
         if not self.sharers:
             self.wish = Wish.CANCEL
+            if self._queued:  # all I/O has let go, and what the commit waits for may take long
+                self.close()
 
     def told(self, handle: Prefetch) -> None:
         """Act on the wish of ``handle``, one of the sharers, which has changed. A stop holds for all sharers, a
@@ -124,7 +127,11 @@ class Fetch:
             self.leave(handle)
         else:
             self.wish = max(self.wish, Wish.STOP)
-        if self.wish is not Wish.RUN and self.asleep is not None and not self.asleep.done():
+        if self.wish is not Wish.RUN:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self.asleep is not None and not self.asleep.done():
             self.asleep.set_result(None)
 
     def answer(self, handle: Prefetch) -> PrefetchStatus | None:
@@ -160,21 +167,31 @@ class Fetch:
         self.op, self.shape = answer.op, answer.shape
 
     async def read(self) -> None:
-        """Read the pages, and queue their commit or revoke the operation. To be called when it has begun. Cancelling it
-        returns after the I/O has let go."""
+        """Read the pages, and queue their commit. If they are not worth it, or nobody wants them any more, queue nothing.
+        To be called when it has begun. Cancelling it returns after the I/O has let go."""
         if any(self._first_needed(component) < first for component, first in self._asked_from.items()):
             await self._ask()
         end = await self._transfer()
         if self._worth(end) and self._wanted():
+            self._queued = True
             self._driver.post_commit(partial(self._commit, end))
-        else:
-            self.close()
+
+    async def committed(self) -> None:
+        """Return when the commit that ``read`` has queued was made, or nobody wants it any more; at once if there is
+        none. Cancelling it stops the waiting only."""
+        while self._queued and not self.over:
+            self.asleep = asyncio.get_running_loop().create_future()
+            try:
+                await self.asleep
+            finally:
+                self.asleep = None
 
     def close(self) -> None:
         """Revoke the operation if it is under way, and let the sharers go. Does nothing if the fetch is over."""
-        if self.over.done():
+        if self.over:
             return
-        self.over.set_result(None)
+        self.over = True
+        self._wake()
         if self.op and not self.end:
             self._driver.perform(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
         for sharer in self.sharers:
@@ -366,9 +383,8 @@ class Fetch:
     def _commit(self, end: int) -> Sequence[int]:
         """Under the lock: hang the pages up to ``end`` into the tree, and return no operations. If another operation
         must end first, nothing changes; returned are the operations of which one has to end before the next attempt.
-        If nobody wants the pages any more, they go back."""
-        if self.over.done() or not self._wanted():
-            self.close()
+        Nothing is done if the fetch was closed meanwhile."""
+        if self.over:
             return ()
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
         holders = [sharer.ticket for sharer in self.sharers]

@@ -214,7 +214,7 @@ class Prefetching:
         try:
             if (key := await fetch.ask()) and await self._open(fetch, key, handle.ticket):
                 await fetch.read()
-                await fetch.over
+                await fetch.committed()
         finally:
             fetch.close()
             del self._fetches[fetch]
