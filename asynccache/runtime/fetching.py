@@ -49,8 +49,8 @@ class Fetch:
     storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
     than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was revoked. ``skipped``: why it
     did not begin although storage had something; may be empty. ``asleep``: what it awaits until it may begin, and once
-    it has read its pages. ``over``: True once it was committed or revoked, or did not begin. ``threshold``: how many tokens it must add
-    to be committed, at least.
+    it has read its pages. ``over``: True once it was committed or revoked, or did not begin. ``first``: the prefetch
+    whose task runs it. ``threshold``: how many tokens it must add to be committed, at least.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Fetch:
         self.op, self.shape = answer.op, answer.shape
 
     async def read(self) -> None:
-        """Read the pages, and queue their commit. If they are not worth it, or nobody wants them any more, queue nothing.
-        To be called when it has begun. Cancelling it returns after the I/O has let go."""
+        """Read the pages, and queue their commit. If they are not worth it, or nobody wants them any more, nothing is
+        queued. To be called when it has begun. Cancelling it returns after the I/O has let go."""
         if any(self._first_needed(component) < first for component, first in self._asked_from.items()):
             await self._ask()
         end = await self._transfer()

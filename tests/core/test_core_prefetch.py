@@ -4,6 +4,8 @@ page leaks."""
 from __future__ import annotations
 
 import dataclasses
+import sys
+from random import Random
 from typing import Any
 
 import pytest
@@ -102,6 +104,55 @@ def test_usable_end_is_the_longest_where_every_pool_agrees(
 ) -> None:
     present = {name: [c == "1" for c in text] for name, text in (("full", full), ("swa", swa), ("mamba", mamba))}
     assert usable_end(SHAPE, [("full", FULL), ("swa", SWA), ("mamba", MAMBA)], present, limit) == end
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_usable_end_is_what_one_finds_who_tries_every_end(seed: int) -> None:
+    random = Random(seed)
+    pools = [("full", FULL), ("sidecar", FULL), ("swa", SWA), ("swa too", SWA), ("mamba", MAMBA)]
+    for _ in range(40):
+        pages, size = random.randint(1, 24), random.choice((1, 4))
+        covered = random.randint(0, pages - 1)
+        anchor = random.randint(covered, pages - 1)
+        cuts = sorted(random.sample(range(anchor + 1), min(anchor + 1, random.choice((0, 2, 4)))))
+        swa = tuple((start * size, stop * size) for start, stop in zip(cuts[::2], cuts[1::2], strict=False))
+        window = random.choice((0, 1, 3 * size, 8 * size, 99 * size))
+        mamba = random.random() < 0.5
+        shape = PrefetchShape(size, anchor * size, covered * size, pages * size, window, swa, mamba)
+        share = random.choice((0.5, 0.9, 0.97))
+        present = {name: [random.random() < share for _ in range(pages)] for name, _ in pools}
+        limit = random.randint(0, pages * size)
+        ends = [
+            end * size for end in range(covered + 1, limit // size + 1)
+            if all(present[name][page] for name, kind in pools for page in needed_pages(shape, kind, end * size))
+        ]  # fmt: skip
+        assert usable_end(shape, pools, present, limit) == max(ends, default=covered * size)
+
+
+@pytest.mark.source
+def test_usable_end_takes_no_more_steps_for_a_million_tokens_than_for_a_thousand() -> None:
+    """However the windows and states lie: here no end has both."""
+
+    def steps(pages: int) -> int:
+        shape = PrefetchShape(16, 0, 0, 16 * pages, 64, (), True)
+        windows, states = b"\0\1\1\1\1" * (pages // 5), b"\1\1\1\1\0" * (pages // 5)
+        present = {"full": b"\1" * pages, "swa": windows, "mamba": states}
+        count = 0
+
+        def line(frame: object, event: str, _: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            return line
+
+        sys.settrace(line)
+        try:
+            end = usable_end(shape, [("full", FULL), ("swa", SWA), ("mamba", MAMBA)], present, 16 * pages)
+        finally:
+            sys.settrace(None)
+        assert end == 0
+        return count
+
+    assert steps(65_535) <= steps(1_000) + 8 < 100
 
 
 # the way back

@@ -46,6 +46,7 @@ from tests.runtime.runtime_kit import (
     settings,
     settled,
     text,
+    until,
 )
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice, SimulatedGate
@@ -372,9 +373,9 @@ async def fetching(here: Here) -> None:
     await push_away(here)
     for seed in (1, 2):
         async with holding(here) as posts:
-            handle = cache.prefetch(text(4, seed) + text(2, 9))
-            await asyncio.sleep(0.001)
             async with cache.lease(text(7, seed), wait=False) as lease:
+                handle = cache.prefetch(text(4, seed) + text(2, 9))
+                await until(lambda fetched=handle: fetched.done() or bool(parts(cache).prefetching.operations()))
                 compute(cache, lease, text(7, seed), here.checked)
                 lease.advance(7 * PAGE)
                 await lease.commit(text(7, seed))

@@ -221,6 +221,7 @@ async def test_a_lease_gets_claims_out_of_its_way() -> None:
         await serve(cache, text(8, seed=8))  # the host has no room for it: the only copy
         await settled(cache)
         await push_out(cache, 8)
+        await settled(cache)
         assert cache.statistics().core.lost_pages == 0
         assert pinned(cache) == 0
         handle.cancel()
