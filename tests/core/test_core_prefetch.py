@@ -471,6 +471,35 @@ def test_swa_the_anchors_part_is_pinned_meanwhile() -> None:
     assert_idle(run)
 
 
+def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
+    """Also where a part of the window that it would complete is on the device alone."""
+    run = swa_store(window=16)
+    run.insert("abcd")
+    run.settle()
+    (node,) = run.core.world.roots[SPACE].children.values()  # type: ignore[union-attr]
+    run.core.world.vacate(node, SWA + run.core.world.count)
+    hung = opened(run, "abcdef")
+    assert hung.shape.swa == ((0, 16),)
+    everything = run.lease(b"", new=64 * run.page)
+    assert everything is not None
+    everything.release()
+    hung.finish()
+    assert_idle(run)
+
+
+def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> None:
+    run = stored("mnop", "full,mamba", states=3, checkpoint=4)
+    run.insert("ab", checkpoint=2)
+    run.settle()
+    hung = opened(run, "mnop")
+    request = run.lease(spell("abc"), states=3)  # its match's state is one of the three
+    assert request is not None
+    assert request.lease.cached == 0
+    request.release()
+    hung.revoke()
+    assert_idle(run)
+
+
 def test_swa_the_anchors_part_evicted_before_it_began_is_fetched_or_nothing_is() -> None:
     run = swa_store(window=16)
     run.insert("abcd")
