@@ -396,7 +396,7 @@ class Fetch:
         self._driver.perform(answer)
         for sharer in self.sharers:
             sharer.claimed()
-            sharer.reach(self.shape.covered, end)
+            sharer.reach(self.shape.covered, min(end, self._common(sharer.key) * self.shape.page_size))
         self.close()
         return ()
 
