@@ -201,8 +201,6 @@ class Prefetches:
 
     def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip:
         """See ``CacheCore.prefetch_open``."""
-        if self._world.access is Access.NONE:
-            return Skip("no storage")
         root = self._world.enter(space)
         answer = self._open(root, self._whole(key), begin)
         if not isinstance(answer, PrefetchBegun):
