@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from asynccache import (
     ConfigError,
     LoadFailed,
     Mamba,
+    PrefetchHandle,
     SlidingWindow,
 )
 from asynccache.core import duel, eviction, ledger, passes, reuse, transfers
@@ -364,6 +366,11 @@ async def push_away(here: Here) -> None:
         await here.cache.flush()
 
 
+def begun(cache: AsyncCache, handle: PrefetchHandle) -> bool:
+    """Whether a fetch is under way, or nothing is to be waited for any more."""
+    return handle.done() or bool(parts(cache).prefetching.operations())
+
+
 async def fetching(here: Here) -> None:
     """Pages are fetched that come from elsewhere meanwhile, that are forgotten, and whose store goes."""
     cache = here.cache
@@ -375,7 +382,7 @@ async def fetching(here: Here) -> None:
         async with holding(here) as posts:
             async with cache.lease(text(7, seed), wait=False) as lease:
                 handle = cache.prefetch(text(3, seed) + text(2, 9))
-                await until(lambda fetched=handle: fetched.done() or bool(parts(cache).prefetching.operations()))
+                await until(partial(begun, cache, handle))
                 compute(cache, lease, text(7, seed), here.checked)
                 lease.advance(7 * PAGE)
                 await lease.commit(text(7, seed))
