@@ -396,14 +396,15 @@ class Leases:
             self._world.shelves[c].slots.give(slots)
             self._world.freed = True
 
-    def release(self, lease: CoreLease, ended: bool, hold_back: bool) -> None:
+    def release(self, lease: CoreLease, ended: bool, hold_back: bool, used: bool) -> None:
         """See ``CacheCore.release``."""
         if lease.released:
             return
         lease.released = True
         del self.active[lease.id]
-        self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-        self._matching.use(lease.hold.end, lease.forked)
+        if used:
+            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matching.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)
