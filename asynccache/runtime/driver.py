@@ -581,7 +581,8 @@ class Driver:
     def check_thread(self) -> None:
         """Raise ``RuntimeError`` in any thread but the loop's."""
         if threading.get_ident() != self._owner:
-            raise RuntimeError("the cache belongs to the thread of its loop; use the *_threadsafe calls of a lease")
+            raise RuntimeError("the cache belongs to the thread of its loop: from another thread, use "
+                               "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe")
 
     def check_ready(self) -> None:
         """Check that a new call may be made. Raises ``CacheClosed``, or ``RankFailure`` if a rank failed, if the cache

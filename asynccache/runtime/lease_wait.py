@@ -36,7 +36,6 @@ from asynccache.worker.contract import Worker
 if TYPE_CHECKING:
     from asynccache.runtime.engine_batches import EngineBatches
     from asynccache.runtime.lookups import Lookups
-    from asynccache.runtime.supervisor import Supervisor
 
 Granted = Callable[[Grant], None]
 
@@ -77,14 +76,13 @@ class LeaseParts:
 
     def __init__(
         self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,
-        lookups: Lookups, supervisor: Supervisor, *, hashes: bool,
+        lookups: Lookups, *, hashes: bool,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.engine = engine
         self.hashes = hashes
         self.commits = 0
         self.lookups = lookups
-        self.supervisor = supervisor
         self.loop = asyncio.get_running_loop()
         self.worker = worker
         self.prefetching = prefetching
