@@ -174,6 +174,7 @@ class Prefetch:
         self.fetch: Fetch | None = None
         self._check = check
         self.spent = False
+        self._granted = False
         self._claims = claims
         self._grace = grace
         self._elsewhere = 0
@@ -268,14 +269,17 @@ class Prefetch:
         self._leases += 1
         self._note()
 
-    def let_go(self, granted: bool) -> None:
-        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up."""
+    def let_go(self, granted: bool) -> bool:
+        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up. Returns True if
+        another lease with this prefetch was granted before: what it has brought counts as a hit once."""
         self._leases -= 1
+        before = self._granted
         if granted:
-            self.spent = True
+            self.spent = self._granted = True
             self._claims.drop(self.ticket)
         else:
             self._note()
+        return before
 
     def _note(self) -> None:
         if self._claims.holds(self.ticket):
