@@ -24,8 +24,8 @@ from asynccache.storage import PageKey, Record, Result, settled
 
 class Hang(NamedTuple):
     """From ``begin`` on, for ``length`` seconds, calls of ``verbs`` are not answered; the seconds are counted from
-    ``SimulatedBackend.hang``. ``stubborn``: those who are cancelled wait, too, as for a client whose thread is stuck.
-    """
+    ``SimulatedBackend.hang``. ``stubborn``: calls that are under way at ``begin`` hang, too, and those who are cancelled
+    wait, as for a client whose thread is stuck."""
 
     verbs: frozenset[str]
     begin: float
@@ -147,10 +147,12 @@ class SimulatedBackend:
             raise failed
         return task.result()
 
-    async def _held(self, verb: str) -> None:
-        """Return at once, or when a hang is over that ``verb`` is in."""
+    async def _held(self, verb: str, under_way: bool = False) -> None:
+        """Return at once, or when a hang is over that ``verb`` is in. ``under_way``: the call has begun."""
         loop = asyncio.get_running_loop()
         for hang in self.hostility.hangs:
+            if under_way and not hang.stubborn:
+                continue
             if verb in hang.verbs and 0 <= loop.time() - self._since - hang.begin < hang.length:
                 self.hung[verb] += 1
                 over = loop.create_task(self._over(self._since + hang.begin + hang.length), name=f"hanging-{verb}")
@@ -178,6 +180,7 @@ class SimulatedBackend:
         lies = [self._lie() if page else "" for page in found]
         self._fill(found, records, lies, _first_half)
         await self._pause()
+        await self._held("get", under_way=True)
         self._fill(found, records, lies, _second_half)
         return [self._answer(page, record) for page, record in zip(found, records, strict=True)]
 
@@ -186,6 +189,7 @@ class SimulatedBackend:
         results = [self._or_failed(Result.HIT) for _ in keys]
         first = [bytes(record.payload[: record.payload.nbytes // 2]) for record in records]
         await self._pause()
+        await self._held("put", under_way=True)
         for key, record, half, result in zip(keys, records, first, results, strict=True):
             if result is Result.HIT:
                 self.pages.setdefault(key, (bytes(record.header), half + bytes(record.payload[len(half) :])))

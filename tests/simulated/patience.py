@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from asynccache.core.ledger import BACKUP_STORAGE, PREFETCH
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.lease import Lease, LeaseState
 from asynccache.runtime.lease_wait import GRACE
@@ -51,6 +52,7 @@ class Patience:
         self.guard = guard
         self.questions = questions
         self.margin = margin
+        self.grows: Callable[[], None] = lambda: None
         self.longest: dict[str, float] = {}
         self.broken: list[str] = []
         self._begun: set[bytes] = set()
@@ -100,9 +102,11 @@ class Patience:
 
         async def extended(lease: Lease, tokens: int, states: int = 0, wait: bool = False) -> Any:
             self._work(-1)
+            waits = asyncio.get_running_loop().create_task(self._look(lease))
             try:
                 return await self._timed("extend", extend(lease, tokens, states, wait), PATIENCE if wait else 0.0)
             finally:
+                waits.cancel()
                 self._work(1)
 
         async def there(lease: Lease) -> None:
@@ -124,6 +128,15 @@ class Patience:
             self._busy += now - self._at
         self._at = now
         return self._busy
+
+    async def _look(self, lease: Lease) -> None:
+        """Call ``grows`` when storage has work while ``lease`` waits to grow."""
+        count = lease._parts.driver.core.world.ledger.count
+        for _ in range(50):
+            await asyncio.sleep(0.0005)
+            if count[BACKUP_STORAGE] or count[PREFETCH]:
+                self.grows()
+                return
 
     def _work(self, more: int) -> None:
         self.busy()

@@ -20,7 +20,8 @@ from math import inf
 from random import Random
 from typing import Any
 
-from asynccache import AsyncCache, AsyncCacheError, BackendError, CacheConfig, CacheFull, PrefetchPolicy
+from asynccache import AsyncCache, AsyncCacheError, BackendError, CacheFull, Full, PrefetchPolicy
+from asynccache.core.settings import WritePolicy
 from asynccache.runtime.lease import Lease
 from asynccache.storage import Breaker, CheckedStore
 from asynccache.storage.checked import store_layout
@@ -64,14 +65,19 @@ def play(seed: int) -> Report:
 
 
 def draw_hangs(random: Random, policy: PrefetchPolicy) -> tuple[Hang, ...]:
-    """When a store hangs, and in what. Under ``wait_complete`` it lets go of every call sooner or later."""
+    """When a store hangs, and in what: once, or again and again. Under ``wait_complete`` it lets go of every call sooner
+    or later."""
     hangs = []
     for _ in range(random.choice((0, 1, 1, 2))):
-        verbs = random.sample(VERBS, random.choice((1, 1, 1, 1, 3, len(VERBS))))
-        length, stubborn = random.choice((0.3, 3.0, 20.0, 60.0, inf, inf)), random.random() < 0.7
-        if policy is PrefetchPolicy.WAIT_COMPLETE:
-            stubborn = stubborn and length < inf
-        hangs.append(Hang(frozenset(verbs), random.choice((0.0, 0.05, 0.5)) * random.random(), length, stubborn))
+        verbs = frozenset(random.sample(VERBS, random.choice((1, 1, 1, 1, 3, len(VERBS)))))
+        if random.random() < 0.4:
+            verbs |= {"put"}
+        begin, stubborn = random.choice((0.0, 0.0, 0.03, 0.3)) * random.random(), random.random() < 0.7
+        if random.random() < 0.4:
+            hangs += [Hang(verbs, begin + 1.3 * number, 1.0, stubborn) for number in range(8)]
+            continue
+        length = random.choice((0.3, 3.0, 20.0, 60.0, inf, inf))
+        hangs.append(Hang(verbs, begin, length, stubborn and (length < inf or policy is not PrefetchPolicy.WAIT_COMPLETE)))
     return tuple(hangs)
 
 
@@ -83,20 +89,25 @@ def patience(hangs: Sequence[tuple[Hang, ...]], timeout: float, margin: float) -
 
 
 class Hanging:
-    """The stores of a world, which hang from ``hang`` on, in some of its lives. ``hung``: calls that did, by verb."""
+    """The stores of a world, which hang in some of its lives: from the beginning of ``hang`` on, or when somebody has to
+    wait to grow. ``hung``: calls that did, by verb."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, patience: Patience) -> None:
         self.stores: list[SimulatedBackend] = []
         self._random = random
+        self._patience = patience
         self._lives = 0
 
     @asynccontextmanager
     async def hang(self, answer: bool = True) -> AsyncIterator[None]:
         """Let them hang for the time of this context, and ``answer`` then. Most first lives fill the stores in peace."""
         self._lives += 1
-        if self._lives > 1 or self._random.random() < 0.4:
-            for store in self.stores:
-                store.hang()
+        if self._lives > 1 or self._random.random() < 0.6:
+            if self._random.random() < 0.3:
+                self._begin()
+            else:
+                self._patience.grows = self._begin
+                asyncio.get_running_loop().call_later(0.4, lambda: self._patience.grows())
         try:
             yield
         except BaseException:
@@ -106,7 +117,14 @@ class Hanging:
             self.answer()
             await asyncio.sleep(1.0)
 
+    def _begin(self) -> None:
+        self._patience.grows = lambda: None
+        for store in self.stores:
+            store.hang()
+
     def answer(self) -> None:
+        """Have all stores answer."""
+        self._patience.grows = lambda: None
         for store in self.stores:
             store.answer()
 
@@ -137,16 +155,29 @@ def alone(seed: int) -> Report:
 
 
 def _climate(seed: int, random: Random) -> world.Climate:
-    """A climate of ``tests.simulated.world`` with a host, and with settings that say how long is waited."""
+    """A climate of ``tests.simulated.world`` with a host, and with settings that say how long is waited. Half of them
+    have a small host, which calls that hang soon take whole, and few requests at a time, which leave room to grow."""
     drawn = (world.draw_climate(seed + number * 2**32) for number in range(100))
     climate = next(climate for climate in drawn if climate.config.pools()[0].host_pages)
     config = replace(
-        climate.config, prefetch_timeout_base=random.choice((0.05, 1.0)), prefetch_timeout_per_1k=random.choice((0.25, 20.0)),
-        prefetch_quota=random.choice((0.2, 0.5, 1.0)), backup_quota=random.choice((0.1, 0.25, 1.0)),
+        climate.config, prefetch_timeout_base=random.choice((0.05, 1.0)),
+        prefetch_timeout_per_1k=random.choice((0.25, 20.0)), prefetch_quota=random.choice((0.2, 0.5, 1.0)),
+        backup_quota=random.choice((0.1, 0.25, 1.0)),
     )  # fmt: skip
-    hostility = replace(climate.hostility, delay=min(climate.hostility.delay, 0.005))
-    return replace(climate, config=config, hostility=hostility, disturb=random.random() < 0.6,
-                   requests=random.randint(8, 24), concurrency=random.randint(2, 10))
+    concurrency = random.randint(2, 10)
+    if random.random() < 0.5:
+        full, *others = config.components
+        assert isinstance(full, Full)
+        full = replace(full, host_tokens=random.choice((3, 5, 8)) * config.page_size)
+        config = replace(
+            config, components=(full, *others), prefetch_quota=1.0, backup_quota=1.0,
+            write_back_watermark=0.1, write_policy=random.choice((WritePolicy.WRITE_THROUGH, config.write_policy)),
+        )  # fmt: skip
+        concurrency = random.randint(1, 3)
+    return replace(
+        climate, config=config, hostility=replace(climate.hostility, delay=min(climate.hostility.delay, 0.005)),
+        disturb=random.random() < 0.6, requests=random.randint(8, 24), concurrency=concurrency,
+    )  # fmt: skip
 
 
 class _World(world._World):
@@ -155,7 +186,7 @@ class _World(world._World):
     def __init__(self, loop: SimulatedLoop, seed: int, climate: world.Climate, random: Random) -> None:
         super().__init__(loop, seed, climate, {})
         config, policy = climate.config, climate.config.prefetch_policy
-        self.hanging = Hanging(random)
+        self.stores: list[SimulatedBackend] = []
         timeout = random.choice((2.0, 30.0, 120.0))
         self.options = {"timeout": str(timeout), "slow": random.choice(("0", "1", "10"))}
         assert self.guests is not None
@@ -169,12 +200,14 @@ class _World(world._World):
         self.closes = random.random() < 0.3
         self.lives = self.prompts = 0
         self.background: list[asyncio.Task[None]] = []
-        self.patience = patience([store.hostility.hangs for store in self.hanging.stores], timeout, margin=0.5)
+        self.patience = patience([store.hostility.hangs for store in self.stores], timeout, margin=0.5)
+        self.hanging = Hanging(random, self.patience)
+        self.hanging.stores += self.stores
 
     def _store(self, name: str, random: Random, policy: PrefetchPolicy) -> SimulatedBackend:
         hostility = replace(self.climate.hostility, hangs=draw_hangs(random, policy))
         store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), hostility)
-        self.hanging.stores.append(store)
+        self.stores.append(store)
         return store
 
     def _cache(self) -> AsyncCache:
@@ -266,7 +299,7 @@ class _World(world._World):
 class _Request(world.Request):
     """One that takes its time, and grows with patience."""
 
-    grows = 0.4
+    grows = 0.7
 
     async def _extend(self, lease: Lease) -> None:
         try:
@@ -304,7 +337,7 @@ class _Scheduling(shim_rank_world.World):
         self.hostility = replace(self.hostility, delay=min(self.hostility.delay, 0.005))
         self.hangs = {rank: draw_hangs(random, policy) for rank in range(topology.ranks)}
         self.patience = patience(list(self.hangs.values()), 30.0, margin=1.0)
-        self.hanging = Hanging(random)
+        self.hanging = Hanging(random, self.patience)
 
     def _machines(self, stack: Any) -> Any:
         devices, backends = super()._machines(stack)
@@ -348,7 +381,7 @@ def ranks(seed: int) -> Report:
                                concurrency=random.randint(2, 4))
 
     async def main(loop: SimulatedLoop) -> Report:
-        made = _Ranks(loop, climate, patience(list(hangs.values()), 30.0, margin=2.0), Hanging(random))
+        made = _Ranks(loop, climate, patience(list(hangs.values()), 30.0, margin=2.0), random)
         with made.patience.watching():
             report = await made.run()
         return Report("ranks", report.met, made.hanging.hung, made.patience.longest)
@@ -361,12 +394,12 @@ class _Ranks(random_worlds.RandomWorld):
     """A store of any rank may hang."""
 
     def __init__(
-        self, loop: SimulatedLoop, climate: random_worlds.Climate, patience: Patience, hanging: Hanging
+        self, loop: SimulatedLoop, climate: random_worlds.Climate, patience: Patience, random: Random
     ) -> None:
         super().__init__(loop, climate)
         self.patience = patience
-        self.hanging = hanging
-        hanging.stores += self.world.backends.values()
+        self.hanging = Hanging(random, patience)
+        self.hanging.stores += self.world.backends.values()
 
     async def _requests(self) -> None:
         async with self.hanging.hang():
