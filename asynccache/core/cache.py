@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.checks import integer, shown
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
@@ -20,7 +19,7 @@ from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
-from asynccache.core.passes import Backfill, Filled, Invalidation, Survey, Unsaved
+from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
 from asynccache.core.plan import More, Outcome, Plan, Wait
 from asynccache.core.prefetching import (
     Begin,
@@ -36,6 +35,7 @@ from asynccache.core.prefetching import (
 )
 from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.transfers import Transfers
+from asynccache.core.tree import Walk
 from asynccache.core.world import World
 from asynccache.errors import ConfigError
 
@@ -118,6 +118,10 @@ class CacheCore:
         """
         return self._leases.lease(ask)
 
+    def something_ends(self) -> bool:
+        """Return True if any operation is in flight whose end may be awaited. What a late store was asked may not."""
+        return self._transfers.room.something_ends()
+
     def check_possible(self, ask: LeaseRequest) -> None:
         """Check that ``lease`` could grant ``ask`` if the device were empty, so that a request that is too large need
         not wait in line to learn that. Returns nothing, and changes nothing.
@@ -158,40 +162,36 @@ class CacheCore:
         if len(key) < lease.length * TOKEN_BYTES:
             raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None:
-            checkpoint = self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
+            self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
         return self._commits.commit(lease, key, hashes, checkpoint)
 
-    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: object) -> tuple[int, int]:
-        """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
+    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: tuple[int, int]) -> None:
+        """Check that a commit of ``tokens`` tokens may hand in ``checkpoint``. Changes nothing.
 
         Raises:
-            ConfigError: the checkpoint is no pair of integers, its position is not the end of a committed page, or its
-                slot is not one of the lease's states. The slot may belong to another lease, or an earlier commit gave
-                it to the tree.
+            ConfigError: the position is not the end of a committed page, or the slot is not one of the lease's states.
+                The slot may belong to another lease, or an earlier commit gave it to the tree.
         """
-        if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-            raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
-        size = self.config.page_size
-        position = integer("checkpoint: position", checkpoint[0])
+        size, (position, slot) = self.config.page_size, checkpoint
         if position % size or not 0 < position <= tokens:
             raise ConfigError(f"checkpoint: position={position} must be a multiple of page_size={size}, above 0 and at "
                               f"most the {tokens} tokens that are committed")
-        slot, states = integer("checkpoint: slot", checkpoint[1]), memoryview(lease.states).cast("i").tolist()
+        states = memoryview(lease.states).cast("i").tolist()
         if slot not in states:
             raise ConfigError(f"checkpoint: slot={slot} is not one of the lease's states, which are {states}: a slot "
                               "that a commit has given to the tree cannot be handed in again")
-        return position, slot
 
     def pages(self, lease: CoreLease, kind: int) -> bytes:
         """Return the page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is
         none."""
         return self._leases.pages(lease, kind)
 
-    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False) -> Plan:
+    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False, used: bool = True) -> Plan:
         """Give back everything that the lease holds; a second call does nothing. ``ended``: the conversation is over,
         so pages that no other conversation used are evicted before all others. ``retire``: the lease's own pages come
-        as ``Retire`` in the plan instead of being free at once."""
-        self._leases.release(lease, ended, retire)
+        as ``Retire`` in the plan instead of being free at once. ``used``: False if no request ran with this lease, so
+        that its pages do not count as used."""
+        self._leases.release(lease, ended, retire, used)
         return self._given_back()
 
     def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
@@ -268,22 +268,36 @@ class CacheCore:
         self.behind = self.behind or bool(self._transfers.deferred or self.world.dead_roots)
         return self.world.plan()
 
-    def drain(self) -> Plan | More:
-        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
-        slice of the tree: it returns ``More`` if the next call is to go on, else the last plan."""
-        goes_on = self._transfers.save_everything()
-        return More(self.world.plan()) if goes_on else self.world.plan()
+    def walk(self) -> Walk:
+        """Begin a walk for ``drain``, over all live nodes that can be saved: none if there is no host tier."""
+        return Walk(self.world.roots.values() if self.world.has_host else ())
 
-    def survey(self, space: bytes | None = None) -> Survey:
-        """Begin a survey of every live node of the namespace ``space`` (None: of all), and return it. Ask the survey
-        which pages are unsaved, or which hashes there are; it answers in slices."""
-        return Survey(self.world, space)
+    def drain(self, walk: Walk) -> Plan | More:
+        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
+        slice of ``walk``: it returns ``More`` if the next call is to go on, else the last plan."""
+        self._transfers.save_some(walk)
+        return More(self.world.plan()) if walk.todo else self.world.plan()
+
+    def survey(self) -> Survey:
+        """Begin to count, over all live nodes, which pages are unsaved."""
+        return Survey(self.world)
+
+    def listing(self, space: bytes) -> Listing:
+        """Begin to list the pages that the namespace ``space`` has now, also those that leave the tree until the list
+        is done. The namespace may be invalidated meanwhile."""
+        return Listing(self.world, space)
 
     def invalidate(self, space: bytes | None) -> Plan | More:
         """Forget the namespace ``space`` (None: all of them) on device and host. Leases and operations in flight finish
         undisturbed: their nodes stay, in a part of the tree that nobody matches any more, and leave it one by one when
-        nothing pins them."""
-        return self._invalidation.invalidate(space, self._transfers.claims)
+        nothing pins them. If it returns ``More``, call ``sweep`` until it does not."""
+        self._invalidation.invalidate(space, self._transfers.claims)
+        return self.sweep()
+
+    def sweep(self) -> Plan | More:
+        """Drop some nodes of forgotten namespaces that nothing pins. Returns ``More`` if there may be more of them."""
+        goes_on = self._invalidation.sweep()
+        return More(self.world.plan()) if goes_on else self.world.plan()
 
     def attach_storage(self, access: Access) -> Plan:
         """Note that a store was attached. ``access``: what may be done with all stores that are attached now."""
@@ -291,8 +305,8 @@ class CacheCore:
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Note whether storage takes too long to write its backups. While storage is late, no request waits for the
-        host pages that these backups pin; it goes on without them."""
+        """Note whether storage takes too long to answer, whatever it was asked. While storage is late, no request waits
+        for the host pages that its backups pin and its prefetches have taken; it goes on without them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()
@@ -355,6 +369,6 @@ class CacheCore:
 
 __all__ = [
     "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant", "Join",
-    "LeaseRequest", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip", "Statistics", "Survey", "Taken",
-    "Unsaved", "Wait", "needed_pages", "usable_end",
+    "LeaseRequest", "Listed", "Listing", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip",
+    "Statistics", "Survey", "Taken", "Unsaved", "Wait", "Walk", "needed_pages", "usable_end",
 ]  # fmt: skip

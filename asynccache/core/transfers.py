@@ -38,7 +38,7 @@ from asynccache.core.plan import (
 from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import Node, Walk
 from asynccache.core.world import LATE, World
 from asynccache.errors import InvariantViolation
 
@@ -64,7 +64,6 @@ class Transfers:
         self.deferred: dict[Node, None] = {}
         self.unstored: dict[Node, None] = {}
         self._storage_works = False
-        self._walk: list[Node] = []
 
     # backup_host
 
@@ -104,23 +103,18 @@ class Transfers:
                 self.deferred[node] = None
                 return
 
-    def save_everything(self) -> bool:
-        """Start every backup that can be started: of data that only the device has, and of host pages that are not in
-        storage. A call does one slice of a walk over the tree. Returns True if the walk goes on in the next call."""
-        if not self._walk:
-            roots = self._world.roots.values() if self._world.has_host else ()
-            self._walk = [node for root in roots for node in (root.children or {}).values()]
+    def save_some(self, walk: Walk) -> None:
+        """Start every backup that can be started in the next slice of ``walk``: of data that only the device has, and
+        of host pages that are not in storage."""
         for _ in range(_SLICE):
-            if not self._walk:
+            if not walk.todo:
                 break
-            node = self._walk.pop()
-            if node.parent is None or node.root.dead:
-                continue  # it left the tree between two slices
-            self._walk.extend((node.children or {}).values())
+            node = walk.step()
+            if node is None or node.root.dead:
+                continue
             if self._worth_saving(node):
                 self.save(node, cost=Cost.STORED)
             self.store([node])
-        return bool(self._walk)
 
     def _worth_saving(self, node: Node) -> bool:
         """Return True if a backup could bring the host anything of ``node`` itself that storage lacks. A backup that

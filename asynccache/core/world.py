@@ -546,6 +546,8 @@ class World:
         ):
             page = node.key[: self.page_bytes]
             parent = unlink(node, page)
+            if (left := node.root.left) is not None:
+                left.append(node.hashes)
             if self.ghosts is not None:
                 stored = node.stored & 1 and node.stored >> _BITS == self.era
                 self.ghosts.note(parent, page, 3 if stored else tier + 1)

@@ -26,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import aiofiles
+
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink, StreamLink
@@ -42,7 +44,8 @@ MOST_HELLO = 64 << 10
 HANDSHAKE = 10.0
 """Seconds that a handshake may take, once there is a connection."""
 MOST_STRANGERS = 128
-"""The most connections that are not authenticated yet; one more is closed at once."""
+"""The most connections that are not authenticated yet. For one more the oldest is closed: strangers that say nothing
+must not keep out a worker, which says all it has to say at once."""
 RETRY = 0.1
 """Seconds between two attempts to connect."""
 
@@ -87,7 +90,7 @@ def parse_address(address: str) -> ListenAddress:
     return ListenAddress(host, checks.integer("address: port", int(port), 0, 65535))
 
 
-def find_secret(secret: bytes | None = None) -> bytes:
+async def find_secret(secret: bytes | None = None) -> bytes:
     """Return the secret that both ends of a link must know: ``secret``, or the value of ``ASYNCCACHE_SECRET``, or what
     is in the file that ``ASYNCCACHE_SECRET_FILE`` names. White space at the ends of the latter two is cut off.
 
@@ -103,7 +106,8 @@ def find_secret(secret: bytes | None = None) -> bytes:
     elif SECRET_FILE in os.environ:
         where = f"{SECRET_FILE}={os.environ[SECRET_FILE]}"
         try:
-            found = Path(os.environ[SECRET_FILE]).read_bytes().strip()
+            async with aiofiles.open(os.environ[SECRET_FILE], "rb") as file:
+                found = (await file.read()).strip()
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error}") from None
     else:
@@ -132,7 +136,7 @@ async def open_link(
         RankFailure: there was no head in time, the head does not know the secret, or it refused; the text has its
             reason.
     """
-    where, key = parse_address(address), find_secret(secret)
+    where, key = parse_address(address), await find_secret(secret)
     if len(hello) > MOST_HELLO:
         raise ConfigError(f"a hello has at most {MOST_HELLO} bytes, and this one {len(hello)}")
     checks.number("timeout", timeout, above=0)
@@ -246,12 +250,16 @@ class Listener:
         return StreamLink(self._came, room=len(GREETING) + NONCE + PROOF)
 
     def _came(self, link: StreamLink) -> None:
-        if len(self._strangers) >= MOST_STRANGERS or self._server is None:
+        if self._server is None:
             link.abort()
             return
+        if len(self._strangers) >= MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest).cancel()
+            oldest.abort()
         task = asyncio.get_running_loop().create_task(self._admit(link), name="asynccache-link-handshake")
         self._strangers[link] = task
-        task.add_done_callback(lambda _: self._strangers.pop(link))
+        task.add_done_callback(lambda _: self._strangers.pop(link, None))
 
     async def _admit(self, link: StreamLink) -> None:
         """Carry out the handshake. If it fails, the connection is closed; nobody else is disturbed, and nothing is
@@ -328,7 +336,7 @@ async def open_listener(address: str, secret: bytes | None, answer: Answer, *, t
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.
     """
-    where, key = parse_address(address), find_secret(secret)
+    where, key = parse_address(address), await find_secret(secret)
     checks.function("answer", answer)
     listener = Listener(key, answer, checks.number("timeout", timeout, above=0))
     try:

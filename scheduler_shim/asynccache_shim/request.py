@@ -11,7 +11,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -72,11 +72,6 @@ class Matched(NamedTuple):
     host_hit_length: int = 0
     swa_host_hit_length: int = 0
     mamba_host_hit_length: int = 0
-
-    @property
-    def needs_load_back(self) -> bool:
-        """True if admitting the request takes device pages for data that only the host has."""
-        return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 
 class RequestTerms(NamedTuple):
@@ -250,7 +245,7 @@ class _OutputReader:
         return token
 
 
-def as_tokens(tokens: list[int] | Tokens) -> Tokens:
+def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     """The tokens as a private int32 array.
 
     Raises:

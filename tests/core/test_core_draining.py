@@ -115,8 +115,8 @@ def test_a_drain_of_a_large_tree_comes_in_slices(monkeypatch: pytest.MonkeyPatch
     run = SynchronousRuntime(core_config(device=512, host=512, write_policy="write_back", write_back_watermark=0.0))
     for number in range(60):
         run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
-    slices = 0
-    while isinstance(answer := run.core.drain(), More):
+    slices, walk = 0, run.core.walk()
+    while isinstance(answer := run.core.drain(walk), More):
         run.perform(answer.plan)
         slices += 1
     run.perform(answer)

@@ -17,7 +17,7 @@ from asynccache.memory.pools import check_room
 from asynccache.storage import Result
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
-from asynccache.worker.group import LATE
+from asynccache.worker.contract import LATE
 from tests.group.group_kit import GroupWorld, RankDevice, play, settings, text
 from tests.group.striking import EFFECTS, FATES, Fate
 from tests.simulated.device import SimulatedStream
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_come_is_named_and_nothing_is_open(own: int | Non
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=3), settings(16, 40), own=own, arrival=7.0)
         world.begin(absent=frozenset({2}))
-        with pytest.raises(RankFailure, match=r"rank 2 did not come within 7 s"):
+        with pytest.raises(RankFailure, match=r"rank 2: did not come within 7 s"):
             async with world.cache:
                 pass
         world.group.workers.close()

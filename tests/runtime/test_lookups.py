@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ from asynccache import AsyncCache, SlidingWindow
 from asynccache.runtime.lookups import LookupStats, Miss
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, turns, until
+from tests.runtime.test_prefetching import HeldBackend
 
 
 class Hostile(WrappedBackend):
@@ -155,13 +157,17 @@ async def test_too_short_to_be_fetched() -> None:
 
 @pytest.mark.asyncio
 async def test_too_late() -> None:
-    backend = MemoryBackend()
+    backend = HeldBackend()
     async with opened(settings(device=6, host=6), storage=backend) as cache:
         await fill_and_push_out(cache)
+        backend.hold()
         handle = cache.prefetch(prompt(4))
+        await until(lambda: backend.waiting == 1)
+        entering = asyncio.create_task(cache.lease(prompt(4), prefetch=handle).__aenter__())
+        await turns()
         handle.cancel()
-        async with cache.lease(prompt(4), prefetch=handle):
-            pass
+        backend.let()
+        (await entering).release()
         assert missed(cache)["prefetch_too_late"] == 4 * PAGE
     await backend.aclose()
 

@@ -269,17 +269,24 @@ async def test_who_takes_too_long_is_closed_and_delays_nobody(monkeypatch: pytes
 
 
 @pytest.mark.asyncio
-async def test_strangers_are_not_kept_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_too_many_strangers_the_oldest_gives_way_and_a_worker_still_comes_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sockets, "MOST_STRANGERS", 3)
     head = Head()
     listener = await head.open()
     strangers = [await stranger(listener) for _ in range(3)]
     for reader, _ in strangers:
         await head_says(reader)
-    reader, writer = await stranger(listener)
-    assert await end_of(reader) == b""
-    for _, one in [*strangers, (reader, writer)]:
-        one.close()
+    link, _ = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+    assert await end_of(strangers[0][0]) == b""
+    strangers.append(await stranger(listener))
+    await head_says(strangers[-1][0])
+    assert len(listener._strangers) == 3
+    assert not any(reader.at_eof() for reader, _ in strangers[1:]), "one is enough for one more"
+    for _, writer in strangers:
+        writer.close()
+    link.abort()
     await head.aclose(listener)
 
 
@@ -469,25 +476,25 @@ def test_a_secret_is_said_or_in_the_environment_or_in_a_file(tmp_path: Path, mon
     monkeypatch.delenv("ASYNCCACHE_SECRET", raising=False)
     monkeypatch.delenv("ASYNCCACHE_SECRET_FILE", raising=False)
     with pytest.raises(ConfigError, match="need a secret: give one, or set ASYNCCACHE_SECRET or ASYNCCACHE_SECRET_FIL"):
-        find_secret()
+        asyncio.run(find_secret())
     file = tmp_path / "secret"
     monkeypatch.setenv("ASYNCCACHE_SECRET_FILE", str(file))
     with pytest.raises(ConfigError, match=f"ASYNCCACHE_SECRET_FILE={file} cannot be read"):
-        find_secret()
+        asyncio.run(find_secret())
     file.write_text("of the file, long enough\n")
-    assert find_secret() == b"of the file, long enough"
+    assert asyncio.run(find_secret()) == b"of the file, long enough"
     monkeypatch.setenv("ASYNCCACHE_SECRET", "of the environment ä\n")
-    assert find_secret() == "of the environment ä".encode()
-    assert find_secret(b"said, and also long") == b"said, and also long"
+    assert asyncio.run(find_secret()) == "of the environment ä".encode()
+    assert asyncio.run(find_secret(b"said, and also long")) == b"said, and also long"
 
 
 def test_a_secret_that_is_too_short_or_no_bytes_is_refused_and_not_shown() -> None:
     for wrong, why in ((b"", "has at least 16 bytes, and this one 0"), (b"hunter2", "16 bytes, and this one 7")):
         with pytest.raises(ConfigError, match=why) as caught:
-            find_secret(wrong)
+            asyncio.run(find_secret(wrong))
         assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError, match="secret must be bytes, and is of type str") as caught:
-        find_secret("hunter2 hunter2 hunter2")  # type: ignore[arg-type]
+        asyncio.run(find_secret("hunter2 hunter2 hunter2"))  # type: ignore[arg-type]
     assert "hunter2" not in str(caught.value)
 
 
