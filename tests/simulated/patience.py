@@ -30,13 +30,13 @@ from unittest.mock import patch
 from asynccache.core.ledger import BACKUP_STORAGE, PREFETCH
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.lease import Lease, LeaseState
-from asynccache.runtime.lease_wait import GRACE
+from asynccache.runtime.prefetch import GRACE
 from asynccache.runtime.outbox import PATIENCE
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 T = TypeVar("T")
 
-FOREVER = 36_000.0
+FOREVER = 4_000.0
 """Nobody is waited for longer than this: the wait is broken off and the world fails."""
 
 

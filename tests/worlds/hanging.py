@@ -187,7 +187,7 @@ class _World(world._World):
         super().__init__(loop, seed, climate, {})
         config, policy = climate.config, climate.config.prefetch_policy
         self.stores: list[SimulatedBackend] = []
-        timeout = random.choice((2.0, 30.0, 120.0))
+        timeout = random.choice((2.0, 30.0))
         self.options = {"timeout": str(timeout), "slow": random.choice(("0", "1", "10"))}
         assert self.guests is not None
         self.backend = self._store("backend", random, policy)
