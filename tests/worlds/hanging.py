@@ -219,16 +219,16 @@ class _World(world._World):
     def told(self) -> Report:
         return Report("alone", self.report.ends + self.report.hits, self.hanging.hung, self.patience.longest)
 
-    async def run(self) -> world.Report:
-        report = await super().run()
-        await self.store.aclose()
-        return report
-
     async def _live(self) -> None:
         self.lives += 1
-        if self.lives < 2 or not self.closes:
+        if self.lives == 2 and self.closes:
+            await self._close_while_they_hang()
+        else:
             await super()._live()
-            return
+        if self.lives == 2:
+            await self.store.aclose()
+
+    async def _close_while_they_hang(self) -> None:
         self.cache = self._cache()
         await self.cache.__aenter__()
         async with self.hanging.hang(answer=False):
@@ -238,8 +238,9 @@ class _World(world._World):
         with suppress(BackendError):
             await self.cache.aclose(deadline)
         took = self.loop.time() - before
-        self.hanging.answer()
         assert took <= deadline + CLOSING, f"aclose({deadline}) took {took:.1f} s"
+        self.hanging.answer()
+        await asyncio.sleep(1.0)
         await self._background_ends()
 
     async def _requests(self) -> None:
