@@ -195,7 +195,7 @@ class Leases:
         for node, mask in loads:
             world.pin(node, HOST, mask.bit_length() - 1)
         needs, own = self._needs(ask, target, loads)
-        room = self._transfers.room.make(DEVICE, needs, world.config.slice_steps)
+        room = self._transfers.room.make(DEVICE, needs)
         lease = None
         if room is Room.FREE:
             lease = self._grant(CoreLease(self._next, hold), ask, path, ends, target, loads, own)
@@ -327,9 +327,9 @@ class Leases:
             more.append(max(0, self._ceil(reserve_swa) - held))
         if self._mamba:
             more.append(states)
-        room = self._transfers.room.make(DEVICE, more, self._world.config.slice_steps)
+        room = self._transfers.room.make(DEVICE, more)
         if room is Room.SHORT and self._trim_window(lease):
-            room = self._transfers.room.make(DEVICE, more, self._world.config.slice_steps)
+            room = self._transfers.room.make(DEVICE, more)
         if room is Room.SLICE:
             return More(self._world.plan())
         if room is not Room.FREE:

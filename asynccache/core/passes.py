@@ -10,8 +10,7 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynccache.core.holds import Claims
@@ -23,35 +22,9 @@ from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, Root
-from asynccache.core.world import World
+from asynccache.core.world import LISTED, Walk, World
 
-_SURVEY_SLICE = 512
-
-
-class Walk:
-    """A walk over the live nodes below ``roots``, a node at a time. ``todo``: the nodes to visit, each with the node
-    that it was found below, so that the pieces that were split off it since are found, too."""
-
-    def __init__(self, roots: Iterable[Node]) -> None:
-        self.todo: list[tuple[Node, Node]] = []
-        for root in roots:
-            self._push(root)
-
-    def step(self) -> list[Node]:
-        """Visit the next node. Return it and the pieces that were split off it, the highest first; nothing if it has
-        left the tree."""
-        node, above = self.todo.pop()
-        if node.parent is None or node.root.dead:
-            return []
-        self._push(node)
-        pieces = [node]
-        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
-            pieces.append(prefix)
-        pieces.reverse()
-        return pieces
-
-    def _push(self, above: Node) -> None:
-        self.todo.extend((node, above) for node in (above.children or {}).values())
+_HASHES = 16  # how many hashes are listed in a step
 
 
 class Unsaved(NamedTuple):
@@ -69,35 +42,41 @@ class Survey:
 
     def __init__(self, world: World, space: bytes | None) -> None:
         self._world = world
-        self._walk = Walk(root for root in world.roots.values() if space is None or root.hashes == space)
+        self._walk = Walk(world, [root for root in world.roots.values() if space is None or root.hashes == space])
         self._unsaved = [0, 0]
         self._hashes: list[bytes] = []
+        self._rest: list[tuple[bytes, int]] = []
 
     def unsaved(self) -> Unsaved | More:
         """Count what would be lost if the process ended now."""
-        for node in self._some():
-            if not self._world.stored(node) & 1:
-                self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
-        if self._walk.todo:
-            return More(self._world.plan())
+        world = self._world
+        while self._walk.next() is not None:
+            for node in self._walk.step():
+                if not world.stored(node) & 1:
+                    self._unsaved[node.state[world.count] == PRESENT] += world.pages(node, 0)
+            if world.spent():
+                return More(world.plan())
+        world.plan()
         host, storage = self._unsaved
-        return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
+        return Unsaved(host, storage if world.access is Access.WRITE else 0)
 
     def hashes(self) -> list[bytes] | More:
         """Return the prefix hash of every page, 32 bytes each."""
-        for node in self._some():
-            self._hashes += [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
-        return More(self._world.plan()) if self._walk.todo else self._hashes
-
-    def _some(self) -> list[Node]:
-        """Return the next nodes of the walk."""
-        nodes: list[Node] = []
-        while self._walk.todo and len(nodes) < _SURVEY_SLICE:
-            nodes += self._walk.step()
-        return nodes
-
-
-_SWEEP_SLICE = 256
+        world, rest = self._world, self._rest
+        while rest or self._walk.next() is not None:
+            if not rest:
+                rest += [(node.hashes, 0) for node in self._walk.step()]
+            else:
+                run, start = rest.pop()
+                stop = min(len(run), start + (world.limit - world.steps + 1) * _HASHES * HASH_BYTES)
+                self._hashes += [run[at : at + HASH_BYTES] for at in range(start, stop, HASH_BYTES)]
+                world.steps += (stop - start) // (_HASHES * HASH_BYTES)
+                if stop < len(run):
+                    rest.append((run, stop))
+            if world.spent():
+                return More(world.plan())
+        world.plan()
+        return self._hashes
 
 
 class Invalidation:
@@ -129,21 +108,23 @@ class Invalidation:
         the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
         every pass ends."""
         world = self._world
-        left = self._drop_some(_SWEEP_SLICE)
-        if not left:
+        if not self._drop_some():
             return True
         self._pass = self._dead_nodes()
-        self._drop_some(left)
+        if not world.spent():
+            self._drop_some()
         world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
         return False
 
-    def _drop_some(self, steps: int) -> int:
-        """Go on with the pass for ``steps`` nodes. Return how many of these steps are left; 0 unless the pass has
-        ended."""
-        for node in islice(self._pass, steps):
+    def _drop_some(self) -> bool:
+        """Go on with the pass. Return True if it has ended."""
+        world = self._world
+        for node in self._pass:
+            world.steps += 1
             self._drop(node)
-            steps -= 1
-        return steps
+            if world.spent():
+                return False
+        return True
 
     def _dead_nodes(self) -> Iterator[Node]:
         """Yield all nodes below dead roots, each after its children. Nodes may leave and split between two steps."""
@@ -152,23 +133,27 @@ class Invalidation:
 
     def _leaves(self, root: Root) -> Iterator[Node]:
         """Yield the nodes below ``root``, each after its children."""
-        stack = [(node, False) for node in (root.children or {}).values()]
+        stack: list[tuple[Node, list[Node]]] = [(root, self._children(root))]
         while stack:
-            node, seen = stack.pop()
-            if seen or node.children is None:
-                yield node
-                continue
-            stack.append((node, True))
-            stack.extend((child, False) for child in list(node.children.values()))
+            node, below = stack[-1]
+            if below:
+                child = below.pop()
+                stack.append((child, self._children(child)))
+            else:
+                stack.pop()
+                if node is not root:
+                    yield node
+
+    def _children(self, node: Node) -> list[Node]:
+        below = list(node.children.values()) if node.children is not None else []
+        self._world.steps += len(below) // LISTED
+        return below
 
     def _drop(self, node: Node) -> None:
         for tier in (DEVICE, HOST):
             place = tier * self._world.count
             if node.parent is not None and self._world.is_candidate(node, place):
                 self._room.evict(node, place)
-
-
-_BACKFILL_SLICE = 128
 
 
 class Filled(NamedTuple):
@@ -187,15 +172,13 @@ class Backfill:
         self._transfers = transfers
         self._store = store
         self._began = world.ledger.next
-        self._walk = Walk(world.roots.values())
+        self._walk = Walk(world, world.roots.values())
 
     def some(self, ops: int, pages: int) -> Filled:
         """Do the next slice. It begins at most about ``ops`` operations, on at most about ``pages`` pages of FULL."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
-        for _ in range(_BACKFILL_SLICE):
-            if not self._walk.todo:
-                break
-            size = world.pages(self._walk.todo[-1][0], 0)
+        while (following := self._walk.next()) is not None:
+            size = world.pages(following, 0)
             if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
                 break
             before = world.ledger.next
@@ -204,4 +187,6 @@ class Backfill:
                 if self._store:
                     self._transfers.store([node], self._began)
             begun_pages += size if world.ledger.next > before else 0
-        return Filled(world.plan(), not self._walk.todo)
+            if world.spent():
+                break
+        return Filled(world.plan(), self._walk.next() is None)

@@ -168,7 +168,7 @@ class Prefetches:
 
     # open
 
-    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip:
+    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip | More:
         """See ``CacheCore.prefetch_open``."""
         if self._world.access is Access.NONE:
             return Skip("no storage")
@@ -178,7 +178,7 @@ class Prefetches:
             self._world.leave(root)
         return answer
 
-    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip:
+    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip | More:
         world, page = self._world, self._world.page_bytes
         key = key[: len(key) // page * page]
         path, reached = walk(root, key, 0, page)
@@ -217,7 +217,8 @@ class Prefetches:
         if path:
             world.pin_full(path[-1], HOST)
         while not (fits := self._fits(wants)) and begin is Begin.NOW and self._transfers.claims.let_go(False):
-            pass
+            if world.spent():
+                break
         if path:
             world.unpin_full(path[-1], HOST)
         return fits or begin is Begin.NOW or not self._something_ends()
@@ -238,7 +239,7 @@ class Prefetches:
             promised[c] += want - fetch.wants[c]
         fetch.wants = wants
 
-    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | None:
+    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | More | None:
         """Return None if FULL of ``path`` is on the host. If it is not, its backup must come first: start it, and
         return what to answer for now."""
         place = self._world.count
@@ -250,7 +251,10 @@ class Prefetches:
                 return Skip("the host is too small for the anchor")
             if node.unsavable:
                 return Skip("the anchor cannot be backed up")
-            if not self._transfers.save(node):
+            room = self._transfers.save(node)
+            if room in (Room.SLICE, Room.SAVING):
+                return More(self._world.plan())
+            if room is Room.SHORT:
                 waits = begin is not Begin.NOW and self._something_ends()
                 return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
         return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
@@ -324,7 +328,7 @@ class Prefetches:
         world, fetch = self._world, self.active[op]
         needs = [0] * world.count
         needs[0] = min(pages, world.shelves[world.count].reachable())
-        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
+        room = self._transfers.room.make(HOST, needs)
         if room is Room.SLICE:
             return More(world.plan())
         count = min(needs[0], world.shelves[world.count].slots.left)
@@ -342,7 +346,7 @@ class Prefetches:
         needs = [0] * world.count
         for component in world.components[1:]:
             needs[component.index] = len(needed_pages(fetch.shape, component.kind, end))
-        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
+        room = self._transfers.room.make(HOST, needs)
         if room is Room.SLICE:
             return More(world.plan())
         if room is not Room.FREE:

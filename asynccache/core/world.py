@@ -8,11 +8,16 @@ Pins. FULL: a node counts the pins that end at it plus its pinned children; the 
 leaves or returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node
 alone. A pin of component c comes with pins of all components before it. So a pinned cell never goes along with another
 cell that is evicted.
+
+Steps. Whatever a core call does for cells or nodes other than those on its request's own path, it counts in ``steps``:
+a cell that is looked at in an eviction order, a node that a pass visits, a node whose transfer begins or ends. A call
+may take ``slice_steps`` of them. Every loop takes at least one step, however much the call has done before, and ends
+when the call is ``spent``. So a call always gets on, and never takes long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from asynccache.core import components
@@ -85,7 +90,8 @@ class World:
     which is FULL's, if there is none. ``last_base``: the place of FULL on the last tier, where the policy of the cache
     chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``: how many pages of FULL are
     PRESENT on both tiers. ``condemned_pages``: how many pages of FULL are condemned. ``may_split``: False while a call
-    is made that must not split a node; the runtime sets it.
+    is made that must not split a node; the runtime sets it. ``steps``: how many steps all calls together have taken.
+    ``limit``: how many it may be at the end of this call. ``behind``: True if work is left that ``follow_up`` does.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -118,6 +124,9 @@ class World:
         self.era = 0
         self.storage_is_late = False
         self.may_split = True
+        self.behind = False
+        self.steps = 0
+        self.limit = config.slice_steps
         self._era_began = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []
@@ -135,8 +144,13 @@ class World:
         self._ended.append(Ended(op.id, status))
         self.freed = True
 
+    def spent(self) -> bool:
+        """Return True if this call has taken all the steps that it may take."""
+        return self.steps >= self.limit
+
     def plan(self) -> Plan:
-        """Return what this call decided. A new plan begins."""
+        """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
+        self.limit = self.steps + self.config.slice_steps
         if not self._effects and not self._ended:
             if not self.freed:
                 return EMPTY
@@ -594,3 +608,52 @@ class World:
 def split_at(world: World, node: Node, end: int) -> Node:
     """Split ``node`` at position ``end``, in pages from the root, and return the new prefix."""
     return world.split(node, end - node.parent.end)  # type: ignore[union-attr]
+
+
+LISTED = 1024
+
+
+class Walk:
+    """A walk over the live nodes below ``roots``, a node at a time. Between two steps nodes may split, leave and come;
+    each node is visited once that is in the tree all the time.
+
+    The children of a node are listed when it is visited. That is one copy of a dictionary's values, a few microseconds
+    for ``LISTED`` of them, and counts as one step.
+    """
+
+    __slots__ = ("_levels", "_world")
+
+    def __init__(self, world: World, roots: Iterable[Node]) -> None:
+        self._world = world
+        self._levels: list[tuple[Node | None, list[Node]]] = []
+        self._push(None, list(roots))
+
+    def _push(self, above: Node | None, nodes: list[Node]) -> None:
+        self._world.steps += len(nodes) // LISTED
+        if nodes:
+            self._levels.append((above, nodes))
+
+    def next(self) -> Node | None:
+        """Return the node that is visited next, if it is still in the tree; None if the walk is over."""
+        return self._levels[-1][1][-1] if self._levels else None
+
+    def step(self) -> list[Node]:
+        """Visit the next node. Return it and the pieces that were split off it since it was listed, the highest first;
+        nothing if it is a root or has left the tree."""
+        above, nodes = self._levels[-1]
+        node = nodes.pop()
+        if not nodes:
+            self._levels.pop()
+        self._world.steps += 1
+        if node.root.dead or (above is not None and node.parent is None):
+            return []
+        if node.children is not None:
+            self._push(node, list(node.children.values()))
+        if above is None:
+            return []
+        pieces = [node]
+        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
+            pieces.append(prefix)
+        self._world.steps += len(pieces) - 1
+        pieces.reverse()
+        return pieces

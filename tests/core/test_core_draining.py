@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from asynccache.core import transfers
 from asynccache.core.cache import Skip
 from asynccache.core.plan import More
 from tests.simulated.fetching import open_fetch
@@ -110,9 +109,10 @@ def test_pages_that_storage_has_are_not_unsaved() -> None:
 
 
 @pytest.mark.slow(1)
-def test_a_drain_of_a_large_tree_comes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_SLICE", 16)        # fewer than there are nodes
-    run = SynchronousRuntime(core_config(device=512, host=512, write_policy="write_back", write_back_watermark=0.0))
+def test_a_drain_of_a_large_tree_comes_in_slices() -> None:
+    run = SynchronousRuntime(core_config(
+        device=512, host=512, write_policy="write_back", write_back_watermark=0.0, slice_steps=16,
+    ))  # fmt: skip
     for number in range(60):
         run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
     slices = 0

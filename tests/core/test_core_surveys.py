@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from asynccache.core.cache import Grant, LeaseRequest
-from asynccache.core.passes import _SURVEY_SLICE
 from asynccache.core.plan import Clone, More
+from asynccache.core.settings import SLICE_STEPS
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
-TEXTS = 2 * _SURVEY_SLICE + 1
+TEXTS = 2 * SLICE_STEPS + 1
 
 
 def wide(**options: int) -> SynchronousRuntime:
@@ -38,7 +38,7 @@ def test_hashes_are_listed_in_slices_though_nodes_leave_between_them() -> None:
         pass
     while isinstance(answer := survey.hashes(), More):
         pass
-    assert _SURVEY_SLICE <= len(answer) == len(set(answer)) < TEXTS
+    assert SLICE_STEPS // 2 <= len(answer) == len(set(answer)) < TEXTS
     assert wide(write_policy="write_back").core.survey(b"other".ljust(32)).hashes() == []  # type: ignore[arg-type]
 
 
