@@ -20,7 +20,7 @@ from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
-from asynccache.core.passes import Backfill, Filled, Invalidation, Survey, Unsaved
+from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
 from asynccache.core.plan import More, Outcome, Plan, Wait
 from asynccache.core.prefetching import (
     Begin,
@@ -36,7 +36,7 @@ from asynccache.core.prefetching import (
 )
 from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.transfers import Transfers
-from asynccache.core.world import World
+from asynccache.core.world import Walk, World
 from asynccache.errors import ConfigError
 
 
@@ -280,22 +280,36 @@ class CacheCore:
         self.world.behind = self.world.behind or bool(self._transfers.deferred or self.world.dead_roots)
         return self.world.plan()
 
-    def drain(self) -> Plan | More:
-        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
-        slice of the tree: it returns ``More`` if the next call is to go on, else the last plan."""
-        goes_on = self._transfers.save_everything()
-        return More(self.world.plan()) if goes_on else self.world.plan()
+    def walk(self) -> Walk:
+        """Begin a walk over all live nodes, for ``drain``."""
+        return Walk(self.world, self.world.roots.values())
 
-    def survey(self, space: bytes | None = None) -> Survey:
-        """Begin a survey of every live node of the namespace ``space`` (None: of all), and return it. Ask the survey
-        which pages are unsaved, or which hashes there are; it answers in slices."""
-        return Survey(self.world, space)
+    def drain(self, walk: Walk) -> Plan | More:
+        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
+        slice of ``walk``: it returns ``More`` if the next call is to go on, else the last plan."""
+        self._transfers.save_some(walk)
+        return self.world.plan() if walk.over() else More(self.world.plan())
+
+    def survey(self) -> Survey:
+        """Begin to count, over all live nodes, which pages are unsaved."""
+        return Survey(self.world)
+
+    def listing(self, space: bytes) -> Listing:
+        """Begin to list the pages that the namespace ``space`` has now, also those that leave the tree until the list
+        is done. The namespace may be invalidated meanwhile."""
+        return Listing(self.world, space)
 
     def invalidate(self, space: bytes | None) -> Plan | More:
         """Forget the namespace ``space`` (None: all of them) on device and host. Leases and operations in flight finish
         undisturbed: their nodes stay, in a part of the tree that nobody matches any more, and leave it one by one when
-        nothing pins them."""
-        return self._invalidation.invalidate(space, self._transfers.claims)
+        nothing pins them. If it returns ``More``, call ``sweep`` until it does not."""
+        self._invalidation.invalidate(space, self._transfers.claims)
+        return self.sweep()
+
+    def sweep(self) -> Plan | More:
+        """Drop some nodes of forgotten namespaces that nothing pins. Returns ``More`` if there may be more of them."""
+        goes_on = self._invalidation.sweep()
+        return More(self.world.plan()) if goes_on else self.world.plan()
 
     def attach_storage(self, access: Access) -> Plan:
         """Note that a store was attached. ``access``: what may be done with all stores that are attached now."""
@@ -367,6 +381,6 @@ class CacheCore:
 
 __all__ = [
     "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant", "Join",
-    "LeaseRequest", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip", "Statistics", "Survey", "Taken",
-    "Unsaved", "Wait", "needed_pages", "usable_end",
+    "LeaseRequest", "Listed", "Listing", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip",
+    "Statistics", "Survey", "Taken", "Unsaved", "Wait", "Walk", "needed_pages", "usable_end",
 ]  # fmt: skip

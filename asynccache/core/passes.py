@@ -1,9 +1,10 @@
-"""Passes over all nodes, in slices: a question to every live node (``Survey``), the forgetting of namespaces
-(``Invalidation``), and the report of all pages to a store that was just attached (``Backfill``).
+"""Passes over all nodes, in slices: what is unsaved (``Survey``), the pages of one namespace (``Listing``), the
+forgetting of namespaces (``Invalidation``), and the report of all pages to a store that was just attached
+(``Backfill``).
 
 Laws:
-* A survey and a backfill visit each node once that is in the tree from their beginning to their end, even if nodes
-  split, leave and come between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
+* A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
+  between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
 * Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more.
 * Pages that come into the tree during a backfill go to the store by the usual way, not by the backfill.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from asynccache.core.holds import Claims
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.ledger import DEVICE, HOST
+from asynccache.core.ledger import BACKUP_STORAGE, DEVICE, HOST
 from asynccache.core.plan import Cleared, Medium, More, Plan
 from asynccache.core.room import RoomMaker
 from asynccache.core.settings import Access
@@ -36,47 +37,72 @@ class Unsaved(NamedTuple):
 
 
 class Survey:
-    """One walk over the nodes of the namespace ``space``, or of all namespaces (None). A survey is for one question:
-    call ``unsaved`` or ``hashes`` again and again. The answer is ``More`` until the walk is over, and then the
-    result."""
+    """Counts, over all live nodes, what a close would lose now."""
 
-    def __init__(self, world: World, space: bytes | None) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._walk = Walk(world, [root for root in world.roots.values() if space is None or root.hashes == space])
+        self._walk = Walk(world, world.roots.values())
         self._unsaved = [0, 0]
-        self._hashes: list[bytes] = []
-        self._rest: list[tuple[bytes, int]] = []
 
     def unsaved(self) -> Unsaved | More:
-        """Count what would be lost if the process ended now."""
+        """Count on: ``More`` until the walk is over, and then the result."""
         world = self._world
-        while self._walk.next() is not None:
-            for node in self._walk.step():
-                if not world.stored(node) & 1:
-                    self._unsaved[node.state[world.count] == PRESENT] += world.pages(node, 0)
+        while not self._walk.over():
+            node = self._walk.step()
+            if node is not None and not node.root.dead and not world.stored(node) & 1:
+                self._unsaved[node.state[world.count] == PRESENT] += world.pages(node, 0)
             if world.spent():
                 return More(world.plan())
         world.plan()
         host, storage = self._unsaved
         return Unsaved(host, storage if world.access is Access.WRITE else 0)
 
-    def hashes(self) -> list[bytes] | More:
-        """Return the prefix hash of every page, 32 bytes each."""
-        world, rest = self._world, self._rest
-        while rest or self._walk.next() is not None:
-            if not rest:
-                rest += [(node.hashes, 0) for node in self._walk.step()]
+
+class Listed(NamedTuple):
+    """What a namespace has. ``hashes``: the prefix hashes of its pages, 32 bytes each. ``writes``: the backups to
+    storage of its pages that were in flight when the list was made."""
+
+    hashes: list[bytes]
+    writes: set[int]
+
+
+class Listing:
+    """Lists the pages of the namespace ``space``. A node that leaves the tree meanwhile is on the list, too."""
+
+    def __init__(self, world: World, space: bytes) -> None:
+        self._world = world
+        self._root = world.roots.get(space)
+        self._walk = Walk(world, () if self._root is None else (self._root,))
+        self._runs: list[bytes] = []
+        self._pages: dict[bytes, None] = {}
+        self._writes: set[int] = set()
+        if self._root is not None:
+            self._root.left = self._runs
+
+    def some(self) -> Listed | More:
+        """List on: ``More`` until the list is complete, and then the list."""
+        world, runs = self._world, self._runs
+        while runs or not self._walk.over():
+            if not self._walk.over():
+                node = self._walk.step()
+                if node is not None:
+                    runs.append(node.hashes)
+                    self._writes.update([op.id for op in node.ops if op.kind == BACKUP_STORAGE])
             else:
-                run, start = rest.pop()
-                stop = min(len(run), start + (world.limit - world.steps + 1) * _HASHES * HASH_BYTES)
-                self._hashes += [run[at : at + HASH_BYTES] for at in range(start, stop, HASH_BYTES)]
-                world.steps += (stop - start) // (_HASHES * HASH_BYTES)
-                if stop < len(run):
-                    rest.append((run, stop))
+                run = runs.pop()
+                most = (max(0, world.limit - world.steps) + 1) * _HASHES * HASH_BYTES
+                if len(run) > most:
+                    runs.append(run[most:])
+                    run = run[:most]
+                self._pages.update([(run[at : at + HASH_BYTES], None) for at in range(0, len(run), HASH_BYTES)])
+                world.steps += len(run) // (_HASHES * HASH_BYTES) + 1
             if world.spent():
                 return More(world.plan())
+        if self._root is not None:
+            self._root.left = None
         world.plan()
-        return self._hashes
+        return Listed(list(self._pages), self._writes)
+
 
 
 class Invalidation:
@@ -87,7 +113,7 @@ class Invalidation:
         self._room = room
         self._pass = self._dead_nodes()
 
-    def invalidate(self, space: bytes | None, claims: Claims) -> Plan | More:
+    def invalidate(self, space: bytes | None, claims: Claims) -> None:
         """See ``CacheCore.invalidate``."""
         world = self._world
         if space is None and world.roots and world.config.publish:
@@ -101,7 +127,6 @@ class Invalidation:
                 world.dead_roots.append(root)
                 self._pass = self._dead_nodes()
         claims.drop_dead()
-        return More(world.plan()) if self.sweep() else world.plan()
 
     def sweep(self) -> bool:
         """Drop nodes below dead roots that nothing pins any more: a slice of the pass over them, and if that pass ends,
@@ -177,16 +202,18 @@ class Backfill:
     def some(self, ops: int, pages: int) -> Filled:
         """Do the next slice. It begins at most about ``ops`` operations, on at most about ``pages`` pages of FULL."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
-        while (following := self._walk.next()) is not None:
-            size = world.pages(following, 0)
+        while not self._walk.over():
+            node = self._walk.peek()
+            size = 0 if node is None else world.pages(node, 0)
             if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
                 break
-            before = world.ledger.next
-            for node in self._walk.step():
+            self._walk.step()
+            if node is not None and not node.root.dead:
+                before = world.ledger.next
                 world.publish(Medium.STORAGE, True, node)
                 if self._store:
                     self._transfers.store([node], self._began)
-            begun_pages += size if world.ledger.next > before else 0
+                begun_pages += size if world.ledger.next > before else 0
             if world.spent():
                 break
-        return Filled(world.plan(), self._walk.next() is None)
+        return Filled(world.plan(), self._walk.over())

@@ -56,8 +56,7 @@ _GOES_ON = (Room.SLICE, Room.SAVING)
 class Transfers:
     """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
     storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them. ``_outcomes``: operations whose outcome is known and was not applied yet. ``_draining``: the walk of the
-    drain under way, and ``_due``: the nodes that it has reached and not done yet, the next one last."""
+    takes them. ``_outcomes``: operations whose outcome is known and was not applied yet."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -71,8 +70,6 @@ class Transfers:
         self.unstored: dict[Node, None] = {}
         self._storage_works = False
         self._outcomes: deque[Operation] = deque()
-        self._draining = Walk(world, ())
-        self._due: list[Node] = []
 
     # backup_host
 
@@ -123,25 +120,19 @@ class Transfers:
                 self._world.behind |= bool(self.deferred)
                 return
 
-    def save_everything(self) -> bool:
-        """Start every backup that can be started: of data that only the device has, and of host pages that are not in
-        storage. A call does one slice of a walk over the tree. Returns True if the walk goes on in the next call."""
-        world, due = self._world, self._due
-        if not due and self._draining.next() is None:
-            self._draining = Walk(world, world.roots.values() if world.has_host else ())
-        while due or self._draining.next() is not None:
-            if not due:
-                due += self._draining.step()
-                due.reverse()
-            elif due[-1].parent is None or due[-1].root.dead:
-                due.pop()  # it left the tree between two slices
-            else:
-                if self._worth_saving(due[-1]) and self.save(due[-1], cost=Cost.STORED) in _GOES_ON:
-                    return True
-                self.store([due.pop()])
+    def save_some(self, walk: Walk) -> None:
+        """Start every backup that can be started in the next slice of ``walk``: of data that only the device has, and
+        of host pages that are not in storage."""
+        world = self._world
+        while not walk.over():
+            node = walk.peek()
+            if node is not None and not node.root.dead and world.has_host:
+                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) in _GOES_ON:
+                    return
+                self.store([node])
+            walk.step()
             if world.spent():
-                break
-        return bool(due) or self._draining.next() is not None
+                return
 
     def _worth_saving(self, node: Node) -> bool:
         """Return True if a backup could bring the host anything of ``node`` itself that storage lacks. A backup that

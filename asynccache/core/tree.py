@@ -72,16 +72,18 @@ class Root(Node):
 
     ``dead``: the namespace was invalidated, so nobody matches below this root any more. ``mute``: all namespaces were
     invalidated together, so KV events tell no more of its pages. ``holders``: how many leases and prefetches may still
-    hang something below it.
+    hang something below it. ``left``: the hashes of nodes that have left since somebody began to list the namespace's
+    pages; None while nobody does.
     """
 
-    __slots__ = ("dead", "holders", "mute")
+    __slots__ = ("dead", "holders", "left", "mute")
 
     def __init__(self, space: bytes, components: int) -> None:
         super().__init__(b"", 0, None, components)
         self.hashes = space
         self.dead = self.mute = False
         self.holders = 0
+        self.left: list[bytes] | None = None
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:

@@ -560,6 +560,8 @@ class World:
         ):
             page = node.key[: self.page_bytes]
             parent = unlink(node, page)
+            if (left := node.root.left) is not None:
+                left.append(node.hashes)
             if self.ghosts is not None:
                 stored = node.stored & 1 and node.stored >> _BITS == self.era
                 self.ghosts.note(parent, page, 3 if stored else tier + 1)
@@ -610,50 +612,50 @@ def split_at(world: World, node: Node, end: int) -> Node:
     return world.split(node, end - node.parent.end)  # type: ignore[union-attr]
 
 
+# How many of a node's children are listed in a step. A list of them is one copy of a dictionary's keys.
 LISTED = 1024
 
 
 class Walk:
-    """A walk over the live nodes below ``roots``, a node at a time. Between two steps nodes may split, leave and come;
-    each node is visited once that is in the tree all the time.
+    """A walk over the nodes below ``roots``, a node at a time; between two steps the tree may change. A node that is in
+    the tree from the first step to the last is visited once, also if it was split or the node below it has left.
 
-    The children of a node are listed when it is visited. That is one copy of a dictionary's values, a few microseconds
-    for ``LISTED`` of them, and counts as one step.
+    ``_levels``: where the nodes to visit hang: the nodes above, which have been visited, each with first pages. A node
+    by itself would not do: when it is split, the upper piece is a new object.
     """
 
-    __slots__ = ("_levels", "_world")
+    __slots__ = ("_levels", "_roots", "_world")
 
     def __init__(self, world: World, roots: Iterable[Node]) -> None:
         self._world = world
-        self._levels: list[tuple[Node | None, list[Node]]] = []
-        self._push(None, list(roots))
+        self._roots = list(roots)
+        self._levels: list[tuple[Node, list[bytes]]] = []
+        world.steps += len(self._roots) // LISTED
 
-    def _push(self, above: Node | None, nodes: list[Node]) -> None:
-        self._world.steps += len(nodes) // LISTED
-        if nodes:
-            self._levels.append((above, nodes))
+    def over(self) -> bool:
+        """Return True if there is nothing left to visit."""
+        return not self._levels and not self._roots
 
-    def next(self) -> Node | None:
-        """Return the node that is visited next, if it is still in the tree; None if the walk is over."""
-        return self._levels[-1][1][-1] if self._levels else None
+    def peek(self) -> Node | None:
+        """Return the node that ``step`` would visit; None if what hung there has left the tree, or it is a root."""
+        if not self._levels:
+            return None
+        above, pages = self._levels[-1]
+        return above.children.get(pages[-1]) if above.children is not None else None
 
-    def step(self) -> list[Node]:
-        """Visit the next node. Return it and the pieces that were split off it since it was listed, the highest first;
-        nothing if it is a root or has left the tree."""
-        above, nodes = self._levels[-1]
-        node = nodes.pop()
-        if not nodes:
-            self._levels.pop()
+    def step(self) -> Node | None:
+        """Visit the next node, and return what ``peek`` returns."""
+        node = self.peek()
+        below: Node | None = node
+        if self._levels:
+            pages = self._levels[-1][1]
+            pages.pop()
+            if not pages:
+                self._levels.pop()
+        else:
+            below = self._roots.pop()
         self._world.steps += 1
-        if node.root.dead or (above is not None and node.parent is None):
-            return []
-        if node.children is not None:
-            self._push(node, list(node.children.values()))
-        if above is None:
-            return []
-        pieces = [node]
-        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
-            pieces.append(prefix)
-        self._world.steps += len(pieces) - 1
-        pieces.reverse()
-        return pieces
+        if below is not None and below.children is not None:
+            self._levels.append((below, list(below.children)))
+            self._world.steps += len(below.children) // LISTED
+        return node

@@ -497,7 +497,8 @@ class AsyncCache:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
         parts = self._ready()
-        await forget(parts.driver, parts.worker, parts.prefetching, parts.namespaces.outdate(extra_key))
+        space = parts.namespaces.outdate(extra_key)
+        await forget(parts.driver, parts.worker, parts.prefetching, parts.outbox, space)
 
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.

@@ -94,6 +94,26 @@ async def drive(
     return answer
 
 
+async def in_turns(driver: Driver, call: Callable[[], T | More], *, reads: bool = False) -> T:
+    """Make the core call ``call`` until it answers, perform its plans, and return the answer. The lock is held for a
+    slice at a time, and others go on between two slices. ``reads``: the call changes nothing, so it is made also if
+    the cache is closed. Cancelling it leaves out the slices that were not made yet.
+
+    Raises:
+        CacheClosed: the cache is closed.
+    """
+    while True:
+        async with holding(driver.lock):
+            if driver.closed is None or not reads:
+                driver.apply_outcomes()
+            result = driver.locked(call)
+            if isinstance(result, (Plan, More)):
+                driver.perform(result.plan if isinstance(result, More) else result)
+        if not isinstance(result, More):
+            return result
+        await asyncio.sleep(0)
+
+
 async def transact(driver: Driver, call: Callable[[], Plan | More]) -> None:
     """``drive``, for a core call whose answer is a plan."""
     await drive(driver, call, driver.perform)

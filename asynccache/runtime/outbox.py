@@ -20,7 +20,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from asynccache.core.plan import SLOT_BYTES, BackupStorage, Outcome, Status
@@ -117,6 +117,7 @@ class Outbox:
         self._changed = asyncio.Event()
         self._late = late
         self._is_late = False
+        self._flying: dict[int, Sequence[QueuedBackup]] = {}
         self._overdue: set[int] = set()
         self._too_late: set[int] = set()
 
@@ -148,11 +149,18 @@ class Outbox:
         """Begin no backup from now on. ``end_clearing`` must follow."""
         self._clearings += 1
 
-    def outdate(self) -> None:
-        """Let the backups that wait fail: the tree that they belong to is being forgotten."""
+    def outdate(self, ops: Collection[int] | None = None) -> None:
+        """Let the backups ``ops`` (None: all) fail: the tree that they belong to is being forgotten. Those that wait
+        fail now. A batch of such backups alone ends after the call of a store that is under way."""
         for queued in self._inbox.take():
+            if ops is not None and queued.effect.op not in ops:
+                self._inbox.put(queued)
+                continue
             self.backlog.remove(queued.effect)
             self._post(Outcome(queued.effect.op, Status.FAILED))
+        for first, batch in self._flying.items():
+            if ops is None or all(queued.effect.op in ops for queued in batch):
+                self._worker.give_up(first)
 
     def end_clearing(self) -> None:
         """Note that one clearing is over. After the last one, backups begin again."""
@@ -198,12 +206,14 @@ class Outbox:
         timers = (
             loop.call_later(PATIENCE, self._note_late, first), loop.call_later(TOO_LATE, self._note_too_late, first),
         )  # fmt: skip
+        self._flying[first] = batch
         try:
             stored = await self._worker.store([queued.effect for queued in batch])
             self.meter.count(0, stored.pages, stored.full_pages, stored.bytes)
             for queued in batch:
                 self._end(queued, stored.failed)
         finally:
+            del self._flying[first]
             for timer in timers:
                 timer.cancel()
             self._too_late.discard(first)

@@ -115,8 +115,8 @@ def test_a_drain_of_a_large_tree_comes_in_slices() -> None:
     ))  # fmt: skip
     for number in range(60):
         run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
-    slices = 0
-    while isinstance(answer := run.core.drain(), More):
+    slices, walk = 0, run.core.walk()
+    while isinstance(answer := run.core.drain(walk), More):
         run.perform(answer.plan)
         slices += 1
     run.perform(answer)

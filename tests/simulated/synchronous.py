@@ -432,7 +432,8 @@ class SynchronousRuntime:
 
     def drain(self) -> None:
         """Start whatever can be saved now, slice by slice."""
-        while isinstance(answer := self.core.drain(), More):
+        walk = self.core.walk()
+        while isinstance(answer := self.core.drain(walk), More):
             self.perform(answer.plan)
         self.perform(answer)
 
