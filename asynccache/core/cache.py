@@ -281,8 +281,8 @@ class CacheCore:
         return self.world.plan()
 
     def walk(self) -> Walk:
-        """Begin a walk over all live nodes, for ``drain``."""
-        return Walk(self.world, self.world.roots.values())
+        """Begin a walk for ``drain``, over all live nodes that can be saved: none if there is no host tier."""
+        return Walk(self.world, self.world.roots.values() if self.world.has_host else ())
 
     def drain(self, walk: Walk) -> Plan | More:
         """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one

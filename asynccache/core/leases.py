@@ -18,7 +18,7 @@ from asynccache.core.room import Room
 from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, walk
-from asynccache.core.world import NOWHERE, World, split_at
+from asynccache.core.world import NOWHERE, PASSED, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
@@ -195,6 +195,7 @@ class Leases:
         for node, mask in loads:
             world.pin(node, HOST, mask.bit_length() - 1)
         needs, own = self._needs(ask, target, loads)
+        world.limit += self._count * (len(path) + len(loads)) // PASSED  # see ``World.limit``
         room = self._transfers.room.make(DEVICE, needs)
         lease = None
         if room is Room.FREE:

@@ -29,7 +29,7 @@ from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.tree import Node
-from asynccache.core.world import EARLY, LATE, World
+from asynccache.core.world import EARLY, LATE, PASSED, World
 
 # How many copies a drain passes over, for one backup, that storage does not take.
 _MOST_IN_THE_WAY = 64
@@ -383,11 +383,16 @@ class RoomMaker:
                 assert not any(queue.slices for queue in order.rest), "a policy chooses while a candidate waits"
                 return None
             stamp = take(node, place)
-            world.steps += 1
-            if world.is_candidate(node, place):  # else it is offered again when it becomes one
+            if world.is_candidate(node, place):
+                world.steps += 1
                 if node.stamp[c] == stamp:
                     return node
                 world.offer(node, place)
+            else:  # it is offered again when it becomes one
+                world.passed += 1
+                if world.passed % PASSED:
+                    continue
+                world.steps += 1
             if world.steps >= world.limit:
                 return None
 

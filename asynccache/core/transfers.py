@@ -126,7 +126,7 @@ class Transfers:
         world = self._world
         while not walk.over():
             node = walk.peek()
-            if node is not None and not node.root.dead and world.has_host:
+            if node is not None and not node.root.dead:
                 if self._worth_saving(node) and self.save(node, cost=Cost.STORED) in _GOES_ON:
                     return
                 self.store([node])

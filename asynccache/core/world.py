@@ -37,6 +37,7 @@ EARLY: Final = 0
 LATE: Final = 1
 # The page number that stands for a border which does not exist. It is larger than every other.
 NOWHERE: Final = 1 << 60
+PASSED: Final = 16
 
 # How many bits of ``Node.stored`` are for components. The era stands above them.
 _BITS = len(ComponentKind)
@@ -91,7 +92,10 @@ class World:
     chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``: how many pages of FULL are
     PRESENT on both tiers. ``condemned_pages``: how many pages of FULL are condemned. ``may_split``: False while a call
     is made that must not split a node; the runtime sets it. ``steps``: how many steps all calls together have taken.
-    ``limit``: how many it may be at the end of this call. ``behind``: True if work is left that ``follow_up`` does.
+    ``limit``: how many it may be at the end of this call. ``passed``: how many cells were passed over in the orders,
+    because they are no candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than
+    itself may take more steps: those cells are put back when the pins go, and must be passed over in the next slice,
+    too. ``behind``: True if work is left that ``follow_up`` does.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -125,7 +129,7 @@ class World:
         self.storage_is_late = False
         self.may_split = True
         self.behind = False
-        self.steps = 0
+        self.steps = self.passed = 0
         self.limit = config.slice_steps
         self._era_began = 0
         self._effects: list[Effect] = []

@@ -258,7 +258,7 @@ class Operations:
 class Nudge(Enum):
     """An item of the queue of outcomes that stands for no operation."""
 
-    FOLLOW_UP = "something was given back without the lock: whoever takes it next follows up"
+    FOLLOW_UP = "the core has left work to do: whoever takes the lock next follows up"
 
 
 Ack = Outcome | Nudge
@@ -326,7 +326,8 @@ class Driver:
             self.post(Outcome(op, status))
 
     def apply_outcomes(self) -> None:
-        """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.
+        """Under the lock, before anything else: tell the core of every outcome that waits, and follow up what it has left
+        to do; of both, the core does a slice.
 
         Raises:
             CacheClosed: the cache is closed.
@@ -335,7 +336,7 @@ class Driver:
             self.refuse()
         if self._waiting and (outcomes := self._take_acks()):
             self.perform(self.locked(self.core.complete, outcomes))
-        if self.core.behind:
+        elif self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
@@ -396,8 +397,6 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind:
-            self._nudge()
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
@@ -412,8 +411,6 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind:
-            self._nudge()
         return plan
 
     def lease_at_once(self, ask: LeaseRequest, granted: Callable[[Grant], None]) -> bool:
@@ -443,7 +440,8 @@ class Driver:
         self.perform(self.give_back(call, lease, ended=True) if ended else self.give_back(call, lease))
 
     def _nudge(self) -> None:
-        """Have the ack task take the lock and follow up, if nobody else comes first."""
+        """The core has left work to ``follow_up``: have the ack task take the lock and do a slice of it, if nobody else
+        comes first."""
         if not self._nudged:
             self._nudged = self._waiting = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
@@ -455,7 +453,7 @@ class Driver:
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect of ``plan`` to its stage, all copies at once, and wake whoever waits for what has ended or
-        was freed.
+        was freed. If the core call has left work to ``follow_up``, the ack task hears of it.
 
         ``retiring``: a list that gets the operations of ``Retire`` effects. The caller posts their outcomes itself,
         once the engine's events have fired; with None they are done at once.
@@ -470,6 +468,8 @@ class Driver:
             if freed or ended:
                 self.line.wake()
                 self.prefetch_line.wake()
+            if self.core.behind:
+                self._nudge()
         except BaseException as error:  # an operation that nobody performs would never end
             self._break(error)
             raise

@@ -21,7 +21,7 @@ from typing import Any
 
 from asynccache.config import CacheConfig
 from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip
-from asynccache.core.plan import Wait
+from asynccache.core.plan import More, Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
@@ -223,9 +223,13 @@ class Prefetching:
                     if handle.wish is not Wish.RUN:  # told while it waited for the lock
                         return None
                     answer = self._try(handle, Begin.LATER if line.must_wait(handle.ticket) else begin)
-                    if not isinstance(answer, Wait):
+                    if isinstance(answer, Wait):
+                        place = self._give_way(handle, place, answer)
+                    elif not isinstance(answer, More):
                         return answer
-                    place = self._give_way(handle, place, answer)
+                if isinstance(answer, More):
+                    await asyncio.sleep(0)
+                    continue
                 if place is None:
                     saved += 1
                     if saved > MOST_SAVES:
@@ -241,10 +245,10 @@ class Prefetching:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: Prefetch, begin: Begin) -> PrefetchBegun | Join | Skip | Wait:
+    def _try(self, handle: Prefetch, begin: Begin) -> PrefetchBegun | Join | Skip | Wait | More:
         """Ask the core once, and perform its plan. The caller holds the lock."""
         answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
-        if isinstance(answer, (PrefetchBegun, Wait)):
+        if isinstance(answer, (PrefetchBegun, Wait, More)):
             self._driver.perform(answer.plan)
         if isinstance(answer, PrefetchBegun):
             self._driver.ops.open(answer.op)

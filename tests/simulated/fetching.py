@@ -117,7 +117,8 @@ def open_fetch(
     begin: Begin = Begin.NEXT,
 ) -> Fetch | Wait | Join | Skip:
     """Open a prefetch; if it does not begin, returns the core's answer."""
-    answer = runtime.core.prefetch_open(space, key, begin)
+    while isinstance(answer := runtime.core.prefetch_open(space, key, begin), More):
+        runtime.perform(answer.plan)
     if isinstance(answer, PrefetchBegun):
         fetch = Fetch(runtime, answer, key, space, unreadable)
         runtime.perform(answer.plan)
