@@ -25,7 +25,7 @@ from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, Root
 from asynccache.core.world import LISTED, Walk, World
 
-_HASHES = 16  # how many hashes are listed in a step
+_HASHES = 32  # how many hashes are listed in a step
 
 
 class Unsaved(NamedTuple):
@@ -76,7 +76,9 @@ class Listing:
         self._root = world.roots.get(space)
         self._walk = Walk(world, () if self._root is None else (self._root,))
         self._runs: list[bytes] = []
-        self._pages: dict[bytes, None] = {}
+        self._run, self._at = b"", 0
+        self._seen: set[bytes] = set()
+        self._pages: list[bytes] = []
         self._writes: set[int] = set()
         if self._root is not None:
             self._root.left = self._runs
@@ -84,26 +86,29 @@ class Listing:
     def some(self) -> Listed | More:
         """List on: ``More`` until the list is complete, and then the list."""
         world, runs = self._world, self._runs
-        while runs or not self._walk.over():
+        while runs or self._at < len(self._run) or not self._walk.over():
             if not self._walk.over():
                 node = self._walk.step()
                 if node is not None:
                     runs.append(node.hashes)
                     self._writes.update([op.id for op in node.ops if op.kind == BACKUP_STORAGE])
+            elif self._at < len(self._run):
+                stop = min(len(self._run), self._at + _HASHES * HASH_BYTES)
+                self._pages += [self._run[at : at + HASH_BYTES] for at in range(self._at, stop, HASH_BYTES)]
+                self._at = stop
+                world.steps += 1
             else:
-                run = runs.pop()
-                most = (max(0, world.limit - world.steps) + 1) * _HASHES * HASH_BYTES
-                if len(run) > most:
-                    runs.append(run[most:])
-                    run = run[:most]
-                self._pages.update([(run[at : at + HASH_BYTES], None) for at in range(0, len(run), HASH_BYTES)])
-                world.steps += len(run) // (_HASHES * HASH_BYTES) + 1
+                self._run, self._at = runs.pop(), 0
+                world.steps += 1
+                if self._run[-HASH_BYTES:] in self._seen:  # a node that has left may have been listed before
+                    self._run = b""
+                self._seen.add(self._run[-HASH_BYTES:])
             if world.spent():
                 return More(world.plan())
         if self._root is not None:
             self._root.left = None
         world.plan()
-        return Listed(list(self._pages), self._writes)
+        return Listed(self._pages, self._writes)
 
 
 

@@ -56,7 +56,8 @@ _GOES_ON = (Room.SLICE, Room.SAVING)
 class Transfers:
     """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
     storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them. ``_outcomes``: operations whose outcome is known and was not applied yet."""
+    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other any more, the
+    next one last."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -69,7 +70,8 @@ class Transfers:
         self.deferred: dict[Node, None] = {}
         self.unstored: dict[Node, None] = {}
         self._storage_works = False
-        self._outcomes: deque[Operation] = deque()
+        self._outcomes: deque[Outcome] = deque()
+        self._unparked: list[Operation] = []
 
     # backup_host
 
@@ -334,25 +336,27 @@ class Transfers:
     # outcomes
 
     def complete(self, outcomes: Sequence[Outcome]) -> None:
-        """Note ``outcomes``, which ``settle`` applies in the order of their operations."""
-        for outcome in sorted(outcomes):
-            op = self._world.ledger.ops.get(outcome.op)
-            if op is None or op.status is not None or op.kind is PREFETCH:
-                raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
-            op.status = outcome.status
-            self._outcomes.append(op)
+        """Note ``outcomes``, which ``settle`` applies."""
+        self._outcomes.extend(outcomes)
 
     def settle(self) -> bool:
         """Apply outcomes, and after each one those that were parked until then. Return True if some are left."""
-        world, outcomes = self._world, self._outcomes
-        while outcomes:
-            op = outcomes.popleft()
+        world, outcomes, unparked = self._world, self._outcomes, self._unparked
+        while outcomes or unparked:
+            op = unparked.pop() if unparked else self._told(outcomes.popleft())
             if op.id in world.ledger.ops:  # else it was doomed while it was parked, and has been closed since
                 world.steps += 2 * len(op.fragments) + 1
                 self._close(op)
             if world.spent():
                 break
-        return bool(outcomes)
+        return bool(outcomes or unparked)
+
+    def _told(self, outcome: Outcome) -> Operation:
+        op = self._world.ledger.ops.get(outcome.op)
+        if op is None or op.status is not None or op.kind is PREFETCH:
+            raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
+        op.status = outcome.status
+        return op
 
     def _close(self, op: Operation) -> None:
         if op.kind is BACKUP_HOST:
@@ -408,7 +412,7 @@ class Transfers:
                 self._fail_from_start(op)
                 self._doom_below(op, base)
             self._failed(op, base)
-        self._outcomes.extendleft(reversed(op.parked))
+        self._unparked.extend(reversed(op.parked))
 
     def _above(self, op: Operation, base: int) -> Operation | None:
         """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one; None
@@ -472,7 +476,7 @@ class Transfers:
     def _doom(self, op: Operation, base: int) -> None:
         op.doomed = True
         if op.status is not None:
-            self._outcomes.appendleft(op)  # it may be parked, and waits no longer
+            self._unparked.append(op)  # it was parked, and waits no longer
         for node, moves, _ in op.fragments:
             for c in range(self._count):
                 if moves >> c & 1:
