@@ -82,6 +82,11 @@ class Calls:
 
     def perform(self, plan: Plan) -> None:
         """Note what ``plan`` begins. What the core has left to do is done at once, in slices."""
+        self._note(plan)
+        while self.core.behind:
+            self._note(self.call("follow_up", self.core.follow_up))
+
+    def _note(self, plan: Plan) -> None:
         for effect in plan.effects:
             op = getattr(effect, "op", None)
             if op is not None:
@@ -89,8 +94,6 @@ class Calls:
                     pages.hashes[at : at + 32] for pages in effect.pages for at in range(0, len(pages.hashes), 32)
                 )
                 self._flying.append(Outcome(op, Status.FAILED if bad else Status.DONE))
-        while self.core.behind:
-            self.perform(self.call("follow_up", self.core.follow_up))
 
     def settle(self) -> None:
         """End all operations in flight, all at once, and those that follow from that."""
