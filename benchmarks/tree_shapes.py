@@ -126,7 +126,8 @@ class Calls:
 
     def commit(self, lease: CoreLease, key: bytes) -> None:
         """Publish ``key``."""
-        answer = self.call("commit", lambda: self.core.commit(lease, key, self.hashes(key)))
+        hashes = self.hashes(key)
+        answer = self.call("commit", lambda: self.core.commit(lease, key, hashes))
         assert not isinstance(answer, Wait)
         self.perform(answer.plan)
 

@@ -617,7 +617,7 @@ def split_at(world: World, node: Node, end: int) -> Node:
 
 
 # How many of a node's children are listed in a step. A list of them is one copy of a dictionary's keys.
-LISTED = 1024
+LISTED = 256
 
 
 class Walk:
