@@ -1,9 +1,10 @@
 """The core by itself, and in trees of every size: ``python -m benchmarks.tree [WHAT]``.
 
 ``calls``: what each call of the core costs, and the memory of a node. ``growth``: the calls of the core in trees of
-different sizes, and the slowest single calls, also in trees that are made to be slow (``tree_shapes``). ``ghosts``: the memory of a node that left the tree and that the eviction
-policy remembers. ``metrics``: how much counting for metrics adds. ``cores``: ``calls`` with the pure core and with the
-compiled one, side by side. ``tree_calls`` has the workloads, and how calls are timed.
+different sizes, and the slowest single calls, also in trees that are made to be slow (``tree_shapes``). ``ghosts``: the
+memory of a node that left the tree and that the eviction policy remembers. ``metrics``: how much counting for metrics
+adds. ``cores``: ``calls`` with the pure core and with the compiled one, side by side. ``tree_calls`` has the workloads,
+and how calls are timed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from benchmarks.tree_calls import (
     timer,
 )  # fmt: skip
 from benchmarks.tree_shapes import SHAPES as SHAPES_OF_TREES
-from benchmarks.tree_shapes import sizes
+from benchmarks.tree_shapes import sizes as sizes_of_trees
 
 REMEMBERED = 16_384             # how many evicted nodes the core remembers, as in a running cache
 FANOUT, SAMPLE = 16, 4000
@@ -265,7 +266,7 @@ def measure_slowest(nodes: int, tell: Tell) -> Figures:
     """Measure the slowest call of each kind in trees of ``nodes`` pages in which calls used to be slow."""
     found: Figures = {}
     for name, shape in SHAPES_OF_TREES.items():
-        for leaves, pages in sizes(nodes):
+        for leaves, pages in sizes_of_trees(nodes):
             tree = f"{name}, {leaves:,} leaves of {pages:,} pages"
             tell(tree)
             found[tree] = {call: took._asdict() for call, took in shape(leaves, pages).longest.items()}

@@ -62,8 +62,8 @@ class Calls:
         gc.freeze()
 
     def call(self, kind: str, work: Callable[[], _T]) -> _T:
-        """Make one core call and return its answer. Now and then the garbage collector is told to leave alone what there
-        is, as the runtime does."""
+        """Make one core call and return its answer. Now and then the garbage collector is told to leave alone what
+        there is, as the runtime does."""
         if self.core.world.steps - self._frozen > FREEZE_EVERY:
             gc.freeze()
             self._frozen = self.core.world.steps

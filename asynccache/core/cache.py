@@ -255,8 +255,8 @@ class CacheCore:
         return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome]) -> Plan:
-        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them. If there
-        are many, some are left to ``follow_up``; until then their operations are in flight.
+        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them. If
+        there are many, some are left to ``follow_up``; until then their operations are in flight.
 
         Raises:
             InvariantViolation: an operation is unknown, or had its outcome already.
@@ -265,9 +265,9 @@ class CacheCore:
         return self.follow_up()
 
     def follow_up(self) -> Plan:
-        """Apply outcomes that wait, and do what can be done since pages or pins came free: start backups that waited for
-        them, and drop nodes of forgotten namespaces that nobody uses any more. A call does a slice of that; ``behind``
-        is True if the next one is to go on."""
+        """Apply outcomes that wait, and do what can be done since pages or pins came free: start backups that waited
+        for them, and drop nodes of forgotten namespaces that nobody uses any more. A call does a slice of that;
+        ``behind`` is True if the next one is to go on."""
         self.world.behind = self._transfers.settle()
         if not self.world.behind:
             self._transfers.store_again()

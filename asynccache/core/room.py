@@ -80,8 +80,8 @@ class RoomMaker:
         self._refusal: tuple[list[Node], tuple[int, ...], list[int], int, Cost] | None = None
 
     def make(self, tier: int, needs: Sequence[int]) -> Room:
-        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``. Returns whether they are, and if
-        not, why."""
+        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``. Returns whether they are, and
+        if not, why."""
         base = tier * self._world.count
         shelves = self._world.shelves
         free = True
@@ -107,9 +107,9 @@ class RoomMaker:
         return Room.FREE
 
     def make_gently(self, needs: Sequence[int], cost: Cost) -> Room:
-        """Evict host copies until ``needs[c]`` slots of every component are free on the host. If a cell would have to go
-        that ``cost`` does not allow to go, evict nothing and return SHORT. SLICE: some were evicted, and the cells after
-        them were not looked at yet."""
+        """Evict host copies until ``needs[c]`` slots of every component are free on the host. If a cell would have to
+        go that ``cost`` does not allow to go, evict nothing and return SHORT. SLICE: some were evicted, and the cells
+        after them were not looked at yet."""
         world, count = self._world, self._world.count
         reach = [shelf.reachable() for shelf in world.shelves[count:]]
         if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach, cost):
@@ -157,9 +157,9 @@ class RoomMaker:
         above: list[tuple[Node, list[int]]], stay: list[tuple[Node, int]],
     ) -> Room:  # fmt: skip
         """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
-        ``taken``; cells that may not go gently are added to ``stay``. Return FREE if enough were taken. SHORT: no cell is
-        left, or too many are in the way. For a drain that is more than a few, since a store may refuse some pages for
-        good. For a backup that can wait it is a single one: what goes then is what eviction would take.
+        ``taken``; cells that may not go gently are added to ``stay``. Return FREE if enough were taken. SHORT: no cell
+        is left, or too many are in the way. For a drain that is more than a few, since a store may refuse some pages
+        for good. For a backup that can wait it is a single one: what goes then is what eviction would take.
 
         As in an eviction, a node whose last child is taken waits among the others. Each parent is added to ``above``,
         with the stamps that it had."""
@@ -230,9 +230,9 @@ class RoomMaker:
 
     def judge(self, node: Node, place: int) -> Verdict:
         """Return what is to be done with this device cell. It is outdone if every cell that the host would have to give
-        up for a copy of it would outlive that copy, unless storage is to have it. A leaf leaves with all its components.
-        Its first component without a copy decides, because on the host the components after it would go with that one,
-        too."""
+        up for a copy of it would outlive that copy, unless storage is to have it. A leaf leaves with all its
+        components. Its first component without a copy decides, because on the host the components after it would go
+        with that one, too."""
         world = self._world
         if self.is_expendable(node, place):
             return Verdict.EXPENDABLE
@@ -349,8 +349,8 @@ class RoomMaker:
 
     def _evict_next(self, place: int, late: int) -> Room:
         """Evict the cell that goes next in one order, and return FREE; SHORT if there is none. A device cell that was
-        condemned as outdone is reprieved instead if it is outdone no more: the host has room by now, or there is a store
-        that is to have it."""
+        condemned as outdone is reprieved instead if it is outdone no more: the host has room by now, or there is a
+        store that is to have it."""
         node = self.coldest(place, late)
         if node is None:
             return Room.SHORT if self._none_left(place, late) else Room.SLICE
@@ -371,8 +371,8 @@ class RoomMaker:
 
     def coldest(self, place: int, late: int) -> Node | None:
         """Take the cell that goes next out of its order, and return its node. Other cells that turn out on the way to
-        wait in the wrong place are put right; each is a step. None: no candidate is left, or there are no more steps for
-        finding one (``_none_left``)."""
+        wait in the wrong place are put right; each is a step. None: no candidate is left, or there are no more steps
+        for finding one (``_none_left``)."""
         world, c = self._world, place % self._world.count
         shelf, now = world.shelves[place], world.recency.time
         order = shelf.orders[late]

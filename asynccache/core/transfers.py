@@ -56,8 +56,8 @@ _GOES_ON = (Room.SLICE, Room.SAVING)
 class Transfers:
     """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
     storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other any more, the
-    next one last."""
+    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other
+    any more, the next one last."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -76,10 +76,10 @@ class Transfers:
     # backup_host
 
     def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> Room:
-        """Start the backup of ``node`` and of every ancestor that lacks one. Returns FREE if it was started, or there was
-        nothing to start; SHORT if it must wait. Pages that the host could never hold are left out. With SLICE and SAVING
-        the next call goes on: there is more room on the host than before, or the first part of a long path is on its
-        way.
+        """Start the backup of ``node`` and of every ancestor that lacks one. Returns FREE if it was started, or there
+        was nothing to start; SHORT if it must wait. Pages that the host could never hold are left out. With SLICE and
+        SAVING the next call goes on: there is more room on the host than before, or the first part of a long path is on
+        its way.
 
         ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing and ends
         at this page or before. ``cost``: what the host may give up for the backup.
@@ -176,8 +176,8 @@ class Transfers:
         return missing
 
     def _open_backup(self, chain: list[tuple[Node, int]], cost: Cost) -> Room:
-        """Start the backup of ``chain``. Of a chain that is longer than a call has steps, only the first part is started,
-        and SAVING is returned."""
+        """Start the backup of ``chain``. Of a chain that is longer than a call has steps, only the first part is
+        started, and SAVING is returned."""
         world, most = self._world, self._world.config.slice_steps
         needs = self._slots_of(chain)
         if chain[-1][0].end > self._rooms[0] or any(map(gt, needs, self._rooms)):
@@ -415,8 +415,8 @@ class Transfers:
         self._unparked.extend(reversed(op.parked))
 
     def _above(self, op: Operation, base: int) -> Operation | None:
-        """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one; None
-        if there is none. ``base``: the place of the tier's first component."""
+        """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one;
+        None if there is none. ``base``: the place of the tier's first component."""
         brings = {node for node, moves, _ in op.fragments if moves & 1}
         for node, _, _ in op.fragments:
             parent = node.parent

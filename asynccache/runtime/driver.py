@@ -326,8 +326,8 @@ class Driver:
             self.post(Outcome(op, status))
 
     def apply_outcomes(self) -> None:
-        """Under the lock, before anything else: tell the core of every outcome that waits, and follow up what it has left
-        to do; of both, the core does a slice.
+        """Under the lock, before anything else: tell the core of every outcome that waits, and follow up what it has
+        left to do; of both, the core does a slice.
 
         Raises:
             CacheClosed: the cache is closed.

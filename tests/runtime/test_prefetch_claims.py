@@ -199,7 +199,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         tries: list[bytes] = []
         core, ask = parts(cache).core, parts(cache).core.prefetch_open
 
-        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
+        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip | More:
             tries.append(key)
             return ask(space, key, begin)
 
