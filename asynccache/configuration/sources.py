@@ -25,6 +25,8 @@ BACKENDS = "asynccache.backends"
 _DEPTH = {"components": 3, "sidecars": 3, "storage_options": 2}
 """The length of the paths of settings in tables."""
 _EXAMPLES = {"components": "components.full", "sidecars": "sidecars.NAME", "storage_options": "storage_options"}
+DEEPEST = 16
+"""How deep a file's lists and tables may be nested. Settings need 3; a deeper value would only be shown in an error."""
 NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM", "PURE", "COMPILE")
 
 
@@ -84,6 +86,10 @@ def from_file(name: str) -> SettingsTable:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: not TOML: {error}") from None
+    except RecursionError:
+        content = None
+    if content is None or _is_deeper(content, DEEPEST):
+        raise ConfigError(f"{name}: values are nested more than {DEEPEST} deep; no setting is")
     lines = line_numbers(text.replace("\r\n", "\n"))
 
     def origin(path: Path) -> str:
@@ -91,6 +97,15 @@ def from_file(name: str) -> SettingsTable:
         return name if line is None else f"{name} line {line}"
 
     return _from_tree(content, origin)
+
+
+def _is_deeper(content: object, depth: int) -> bool:
+    """Return True if lists and tables of ``content`` are nested more than ``depth`` deep."""
+    level = [content]
+    for _ in range(depth + 1):
+        level = [inner for one in level if isinstance(one, (dict, list))
+                 for inner in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+    return bool(level)
 
 
 def from_environment(env: Mapping[str, str]) -> SettingsTable:

@@ -32,9 +32,10 @@ def _as_it_is(url: str) -> Storage:
 
 class Workers:
     """The workers of one cache, for ``AsyncCache``. ``own``: the rank of the head's own process; None: it has none.
-    ``timeout``: seconds of silence that are a failure. ``arrival``: seconds in which all workers must have come, from
-    when the cache opens. ``address``: where the head listens. Two arguments are for the head's own rank: ``shard``, see
-    ``connect``, and ``locate``, which returns what to use as the store of a URL."""
+    ``timeout``: seconds of silence that are a failure. ``arrival``: for how many seconds the next worker is waited for,
+    from when the cache opens and again from each one that comes. ``address``: where the head listens. Two arguments are
+    for the head's own rank: ``shard``, see ``connect``, and ``locate``, which returns what to use as the store of a
+    URL."""
 
     def __init__(
         self, topology: Topology, *, own: int | None = 0, timeout: float = TIMEOUT, arrival: float = ARRIVAL,
@@ -83,21 +84,27 @@ class Workers:
         waiting.
 
         Raises:
-            RankFailure: not all came in time.
+            RankFailure: workers are missing, and ``arrival`` seconds went by in which none of them came.
             ConfigError: these workers were given to a cache before, or are closed.
         """
         if self._taken or self._closed:
             raise ConfigError("workers: a group serves one cache, once")
         self._taken = True
+        fewest = self.topology.ranks
         try:
-            async with asyncio.timeout(self.arrival):
-                while self._missing():
+            async with asyncio.timeout(self.arrival) as patience:
+                while missing := len(self._missing()):
+                    if missing < fewest:  # else a rank that comes and dies for ever would be waited for as long
+                        fewest = missing
+                        patience.reschedule(asyncio.get_running_loop().time() + self.arrival)
                     self._came.clear()
                     await self._came.wait()
         except TimeoutError:
-            missing = self._missing()
-            which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
-            raise RankFailure(f"{which} did not come within {self.arrival:g} s", missing[0]) from None
+            absent = self._missing()
+            what = f"did not come within {self.arrival:g} s"
+            if len(absent) == 1:
+                raise RankFailure(what, absent[0]) from None
+            raise RankFailure(f"ranks {absent} {what}") from None
         self._complete = True
         return {rank: self._links[rank] for rank in sorted(self._links)}
 
@@ -121,7 +128,8 @@ async def listen(
     ``Workers.address`` tells. ``secret``: what both sides must know; by default the value of ``ASYNCCACHE_SECRET``, or
     what is in the file that ``ASYNCCACHE_SECRET_FILE`` names. ``own``: the rank of this process; None: it has none and
     imports no torch, like a scheduler without a GPU. ``timeout``: seconds of silence after which a worker is given up.
-    ``arrival``: seconds that the cache, when it opens, waits for all workers. ``shard``: see ``connect``; for ``own``.
+    ``arrival``: for how many seconds the cache, when it opens, waits for the next worker. ``shard``: see ``connect``;
+    for ``own``.
 
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.

@@ -42,7 +42,8 @@ MOST_HELLO = 64 << 10
 HANDSHAKE = 10.0
 """Seconds that a handshake may take, once there is a connection."""
 MOST_STRANGERS = 128
-"""The most connections that are not authenticated yet; one more is closed at once."""
+"""The most connections that are not authenticated yet. For one more the oldest is closed: strangers that say nothing
+must not keep out a worker, which says all it has to say at once."""
 RETRY = 0.1
 """Seconds between two attempts to connect."""
 
@@ -246,12 +247,16 @@ class Listener:
         return StreamLink(self._came, room=len(GREETING) + NONCE + PROOF)
 
     def _came(self, link: StreamLink) -> None:
-        if len(self._strangers) >= MOST_STRANGERS or self._server is None:
+        if self._server is None:
             link.abort()
             return
+        if len(self._strangers) >= MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest).cancel()
+            oldest.abort()
         task = asyncio.get_running_loop().create_task(self._admit(link), name="asynccache-link-handshake")
         self._strangers[link] = task
-        task.add_done_callback(lambda _: self._strangers.pop(link))
+        task.add_done_callback(lambda _: self._strangers.pop(link, None))
 
     async def _admit(self, link: StreamLink) -> None:
         """Carry out the handshake. If it fails, the connection is closed; nobody else is disturbed, and nothing is

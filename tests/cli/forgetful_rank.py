@@ -7,6 +7,7 @@ from typing import Any
 
 from asynccache.cli.engine import StandInEngine
 from asynccache.cli.ranked import rank
+from asynccache.cli.ranked.crew import read_duty
 
 
 def forget() -> None:
@@ -22,4 +23,4 @@ def forget() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "1":
         forget()
-    sys.exit(rank.main())
+    sys.exit(rank.main(read_duty()))

@@ -79,12 +79,12 @@ class Command:
     def nobody_left(self, seconds: float = 60.0) -> None:
         """Check that no rank outlives the command for longer than ``seconds``."""
         end = time.monotonic() + seconds
-        while alive := [rank for rank, pid in self.pids.items() if _is_alive(pid)]:
+        while alive := [rank for rank, pid in self.pids.items() if is_alive(pid)]:
             assert time.monotonic() < end, f"ranks {alive} are still there"
             time.sleep(0.05)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -14,12 +17,15 @@ import pytest
 from tests.cli.rank_runs import (
     PP2,
     PP4,
+    ROOT,
+    SLACK,
     TIMEOUT,
     TP2,
     TP2_PP2,
     Command,
     Shape,
     hits,
+    is_alive,
     options,
     perform,
     run,
@@ -84,7 +90,45 @@ def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, tmp_pat
         command.started()
         time.sleep(0.3)
         os.kill(command.process.pid, how)
-        command.nobody_left(TIMEOUT + 20.0)  # on the virtual clock it is one second more; here a machine may be slow
+        # On the virtual clock it is one second more than the time-out; here a machine may be slow.
+        command.nobody_left(3.0 * SLACK / 2 if how is signal.SIGKILL else TIMEOUT + 20.0)
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("after", [0.0, 1.0])
+def test_a_command_that_is_killed_while_its_ranks_start_takes_them_with_it_and_leaves_no_file(
+    after: float, tmp_path: Path
+) -> None:
+    """Not from warm processes: a rank imports torch for seconds, and the command may be killed meanwhile."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = subprocess.Popen(
+        [sys.executable, "-m", "asynccache.cli", *options(TP2, "none", tmp_path / "report.json", "--duration", "600")],
+        cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while len(ranks := children(command.pid)) < 2:
+            assert command.poll() is None
+            time.sleep(0.01)
+        time.sleep(after)
+    finally:
+        command.kill()
+        command.wait()
+    killed = time.monotonic()
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() - killed < 3.0 * SLACK / 2, "a rank outlives its command"
+        time.sleep(0.01)
+    assert list(scratch.iterdir()) == []
+
+
+def children(parent: int) -> list[int]:
+    """The processes that ``parent`` has started."""
+    found: list[int] = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            if f"\nPPid:\t{parent}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found
 
 
 # the larger matrix: make soak

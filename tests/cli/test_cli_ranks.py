@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.ranked import crew
+from asynccache.cli.ranked import crew, session
 from asynccache.cli.ranked.session import entry
 from asynccache.worker import Topology
 from tests import warm
@@ -130,6 +130,17 @@ def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(
     assert main(options(TP2, "none", tmp_path / "report.json", "--quiet")) == 2
     said = capsys.readouterr().err                     # by the one that ended first
     assert said in {f"asynccache: rank {rank}: ended with status 1: no torch here\n" for rank in range(2)}
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert session.ARRIVAL == 30.0, "docs/ranks.md says so"
+    monkeypatch.setattr(session, "ARRIVAL", 1.0)
+    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    assert main(options(TP2, "none", tmp_path / "report.json", "--quiet")) == 2
+    assert "asynccache: ranks [0, 1] did not come within 1 s\n" in capsys.readouterr().err
 
 
 # looking in

@@ -82,7 +82,12 @@ def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> Non
     ]
 
 
-@pytest.mark.parametrize(("text", "message"), [("= 3", "not TOML"), (None, "cannot be read: No such file")])
+@pytest.mark.parametrize(("text", "message"), [
+    ("= 3", "not TOML"), (None, "cannot be read: No such file"),
+    (f"x = {'[' * 5000}{']' * 5000}", "values are nested more than 16 deep"),
+    (f"[a{'.a' * 5000}]\nx = 1", "values are nested more than 16 deep"),
+    (f"x = {'[' * 17}{']' * 17}", "values are nested more than 16 deep"),
+])  # fmt: skip
 def test_check_of_what_is_no_file_is_a_sentence(kv: Path, text: str | None, message: str, capsys: Captured) -> None:
     if text is None:
         kv.unlink()

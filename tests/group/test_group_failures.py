@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_come_is_named_and_nothing_is_open(own: int | Non
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=3), settings(16, 40), own=own, arrival=7.0)
         world.begin(absent=frozenset({2}))
-        with pytest.raises(RankFailure, match=r"rank 2 did not come within 7 s"):
+        with pytest.raises(RankFailure, match=r"rank 2: did not come within 7 s"):
             async with world.cache:
                 pass
         world.group.workers.close()

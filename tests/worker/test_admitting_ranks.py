@@ -43,3 +43,24 @@ async def test_a_worker_that_restarts_before_all_have_come_takes_its_place_and_n
             await come(workers.address, 1)
         for link in (*others, *links.values()):
             link.abort()
+
+
+@pytest.mark.slow(2)
+@pytest.mark.asyncio
+async def test_each_worker_that_comes_gives_the_next_one_as_long_and_one_that_comes_again_does_not() -> None:
+    loop, patience = asyncio.get_running_loop(), 1.0
+    async with listen(ANYWHERE, Topology(tp=3), secret=SECRET, arrival=patience) as workers:
+        arriving, began = asyncio.create_task(workers.arrived()), loop.time()
+        await asyncio.sleep(0.6 * patience)
+        links = [await come(workers.address, 1)]
+        newest = loop.time()
+        await asyncio.sleep(0.6 * patience)
+        assert not arriving.done(), "rank 1 came in between"
+        links[0].abort()
+        await until(lambda: "0 of 2 have come" in repr(workers), "nobody noticed that rank 1 went")
+        links.append(await come(workers.address, 1))
+        with pytest.raises(RankFailure, match="rank 2: did not come within 1 s"):
+            await arriving
+        assert began + 1.6 * patience < loop.time() < newest + 1.55 * patience
+        for link in links:
+            link.abort()

@@ -269,17 +269,24 @@ async def test_who_takes_too_long_is_closed_and_delays_nobody(monkeypatch: pytes
 
 
 @pytest.mark.asyncio
-async def test_strangers_are_not_kept_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_too_many_strangers_the_oldest_gives_way_and_a_worker_still_comes_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sockets, "MOST_STRANGERS", 3)
     head = Head()
     listener = await head.open()
     strangers = [await stranger(listener) for _ in range(3)]
     for reader, _ in strangers:
         await head_says(reader)
-    reader, writer = await stranger(listener)
-    assert await end_of(reader) == b""
-    for _, one in [*strangers, (reader, writer)]:
-        one.close()
+    link, _ = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+    assert await end_of(strangers[0][0]) == b""
+    strangers.append(await stranger(listener))
+    await head_says(strangers[-1][0])
+    assert len(listener._strangers) == 3
+    assert not any(reader.at_eof() for reader, _ in strangers[1:]), "one is enough for one more"
+    for _, writer in strangers:
+        writer.close()
+    link.abort()
     await head.aclose(listener)
 
 

@@ -1,6 +1,8 @@
-"""The processes of a run, one for each rank.
+"""The processes of a run, one for each rank, and what a rank's process does first.
 
-Law: no process outlives its ``Crew``; each is in a session of its own, so Ctrl-C reaches the command alone.
+Law: no process outlives its ``Crew``, even if the command is killed. The command holds a pipe to the standard input of
+each process. When the pipe closes, the process ends within ``FAREWELL`` seconds, wherever it is. Each process is in a
+session of its own, so Ctrl-C reaches the command alone.
 """
 
 from __future__ import annotations
@@ -10,15 +12,19 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from asynccache.worker.sockets import SECRET
 
-COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked.rank")
+COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked")
+FAREWELL = 1.0
+"""Seconds in which a rank that lost the command may close its stores by itself, as it does when its link ends."""
 _EXIT = 10.0
 _LOOK = 0.02
 
@@ -40,22 +46,37 @@ class Duty(NamedTuple):
     delay: float
 
 
+def read_duty() -> Duty:
+    """Read this process's duty from standard input, and end the process when the command is gone."""
+    duty = Duty(**json.loads(sys.stdin.buffer.readline()))
+    threading.Thread(target=_end_with_the_command, name="asynccache-parent", daemon=True).start()
+    return duty
+
+
+def _end_with_the_command() -> None:
+    while os.read(0, 1):
+        pass
+    time.sleep(FAREWELL)
+    os._exit(2)
+
+
 class Member:
     """The process of one rank. ``account``: its part of the report, which it wrote at its end; None: it wrote none."""
 
-    def __init__(self, duty: Duty, secret: str, folder: Path) -> None:
+    def __init__(self, duty: Duty, secret: str) -> None:
         self.rank = duty.rank
         self.account: Mapping[str, Any] | None = None
         self._end_reason = ""
-        self._said = _file(folder / f"rank-{duty.rank}.json")
-        self._log = _file(folder / f"rank-{duty.rank}.log")
+        self._said, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  closed in ``end``
         self.process = subprocess.Popen(
             [*COMMAND, str(duty.rank)], stdin=subprocess.PIPE, stdout=self._said, stderr=self._log,
             start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1", SECRET: secret},
         )  # fmt: skip
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as told:
-            told.write(json.dumps(duty._asdict()).encode())
+        self._pipe = self.process.stdin
+        with suppress(BrokenPipeError):
+            self._pipe.write(json.dumps(duty._asdict()).encode() + b"\n")
+            self._pipe.flush()
 
     def __repr__(self) -> str:
         return f"Member(rank {self.rank}, pid {self.process.pid})"
@@ -72,15 +93,13 @@ class Member:
 
     def end(self) -> None:
         """Read what the process wrote. To be called once, after it has ended."""
+        with suppress(BrokenPipeError):
+            self._pipe.close()
         with suppress(ValueError):
             self.account = json.loads(_read(self._said))
         self._end_reason = self.end_reason()
         self._said.close()
         self._log.close()
-
-
-def _file(path: Path) -> IO[bytes]:
-    return open(path, "w+b")
 
 
 def _read(file: IO[bytes]) -> str:
@@ -92,18 +111,17 @@ class Crew:
     """The members of a run, one for each duty, in an ``async with``. ``early_ends``: by rank, why members ended before
     they were told to."""
 
-    def __init__(self, duties: Sequence[Duty], secret: str, folder: Path) -> None:
+    def __init__(self, duties: Sequence[Duty], secret: str) -> None:
         self.members: list[Member] = []
         self.early_ends: dict[int, str] = {}
         self._duties = duties
         self._secret = secret
-        self._folder = folder
 
     async def __aenter__(self) -> Self:
         """Start a process for each duty."""
         try:
             for duty in self._duties:
-                self.members.append(Member(duty, self._secret, self._folder))
+                self.members.append(Member(duty, self._secret))
         except BaseException:
             self._kill()
             raise

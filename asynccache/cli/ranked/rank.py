@@ -1,8 +1,6 @@
-"""The program of one rank, ``python -m ... RANK``: it connects, opens its pools and stores, and fills or verifies the
-pages that each batch names.
+"""One rank's run: it connects, opens its pools and stores, and fills or verifies the pages that each batch names.
 
-Its duty comes as JSON on standard input, the secret of the link in the environment. When it ends, it writes its account
-as JSON to standard output. Law: the process never outlives the command, because a rank that loses the head ends.
+The secret of the link is in the environment. When the run ends, its account goes to standard output as JSON.
 """
 
 from __future__ import annotations
@@ -102,13 +100,12 @@ class Rank:
             batch.end()
 
 
-def main() -> int:
-    """Run the rank, and return the exit status: 0, or 2 for an error of asynccache, which is written to standard
+def main(duty: Duty) -> int:
+    """Carry out ``duty``, and return the exit status: 0, or 2 for an error of asynccache, which is written to standard
     error."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    duty = Duty(**json.loads(sys.stdin.read()))
     rank = Rank(duty)
     try:
         with asyncio.Runner(loop_factory=loop_factory(duty.loop)) as runner:
@@ -118,7 +115,3 @@ def main() -> int:
         return 2
     json.dump(rank.account, sys.stdout)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,12 +6,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from asynccache import AsyncCache
@@ -26,7 +24,8 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheClosed, RankFailure
 from asynccache.worker import Topology, listen
 
-ARRIVAL = 120.0
+ARRIVAL = 30.0
+"""Seconds until the next rank must have come: each imports torch first."""
 _NOTHING: dict[str, Any] = {
     "stages": {}, "evicted": {}, "lost_pages": 0, "failed_loads": 0, "splits": 0, "nodes": 0, "prefetches": {},
     "storage": {}, "stores": {}, "tiers": {"device": {}, "host": {}},
@@ -57,16 +56,14 @@ class RankedSession(Session):
         pools = Counter(spec.component for shard in shards for spec in shard.pools() if spec.bytes_per_page)
         urls = tuple(map(store_url, config.stores))
         whole = replace(config, storage=None if not urls else urls[0] if len(urls) == 1 else urls)
-        with tempfile.TemporaryDirectory(prefix="asynccache-ranks-") as folder:
-            async with listen(
-                "127.0.0.1:0", topology, secret=secret.encode(), own=None, timeout=settings.rank_timeout,
-                arrival=ARRIVAL,
-            ) as workers:  # fmt: skip
-                duties = [Duty(rank, workers.address, settings.tp, settings.cp, settings.pp, settings.device,
-                               settings.loop, settings.seed, settings.faults, settings.rank_delay / 1e3)
-                          for rank in range(topology.ranks)]  # fmt: skip
-                async with Crew(duties, secret, Path(folder)) as self._crew:
-                    found = _NOTHING | await self._over_ranks(AsyncCache(whole, workers=workers), pools, source)
+        async with listen(
+            "127.0.0.1:0", topology, secret=secret.encode(), own=None, timeout=settings.rank_timeout, arrival=ARRIVAL
+        ) as workers:
+            duties = [Duty(rank, workers.address, settings.tp, settings.cp, settings.pp, settings.device,
+                           settings.loop, settings.seed, settings.faults, settings.rank_delay / 1e3)
+                      for rank in range(topology.ranks)]  # fmt: skip
+            async with Crew(duties, secret) as self._crew:
+                found = _NOTHING | await self._over_ranks(AsyncCache(whole, workers=workers), pools, source)
         accounts = [member.account for member in self._crew.members if member.account is not None]
         if len(accounts) == len(self._crew.members):
             self._tally.verified = sum(account["verify"]["pages"] for account in accounts)
