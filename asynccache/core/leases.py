@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import Room
@@ -170,8 +170,8 @@ class Leases:
         return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
-        """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, because the
-        pages of the match themselves may take the room that the request needs."""
+        """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
+        0, because the pages of the match themselves may take the room that the request needs."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -179,7 +179,7 @@ class Leases:
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
-        if targets[-1] and not self.active and not self._world.ledger.ops:
+        if targets[-1] and not self.active and not any(self._world.ledger.count[kind] for kind in ON_DEVICE):
             targets.append(0)
         return targets if ask.shorter else targets[:1]
 

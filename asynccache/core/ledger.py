@@ -45,6 +45,9 @@ BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH = Kind
 # A clone pins the host too: if the load of its source fails, nothing else keeps the node that it covers.
 PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE, HOST), (), ())
 
+# The kinds that pin device pages or have some of their own. All of them end without storage.
+ON_DEVICE = (BACKUP_HOST, LOAD_BACK, CLONE, RETIRE)
+
 # A covered node; a bit for each component whose data moves; the last component that is pinned, with all before it.
 Fragment = tuple["Node", int, int]
 

@@ -137,8 +137,8 @@ class Prefetch:
 
     ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
     number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
-    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: the
-    future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now.
+    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: what
+    its task awaits while it shares the fetch of another. ``fetch``: the fetch that serves it now.
 
     The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
     claim is dropped.
@@ -206,10 +206,15 @@ class Prefetch:
         if wish <= self.wish or self.result is not None:
             return
         self.wish = wish
-        if self.asleep is not None and not self.asleep.done():
-            self.asleep.set_result(None)
         if self.fetch is not None:
             self.fetch.told(self)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the task that waits for the fetch which this prefetch shares: the fetch is over, or there is a new
+        wish."""
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
 
     def claim(self) -> None:
         """Claim the pages of the key that the host has, for the lease to come."""
