@@ -18,9 +18,9 @@ from asynccache import checks
 from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
-from asynccache.errors import CacheClosed, ConfigError
+from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.cache_parts import CacheParts, OnEvent
-from asynccache.runtime.closing import SavingLimit, save
+from asynccache.runtime.closing import SavingLimit, leave_behind, save
 from asynccache.runtime.driving import acquire
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.kept_prefixes import Kept
@@ -33,7 +33,16 @@ from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
 from asynccache.settle import completed
 from asynccache.worker.admitting_ranks import Workers
-from asynccache.worker.contract import MOMENT, Device, EmbedderParts, Storage, StoreOptions, check_device, check_storage
+from asynccache.worker.contract import (
+    LATE,
+    MOMENT,
+    Device,
+    EmbedderParts,
+    Storage,
+    StoreOptions,
+    check_device,
+    check_storage,
+)
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
@@ -127,6 +136,7 @@ class AsyncCache:
         self._parts: CacheParts | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
+        self._stopper: asyncio.Task[None] | None = None
         self._limit: SavingLimit
 
     def __repr__(self) -> str:
@@ -157,7 +167,7 @@ class AsyncCache:
         except asyncio.CancelledError as error:
             if self._parts is not None:  # cancelled after the opening had ended well, before this task went on
                 await completed(self.aclose(0.0))
-                self._parts = self._worker = self._closer = None
+                self._parts = self._worker = self._closer = self._stopper = None
             if opener.cancelling() > before:
                 raise
             raise CacheClosed(_CLOSED_EARLY) from error
@@ -222,6 +232,8 @@ class AsyncCache:
         Raises:
             ConfigError: ``deadline`` is no number of seconds; the cache stays open.
             BackendError: a store could not close cleanly, or a rank was lost while it closed; all the rest is closed.
+                Or a store had not let go of the host's memory three seconds after the deadline: that memory is left
+                behind, and a task closes it if the store lets go after all. The process can end all the same.
         """
         if deadline is not None:
             deadline = checks.number("deadline", deadline)
@@ -261,8 +273,31 @@ class AsyncCache:
                 await save(parts, self._limit)
             left = Unsaved(0, 0) if driver.broken else await unsaved(driver)
         finally:
-            await self._stop(parts, max(MOMENT, self._limit.left()))
+            stopped = await self._stop_in_time(parts)
+        if not stopped:
+            raise BackendError(
+                f"the cache is closed, but the host's memory is left behind, since it is still used by stores: "
+                f"{', '.join(parts.worker.busy) or 'unknown'}. They may have lost what they had stored last. Unsaved "
+                f"pages: {left.host} neither on the host nor stored, {left.storage} not stored"
+            )
         return CloseReport(left.host, left.storage, parts.supervisor.error)
+
+    async def _stop_in_time(self, parts: CacheParts) -> bool:
+        """Stop everything. Returns False if a store or a copy had not let go of its buffers ``LATE`` seconds after the
+        limit: then a task goes on with it."""
+        if self._stopper is None or self._stopper.done():
+            stop = self._stop(parts, max(MOMENT, self._limit.left()))
+            self._stopper = asyncio.get_running_loop().create_task(stop, name="asynccache-stop")
+        stopper = self._stopper
+        try:  # a group of workers gives up the one that is late by itself, and says which
+            await self._limit.keep(lambda: asyncio.wait([stopper]), LATE if self._workers is None else 2 * LATE)
+        except TimeoutError:
+            stopper.add_done_callback(lambda done: done.cancelled() or done.exception())
+            parts.close(None)
+            leave_behind()
+            return False
+        stopper.result()
+        return True
 
     async def _stop(self, parts: CacheParts, patience: float) -> None:
         try:
@@ -270,7 +305,7 @@ class AsyncCache:
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
-            if parts.announcing is not None and parts.supervisor.error is None:
+            if parts.announcing is not None and parts.driver.closed is None:
                 try:
                     parts.announcing.hand_on()  # what the last acks announced
                 except Exception as error:  # as if the subscriber had raised earlier

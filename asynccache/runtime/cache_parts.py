@@ -100,7 +100,7 @@ class CacheParts:
         reports = Reports(self.driver.ended, self.supervisor.fail, self._keys)
         for name, work in [*self.worker.start(reports), *self._tasks()]:
             self.supervisor.spawn(work, f"asynccache-{name}")
-        self.stores.begin()
+        await self.stores.begin()
 
     def _tasks(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         tasks: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._after_acks))]

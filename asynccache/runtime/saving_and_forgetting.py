@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Listing, Unsaved
@@ -35,8 +36,7 @@ async def drain(driver: Driver) -> Unsaved:
     """
     failures, core = 0, driver.core
     while failures < HOPELESS_ROUNDS:
-        walk = core.walk()
-        await in_turns(driver, lambda walk=walk: core.drain(walk))
+        await in_turns(driver, partial(core.drain, core.walk()))
         if not driver.saving:
             break
         statuses = await all_ended(driver.ops, tuple(driver.saving))

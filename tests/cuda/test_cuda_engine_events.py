@@ -7,18 +7,19 @@ has the real ones.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from asynccache.errors import ConfigError
+from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.streams import ADOPTED_AT_MOST
 from asynccache.memory.pools import Mover
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, submitted
+from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import fill_device, move, pool
 from tests.runtime.runtime_kit import PAGE, compute, opened, push_out, serve, settings, settled, text, turns, until
@@ -295,3 +296,28 @@ async def test_a_device_that_failed_or_is_closed_waits_for_nothing(simulated_dev
         assert device.engine_event(event).done()
         engine.driver.resume()
         await device.aclose()
+
+
+async def test_an_event_that_is_recorded_while_the_device_closes_fires_or_is_refused(simulated_device: Make) -> None:
+    device: CudaDevice = simulated_device()
+    driver = driver_of(device)
+    stream = device.engine_stream(TorchStream(driver.stream_create()))
+    inside, go, record = threading.Event(), threading.Event(), driver.event_record
+
+    def slow(event: int, handle: int) -> None:
+        if handle == stream.handle:
+            inside.set()
+            assert go.wait(30)  # after it was asked whether the stream is closed, and before the waiter has the event
+        record(event, handle)
+
+    driver.event_record = slow  # type: ignore[method-assign]
+    recording = asyncio.get_running_loop().run_in_executor(None, stream.record)
+    await asyncio.to_thread(inside.wait, 30)
+    closing = asyncio.create_task(device.aclose())
+    await asyncio.sleep(0.05)
+    go.set()
+    event = await recording
+    await asyncio.wait_for(event.wait(), 5)
+    await closing
+    with pytest.raises(CacheClosed):
+        stream.record()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
@@ -303,11 +303,9 @@ class FileBackend:
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: whether buffers are aligned is found out when they are used."""
 
-    def watch(self, tell: Tell | None) -> None:
-        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
-        self._state.index.tell = tell
-        if tell is not None:
-            tell(True, self._state.index.keys())
+    def watch(self, tell: Tell | None) -> Iterable[Sequence[bytes]]:
+        """Call ``tell`` from now on at every change; None ends that. Returns the keys that are stored now, in parts."""
+        return self._state.index.watched(tell)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters. ``write_amplification`` is how many bytes were written, also for pages that were moved,
