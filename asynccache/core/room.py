@@ -150,6 +150,7 @@ class RoomMaker:
         if any(map(lt, needs, wanted)) or any(map(gt, reach, reached)):
             return False
         host = self._world.count
+        self._world.steps += len(nodes) // 8
         return all(node.state[host] == PRESENT and not self._may_go_gently(node, cost) for node in nodes)
 
     def _choose_gently(

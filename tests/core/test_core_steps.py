@@ -38,7 +38,7 @@ def too_long(calls: Calls, leaves: int) -> dict[str, int]:
     return {kind: took.steps for kind, took in calls.longest.items() if took.steps > most}
 
 
-@pytest.mark.parametrize(("leaves", "pages"), [(2500, 1), (60, 1000)])
+@pytest.mark.parametrize(("leaves", "pages"), [(1200, 1), (30, 1000)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_call_takes_more_steps_than_a_slice_has(shape: str, leaves: int, pages: int) -> None:
     calls = SHAPES[shape](leaves, pages)
@@ -114,6 +114,7 @@ def outcomes_are_applied_all_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transfers, "settle", unbounded)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.source
 @pytest.mark.parametrize("broken", [
     stale_cells_cost_nothing, room_for_a_backup_is_made_at_once, copies_go_gently_at_once,
@@ -123,4 +124,4 @@ def test_a_loop_without_a_bound_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    assert any(too_long(shape(2500, 1), 2500) for shape in SHAPES.values())
+    assert any(too_long(shape(1200, 1), 1200) for shape in SHAPES.values())
