@@ -295,7 +295,7 @@ class Prefetches:
             return None
         if node.state[place] == ABSENT:
             room = self._transfers.save(node)
-            if room in (Room.SLICE, Room.SAVING):
+            if room is Room.SLICE:
                 return More(self._world.plan())
             if room is Room.SHORT:
                 waits = begin is not Begin.NOW and self._something_ends()

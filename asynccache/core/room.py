@@ -300,8 +300,6 @@ class RoomMaker:
             else:
                 room = self._save(node) if verdict is Verdict.UNSAVED else Room.SLICE
                 world.offer(node, place)
-                if room is Room.SAVING:
-                    return room
                 if room is Room.SLICE:
                     return pause
                 if room is Room.FREE:

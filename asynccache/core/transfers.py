@@ -50,7 +50,6 @@ _UNBOUNDED = 1 << 60
 _RETRIES = 16
 _LOOKS = 4
 _CLIMBED = 16  # how many nodes of a path that is walked upwards count as a step
-_GOES_ON = (Room.SLICE, Room.SAVING)
 
 
 class Transfers:
@@ -77,9 +76,8 @@ class Transfers:
 
     def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> Room:
         """Start the backup of ``node`` and of every ancestor that lacks one. Returns FREE if it was started, or there
-        was nothing to start; SHORT if it must wait. Pages that the host could never hold are left out. With SLICE and
-        SAVING the next call goes on: there is more room on the host than before, or the first part of a long path is on
-        its way.
+        was nothing to start; SHORT if it must wait; SLICE if room for it was made on the host, and the next call goes
+        on. Pages that the host could never hold are left out.
 
         ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing and ends
         at this page or before. ``cost``: what the host may give up for the backup.
@@ -116,7 +114,7 @@ class Transfers:
             room = self.save(node, 0, Cost.SPARE)
             if room is not Room.FREE:
                 self.deferred[node] = None
-                self._world.behind |= room is not Room.SHORT
+                self._world.behind |= room is Room.SLICE
                 return
             if self._world.spent():
                 self._world.behind |= bool(self.deferred)
@@ -129,7 +127,7 @@ class Transfers:
         while not walk.over():
             node = walk.peek()
             if node is not None and not node.root.dead:
-                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) in _GOES_ON:
+                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) is Room.SLICE:
                     return
                 self.store([node])
             walk.step()
@@ -176,32 +174,20 @@ class Transfers:
         return missing
 
     def _open_backup(self, chain: list[tuple[Node, int]], cost: Cost) -> Room:
-        """Start the backup of ``chain``. Of a chain that is longer than a call has steps, only the first part is
-        started, and SAVING is returned."""
-        world, most = self._world, self._world.config.slice_steps
-        needs = self._slots_of(chain)
+        world = self._world
+        needs = [0] * self._count
+        for node, mask in chain:
+            for c in world.bits[mask]:
+                needs[c] += len(node.slots[c]) // SLOT_BYTES
         if chain[-1][0].end > self._rooms[0] or any(map(gt, needs, self._rooms)):
             needs, chain = self._fitting(chain)
             if not chain:
                 return Room.FREE
-        started = Room.FREE
-        if len(chain) > most:
-            chain, started = chain[:most], Room.SAVING
-            needs = self._slots_of(chain)
         room = self._host_room(chain[-1][0], needs, cost)
-        if room is not Room.FREE:
-            return room
-        op = world.ledger.open(BACKUP_HOST)
-        world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
-        return started
-
-    def _slots_of(self, chain: Sequence[tuple[Node, int]]) -> list[int]:
-        """Return how many slots a backup of ``chain`` takes, by component."""
-        needs = [0] * self._count
-        for node, mask in chain:
-            for c in self._world.bits[mask]:
-                needs[c] += len(node.slots[c]) // SLOT_BYTES
-        return needs
+        if room is Room.FREE:
+            op = world.ledger.open(BACKUP_HOST)
+            world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
+        return room
 
     def _fitting(self, chain: list[tuple[Node, int]]) -> tuple[list[int], list[tuple[Node, int]]]:
         """Return the slots for the part of ``chain`` that the host could ever hold, by component, and that part: of

@@ -739,7 +739,7 @@ def grained(steps: int) -> Iterator[None]:
         return
 
     def small(config: CacheConfig) -> CoreConfig:
-        return replace(usual(config), slice_steps=2 * steps)
+        return replace(usual(config), slice_steps=steps)
 
     usual = CacheConfig.core
     with (
