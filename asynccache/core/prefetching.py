@@ -24,7 +24,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
 from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
-from asynccache.core.room import Room
+from asynccache.core.room import FREE, SHORT, SLICE
 from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
@@ -295,9 +295,9 @@ class Prefetches:
             return None
         if node.state[place] == ABSENT:
             room = self._transfers.save(node)
-            if room is Room.SLICE:
+            if room is SLICE:
                 return More(self._world.plan())
-            if room is Room.SHORT:
+            if room is SHORT:
                 waits = begin is not Begin.NOW and self._something_ends()
                 return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
         return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
@@ -356,7 +356,7 @@ class Prefetches:
         needs = [0] * world.count
         needs[0] = min(pages, world.shelves[world.count].reachable())
         room = self._transfers.room.make(HOST, needs)
-        if room is Room.SLICE:
+        if room is SLICE:
             return More(world.plan())
         count = min(needs[0], world.shelves[world.count].slots.left)
         slots = world.shelves[world.count].slots.take(count)
@@ -374,9 +374,9 @@ class Prefetches:
         for component in world.components[1:]:
             needs[component.index] = len(needed_pages(fetch.shape, component.kind, end))
         room = self._transfers.room.make(HOST, needs)
-        if room is Room.SLICE:
+        if room is SLICE:
             return More(world.plan())
-        if room is not Room.FREE:
+        if room is not FREE:
             return Taken(b"", None, world.plan())
         fetch.aux_end = end
         aux = {}

@@ -48,6 +48,9 @@ class Room(Enum):
     SLICE = "not yet: the call has taken all its steps"
 
 
+# Reading a member from its Enum takes time, a module's name almost none.
+FREE, SHORT, SAVING, SLICE = Room
+
 Save = Callable[[Node], Room]
 
 
@@ -58,6 +61,9 @@ class Verdict(Enum):
     OUTDONE = "it goes without a copy, because the host would give up that copy first"
     UNSAVED = "it is copied to the host before it goes"
     OPEN = "not known yet: the call has taken all its steps"
+
+
+EXPENDABLE, OUTDONE, UNSAVED, OPEN = Verdict
 
 
 class Cost(Enum):
@@ -82,29 +88,29 @@ class RoomMaker:
     def make(self, tier: int, needs: Sequence[int]) -> Room:
         """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``. Returns whether they are, and
         if not, why."""
-        base = tier * self._world.count
-        shelves = self._world.shelves
+        world = self._world
+        base, shelves = tier * world.count, world.shelves
         free = True
         for c, need in enumerate(needs):
             shelf = shelves[base + c]
             if need > shelf.slots.left:
                 if need > shelf.reachable():
-                    return Room.SHORT
+                    return SHORT
                 free = False
         if free:
-            return Room.FREE
+            return FREE
         for c, need in enumerate(needs):
             place = base + c
-            slots = shelves[place].slots
+            slots, early = shelves[place].slots, shelves[place].orders[EARLY].first
             while slots.left < need:
-                room = self._evict_next(place, EARLY)
-                if room is Room.SHORT:
+                room = self._evict_next(place, EARLY) if early.slices else SHORT
+                if room is SHORT:
                     room = self._late(place, need)
-                if room is not Room.FREE:
+                if room is not FREE:
                     return room
-                if slots.left < need and self._world.spent():
-                    return Room.SLICE
-        return Room.FREE
+                if world.steps >= world.limit and slots.left < need:
+                    return SLICE
+        return FREE
 
     def make_gently(self, needs: Sequence[int], cost: Cost) -> Room:
         """Evict host copies until ``needs[c]`` slots of every component are free on the host. If a cell would have to
@@ -113,7 +119,7 @@ class RoomMaker:
         world, count = self._world, self._world.count
         reach = [shelf.reachable() for shelf in world.shelves[count:]]
         if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach, cost):
-            return Room.SHORT
+            return SHORT
         taken: dict[tuple[Node, int], None] = {}
         above: list[tuple[Node, list[int]]] = []
         stay: list[tuple[Node, int]] = []
@@ -129,10 +135,10 @@ class RoomMaker:
                     world.offer(parent, place)
         for node, place in stay:
             world.offer(node, place)
-        if room is Room.SHORT:
+        if room is SHORT:
             self._refusal = [node for node, _ in stay], tuple(needs), reach, world.recency.now, cost
         for node, place in taken:
-            if room is Room.SHORT:
+            if room is SHORT:
                 world.offer(node, place)
             elif node.state[place] == PRESENT:  # else it went with another cell of its node
                 self.evict(node, place)
@@ -171,18 +177,18 @@ class RoomMaker:
             place = count + c
             while left[c] < need:
                 if taken and world.spent():
-                    return Room.SLICE
+                    return SLICE
                 late = EARLY
                 node = self.coldest(place, EARLY)
                 if node is None and self._none_left(place, EARLY):
                     late = LATE
                     node = self.coldest(place, LATE)
                 if node is None:
-                    return Room.SHORT if self._none_left(place, late) else Room.SLICE
+                    return SHORT if self._none_left(place, late) else SLICE
                 if node not in going and not self._may_go_gently(node, cost):
                     stay.append((node, place))
                     if cost is Cost.SPARE or len(stay) > _MOST_IN_THE_WAY:
-                        return Room.SHORT
+                        return SHORT
                     continue
                 taken[node, place] = None
                 if node in going:
@@ -201,7 +207,7 @@ class RoomMaker:
                         for each in range(count):
                             world.recency.uncover(parent, node, each)
                         world.offer(parent, count)
-        return Room.FREE
+        return FREE
 
     def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
@@ -209,19 +215,19 @@ class RoomMaker:
         for."""
         node = self.coldest(place, LATE)
         if node is None:
-            return Room.SHORT if self._none_left(place, LATE) else Room.SLICE
-        verdict = self.judge(node, place) if place < self._world.count else Verdict.EXPENDABLE
-        if verdict is Verdict.EXPENDABLE:
+            return SHORT if self._none_left(place, LATE) else SLICE
+        if place >= self._world.count or self.is_expendable(node, place):
             self.evict(node, place)
-            return Room.FREE
-        if verdict is Verdict.OUTDONE:
+            return FREE
+        verdict = self.judge(node, place)
+        if verdict is OUTDONE:
             self._give_up(node, place)
-            return Room.FREE
+            return FREE
         self._world.offer(node, place)
-        if verdict is Verdict.OPEN:
-            return Room.SLICE
+        if verdict is OPEN:
+            return SLICE
         room = self._saving(place, need)
-        return room if room is not Room.SHORT else self._evict_next(place, LATE)
+        return room if room is not SHORT else self._evict_next(place, LATE)
 
     def is_expendable(self, node: Node, place: int) -> bool:
         """Return True if nothing that is wanted is lost when this cell leaves the device. That is so if there is no
@@ -236,21 +242,21 @@ class RoomMaker:
         with that one, too."""
         world = self._world
         if self.is_expendable(node, place):
-            return Verdict.EXPENDABLE
+            return EXPENDABLE
         if world.access is Access.WRITE and not self._is_stored(node, place):
-            return Verdict.UNSAVED
+            return UNSAVED
         if world.is_candidate(node, 0):
             place = next(c for c in range(place + 1)
                          if c == place or (node.state[c] == PRESENT and not self.is_expendable(node, c)))  # fmt: skip
         host = place + world.count
         if world.shelves[host].slots.left >= world.pages(node, place) or world.shelves[host].orders[EARLY].first.slices:
-            return Verdict.UNSAVED
+            return UNSAVED
         other = self.coldest(host, LATE)
         if other is None:
-            return Verdict.UNSAVED if self._none_left(host, LATE) else Verdict.OPEN
+            return UNSAVED if self._none_left(host, LATE) else OPEN
         world.offer(other, host)
         sooner = world.shelves[host].policy.sooner(node, other, place, world.recency.time, self._share(node))
-        return Verdict.OUTDONE if sooner else Verdict.UNSAVED
+        return OUTDONE if sooner else UNSAVED
 
     def _share(self, node: Node) -> float:
         """Return which part, 0 to 1, of the room that a backup of ``node`` takes on the host is for ``node`` itself.
@@ -284,7 +290,7 @@ class RoomMaker:
         call goes on."""
         world = self._world
         missing = need - world.shelves[place].slots.left
-        pause = Room.SLICE
+        pause = SLICE
         while missing > 0:
             node = self.coldest(place, LATE)
             if node is None:
@@ -293,21 +299,21 @@ class RoomMaker:
                 return pause
             pages = world.pages(node, place)
             verdict = self.judge(node, place)
-            if verdict is Verdict.EXPENDABLE:
+            if verdict is EXPENDABLE:
                 self.evict(node, place)
-            elif verdict is Verdict.OUTDONE:
+            elif verdict is OUTDONE:
                 self._give_up(node, place)
             else:
-                room = self._save(node) if verdict is Verdict.UNSAVED else Room.SLICE
+                room = self._save(node) if verdict is UNSAVED else SLICE
                 world.offer(node, place)
-                if room is Room.SLICE:
+                if room is SLICE:
                     return pause
-                if room is Room.FREE:
+                if room is FREE:
                     world.condemn(node, place)
                     if self.host_is_busy():
-                        pause = Room.SAVING
+                        pause = SAVING
                 elif self._is_stored(node, place):
-                    return Room.SHORT
+                    return SHORT
                 elif self.host_is_busy() or not self._claims.let_go(True):
                     break
                 else:
@@ -315,7 +321,7 @@ class RoomMaker:
             missing -= pages
             if missing > 0 and world.spent():
                 return pause
-        return Room.SAVING if self.host_is_busy() else Room.SHORT
+        return SAVING if self.host_is_busy() else SHORT
 
     def _is_stored(self, node: Node, place: int) -> bool:
         """Return True if storage has all that would leave the device with this cell."""
@@ -352,21 +358,21 @@ class RoomMaker:
         store that is to have it."""
         node = self.coldest(place, late)
         if node is None:
-            return Room.SHORT if self._none_left(place, late) else Room.SLICE
+            return SHORT if self._none_left(place, late) else SLICE
         if late == EARLY and place < self._world.count:
             verdict = self.judge(node, place)
-            if verdict is Verdict.OPEN:
+            if verdict is OPEN:
                 self._world.offer(node, place)
-                return Room.SLICE
-            if verdict is Verdict.UNSAVED:
+                return SLICE
+            if verdict is UNSAVED:
                 self._world.reprieve(node)
-                return Room.FREE
+                return FREE
         self.evict(node, place)
-        return Room.FREE
+        return FREE
 
     def _none_left(self, place: int, late: int) -> bool:
         """Return True if ``coldest`` found no candidate because there is none; False if it ran out of steps."""
-        return self._world.shelves[place].orders[late].is_empty()
+        return not self._world.spent() or self._world.shelves[place].orders[late].is_empty()
 
     def coldest(self, place: int, late: int) -> Node | None:
         """Take the cell that goes next out of its order, and return its node. Other cells that turn out on the way to

@@ -39,7 +39,7 @@ from asynccache.core.plan import (
     Status,
     StoredPages,
 )
-from asynccache.core.room import Cost, Room, RoomMaker, Verdict
+from asynccache.core.room import FREE, OPEN, SHORT, SLICE, UNSAVED, Cost, Room, RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
@@ -84,9 +84,9 @@ class Transfers:
         """
         chain = self._lacking(node, floor)
         if not chain:
-            return Room.SHORT if chain is None else Room.FREE
+            return SHORT if chain is None else FREE
         if self._is_busy():
-            return Room.SHORT
+            return SHORT
         return self._open_backup(chain, cost)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
@@ -94,9 +94,9 @@ class Transfers:
         in two cases: storage is to have the pages, or too many backups were in flight. Any other node can wait until it
         is among the coldest of the device, because before that a copy on the host would only take room."""
         room = self.save(node, floor, Cost.SPARE)
-        if room is Room.FREE:
+        if room is FREE:
             self.deferred.pop(node, None)
-        elif room is not Room.SHORT:
+        elif room is not SHORT:
             self.deferred[node] = None
             self._world.behind = True
         elif self._world.access is Access.WRITE or self._is_busy():
@@ -112,9 +112,9 @@ class Transfers:
             if node.parent is None or node.root.dead:
                 continue
             room = self.save(node, 0, Cost.SPARE)
-            if room is not Room.FREE:
+            if room is not FREE:
                 self.deferred[node] = None
-                self._world.behind |= room is Room.SLICE
+                self._world.behind |= room is SLICE
                 return
             if self._world.spent():
                 self._world.behind |= bool(self.deferred)
@@ -127,7 +127,7 @@ class Transfers:
         while not walk.over():
             node = walk.peek()
             if node is not None and not node.root.dead:
-                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) is Room.SLICE:
+                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) is SLICE:
                     return
                 self.store([node])
             walk.step()
@@ -182,9 +182,9 @@ class Transfers:
         if chain[-1][0].end > self._rooms[0] or any(map(gt, needs, self._rooms)):
             needs, chain = self._fitting(chain)
             if not chain:
-                return Room.FREE
+                return FREE
         room = self._host_room(chain[-1][0], needs, cost)
-        if room is Room.FREE:
+        if room is FREE:
             op = world.ledger.open(BACKUP_HOST)
             world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
         return room
@@ -217,11 +217,11 @@ class Transfers:
             shelf = self._world.shelves[place]
             if need > shelf.slots.left - promised:
                 if need and need + promised > shelf.reachable():
-                    return Room.SHORT
+                    return SHORT
                 crowded |= need > shelf.slots.left
             place += 1
         if not crowded:
-            return Room.FREE
+            return FREE
         self._world.pin(end, HOST, 0)
         room = self.room.make(HOST, needs) if cost is Cost.ANY else self.room.make_gently(needs, cost)
         self._world.unpin(end, HOST, 0)
@@ -313,7 +313,7 @@ class Transfers:
             if node is None:
                 return
             verdict = self.room.judge(node, 0)
-            if verdict is Verdict.OPEN or (verdict is Verdict.UNSAVED and self.save(node) is not Room.FREE):
+            if verdict is OPEN or (verdict is UNSAVED and self.save(node) is not FREE):
                 world.offer(node, 0)
                 return
             world.condemn(node, 0)
