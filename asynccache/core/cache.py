@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.checks import integer, shown
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
@@ -124,6 +123,10 @@ class CacheCore:
         """
         return self._leases.lease(ask)
 
+    def something_ends(self) -> bool:
+        """Return True if any operation is in flight whose end may be awaited. What a late store was asked may not."""
+        return self._transfers.room.something_ends()
+
     def check_possible(self, ask: LeaseRequest) -> None:
         """Check that ``lease`` could grant ``ask`` if the device were empty, so that a request that is too large need
         not wait in line to learn that. Returns nothing, and changes nothing.
@@ -164,40 +167,36 @@ class CacheCore:
         if len(key) < lease.length * TOKEN_BYTES:
             raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None:
-            checkpoint = self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
+            self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
         return self._commits.commit(lease, key, hashes, checkpoint)
 
-    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: object) -> tuple[int, int]:
-        """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
+    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: tuple[int, int]) -> None:
+        """Check that a commit of ``tokens`` tokens may hand in ``checkpoint``. Changes nothing.
 
         Raises:
-            ConfigError: the checkpoint is no pair of integers, its position is not the end of a committed page, or its
-                slot is not one of the lease's states. The slot may belong to another lease, or an earlier commit gave
-                it to the tree.
+            ConfigError: the position is not the end of a committed page, or the slot is not one of the lease's states.
+                The slot may belong to another lease, or an earlier commit gave it to the tree.
         """
-        if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-            raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
-        size = self.config.page_size
-        position = integer("checkpoint: position", checkpoint[0])
+        size, (position, slot) = self.config.page_size, checkpoint
         if position % size or not 0 < position <= tokens:
             raise ConfigError(f"checkpoint: position={position} must be a multiple of page_size={size}, above 0 and at "
                               f"most the {tokens} tokens that are committed")
-        slot, states = integer("checkpoint: slot", checkpoint[1]), memoryview(lease.states).cast("i").tolist()
+        states = memoryview(lease.states).cast("i").tolist()
         if slot not in states:
             raise ConfigError(f"checkpoint: slot={slot} is not one of the lease's states, which are {states}: a slot "
                               "that a commit has given to the tree cannot be handed in again")
-        return position, slot
 
     def pages(self, lease: CoreLease, kind: int) -> bytes:
         """Return the page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is
         none."""
         return self._leases.pages(lease, kind)
 
-    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False) -> Plan:
+    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False, used: bool = True) -> Plan:
         """Give back everything that the lease holds; a second call does nothing. ``ended``: the conversation is over,
         so pages that no other conversation used are evicted before all others. ``retire``: the lease's own pages come
-        as ``Retire`` in the plan instead of being free at once."""
-        self._leases.release(lease, ended, retire)
+        as ``Retire`` in the plan instead of being free at once. ``used``: False if no request ran with this lease, so
+        that its pages do not count as used."""
+        self._leases.release(lease, ended, retire, used)
         return self._given_back()
 
     def prefetch_look(self, space: bytes, key: bytes) -> PrefetchShape | Skip:
@@ -321,8 +320,8 @@ class CacheCore:
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Note whether storage takes too long to write its backups. While storage is late, no request waits for the
-        host pages that these backups pin; it goes on without them."""
+        """Note whether storage takes too long to answer, whatever it was asked. While storage is late, no request waits
+        for the host pages that its backups pin and its prefetches have taken; it goes on without them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()

@@ -179,7 +179,8 @@ class Leases:
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
-        if targets[-1] and not self.active and not any(self._world.ledger.count[kind] for kind in ON_DEVICE):
+        ledger = self._world.ledger
+        if targets[-1] and not self.active and not (ledger.ops and any(ledger.count[kind] for kind in ON_DEVICE)):
             targets.append(0)
         return targets if ask.shorter else targets[:1]
 
@@ -397,14 +398,15 @@ class Leases:
             self._world.shelves[c].slots.give(slots)
             self._world.freed = True
 
-    def release(self, lease: CoreLease, ended: bool, hold_back: bool) -> None:
+    def release(self, lease: CoreLease, ended: bool, hold_back: bool, used: bool) -> None:
         """See ``CacheCore.release``."""
         if lease.released:
             return
         lease.released = True
         del self.active[lease.id]
-        self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-        self._matching.use(lease.hold.end, lease.forked)
+        if used:
+            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matching.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)

@@ -37,18 +37,16 @@ class Unsaved(NamedTuple):
 
 
 class Survey:
-    """Counts, over all live nodes, what a close would lose now. It begins when it is first asked."""
+    """Counts, over all live nodes, what a close would lose now."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._walk: Walk | None = None
+        self._walk = Walk(world, world.roots.values())
         self._unsaved = [0, 0]
 
     def unsaved(self) -> Unsaved | More:
         """Count on: ``More`` until the walk is over, and then the result."""
         world = self._world
-        if self._walk is None:
-            self._walk = Walk(world, world.roots.values())
         while not self._walk.over():
             node = self._walk.step()
             if node is not None and not node.root.dead and not world.stored(node) & 1:

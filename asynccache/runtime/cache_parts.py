@@ -23,7 +23,7 @@ from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.runtime.kept_prefixes import KeptPrefixes
 from asynccache.runtime.lease_wait import LeaseParts
 from asynccache.runtime.lookups import Lookups
-from asynccache.runtime.outbox import TASKS, Backlog, Outbox
+from asynccache.runtime.outbox import TASKS, Backlog, Lateness, Outbox
 from asynccache.runtime.prefetch import HandleClaims
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.supervisor import Supervisor
@@ -67,14 +67,15 @@ class CacheParts:
         self.claims = HandleClaims(driver)
         clock = time.perf_counter  # uvloop's own clock counts milliseconds
         backlog = Backlog({int(c.kind): int(c.host * config.backup_quota) for c in self.core.config.components})
-        self.outbox = Outbox(worker, driver.post, clock, backlog, self._tell_late)
+        lateness = Lateness(self._tell_late)
+        self.outbox = Outbox(worker, driver.post, clock, backlog, lateness)
         self.prefetching = Prefetching(
-            config, driver, worker, self.pools, self.claims, self.outbox, self.supervisor.spawn, clock
+            config, driver, worker, self.pools, self.claims, self.outbox, lateness, self.supervisor.spawn, clock
         )
         driver.copy, driver.store = self.engine.begin, self.outbox.put
         hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
         self.lease_parts = LeaseParts(
-            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, self.supervisor, hashes=hashes
+            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, hashes=hashes
         )
         self.kept_prefixes = KeptPrefixes(config, self.lease_parts)
         self.stores = StoreAttachments(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])

@@ -310,11 +310,12 @@ class CallGuard:
         }
 
     async def aclose(self) -> None:
-        """Cancel the probe and the calls that were left behind, and wait for their end. Cancelling it does not shorten
-        that."""
-        for task in (*self._left, *([self._probing] if self._probing is not None else [])):
-            task.cancel()
-            await settled([task])
+        """Cancel the probe, if there is one, and wait for its end and that of the calls that were left behind.
+        Cancelling it does not shorten that."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await settled([self._probing])
+        await settled(list(self._left))
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
         """Return True if the breaker refuses a call for these keys now. If so the call is counted as refused, and a
@@ -365,15 +366,17 @@ class CallGuard:
             Timeout: the call was left behind.
         """
         task = asyncio.get_running_loop().create_task(work, name=f"asynccache-{name}")
-        self._left.add(task)
-        task.add_done_callback(self._ended)
         try:
             await asyncio.wait([task], timeout=2 * self._timeout + LET_GO)
         except asyncio.CancelledError:
             task.cancel()
+            self._left.add(task)
+            task.add_done_callback(self._ended)
             await asyncio.wait([task], timeout=LET_GO)
             raise
         if not task.done():
+            self._left.add(task)
+            task.add_done_callback(self._ended)
             raise Timeout(f"{name}: the store has not let go of the call after {2 * self._timeout} s")
         return task.result()
 

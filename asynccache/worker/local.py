@@ -90,9 +90,9 @@ async def close_all(
     tiers: TieredStore, mover: Mover | None, device: Device | None, patience: float, *, own: bool
 ) -> None:
     """Close the stores, the pools and, if the worker has opened it (``own``), the device. A device that the worker has
-    opened waits for its copies as long as they take. On the embedder's device they are waited for ``patience`` seconds.
-    If it is cancelled while a store still has calls, pools and device stay as they are: it may use them. Raises
-    ``BackendError``: a store could not close cleanly; all the rest is closed."""
+    opened waits for its copies as long as they take. On the embedder's device they are waited for ``patience``
+    seconds. If it is cancelled while a store still has calls, pools and device stay as they are, for the store may use
+    them. Raises ``BackendError``: a store could not close cleanly; all the rest is closed."""
     try:
         await tiers.aclose()
     except asyncio.CancelledError:

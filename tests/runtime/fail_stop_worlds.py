@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from asynccache import (
     ConfigError,
     LoadFailed,
     Mamba,
+    PrefetchHandle,
     SlidingWindow,
 )
 from asynccache.core import duel, eviction, ledger, reuse
@@ -187,6 +189,10 @@ def gate(here: Here) -> SimulatedGate | None:
 
 async def _commit(here: Here, lease: Lease, tokens: list[int], pools: tuple[str, ...]) -> None:
     cache, random = here.cache, here.random
+    if lease._core.loads and not lease._asked:
+        with pytest.raises(RuntimeError, match="nobody has waited"):
+            await lease.commit(tokens)
+        await lease.loaded()
     reserved = len(lease.pages) * PAGE
     stop = min(len(tokens), reserved)
     if stop < lease._core.length or lease.cached > stop:
@@ -233,15 +239,17 @@ async def fetches(here: Here) -> None:
             await cache.invalidate()
         else:
             await ask(here, text(8, 77))
-        handles = [cache.prefetch((tokens + text(2, 33))[: random.randint(1, 9) * PAGE]) for tokens in wanted]
+        ends = [random.randint(1, 9) for _ in wanted]
+        handles = [cache.prefetch((tokens + text(2, 33))[: pages * PAGE])
+                   for tokens, pages in zip(wanted, ends, strict=True)]
         await asyncio.sleep(random.choice((0.0, 0.002, 0.01, 0.04)))
         if random.random() < 0.3:
             await cache.invalidate()
         work: list[Coroutine[Any, Any, object]] = [ask(here, tokens, prefetch=None) for tokens in wanted]
         work += [request(here) for _ in range(random.randint(0, 2))]
         work += [disturb(here) for _ in range(random.randint(0, 1))]
-        work += [ask(here, tokens + text(1, 50), prefetch=handle)
-                 for tokens, handle in zip(wanted, handles, strict=True)
+        work += [ask(here, tokens + text(1, 50), prefetch=handle if pages * PAGE <= len(tokens) else None)
+                 for tokens, handle, pages in zip(wanted, handles, ends, strict=True)
                  if random.random() < 0.4]
         await everybody(*random.sample(work, len(work)))
         for handle in handles:
@@ -364,6 +372,11 @@ async def push_away(here: Here) -> None:
         await here.cache.flush()
 
 
+def begun(cache: AsyncCache, handle: PrefetchHandle) -> bool:
+    """Whether a fetch is under way, or nothing is to be waited for any more."""
+    return handle.done() or bool(parts(cache).prefetching.operations())
+
+
 async def fetching(here: Here) -> None:
     """Pages are fetched that come from elsewhere meanwhile, that are forgotten, and whose store goes."""
     cache = here.cache
@@ -375,7 +388,7 @@ async def fetching(here: Here) -> None:
         async with holding(here) as posts:
             async with cache.lease(text(7, seed), wait=False) as lease:
                 handle = cache.prefetch(text(3, seed) + text(2, 9))
-                await until(lambda fetched=handle: fetched.done() or bool(parts(cache).prefetching.operations()))
+                await until(partial(begun, cache, handle))
                 compute(cache, lease, text(7, seed), here.checked)
                 lease.advance(7 * PAGE)
                 await lease.commit(text(7, seed))
@@ -626,7 +639,8 @@ def drawn(seed: int) -> Play:
                 order=random.choice((Order.FIFO, Order.SHUFFLED)), seed=seed)
 
 
-SEEDS = (333, 340, 421, 438, 479, 551, 558, 595, 650, 663, 679, 2533, 20273, 20318, 20647, 21404)
+SEEDS = (169, 191, 2533, 10543, 20049, 20273, 20318, 20615, 20647, 21386, 21404,
+         22012, 22023, 22074, 22106, 22593, 22651, 333, 340, 421, 438, 479, 551, 558, 595, 650, 663, 679, 20647)
 PLAIN = {"device": 14, "host": 20}
 PLAYS: dict[str, Play] = {
     "loading": Play(scenario=loading, shape=PLAIN),
@@ -643,6 +657,7 @@ PLAYS: dict[str, Play] = {
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
     "claimed": Play(scenario=claimed, shape=PLAIN),
+    "late": Play(scenario=claimed, shape=PLAIN, hostility=Hostility(delay=0.15)),
     "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
     "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "returning": Play(scenario=returning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),

@@ -25,19 +25,17 @@ BOUND = 2 * TIMEOUT + 1.0
 
 
 class Deaf(Hangs):
-    """Also its ``clear`` and ``delete`` may be the verb that hangs, each as ``get`` does in ``Hangs``."""
+    """The verb that hangs, alone, may also be ``delete`` or ``flush``."""
 
-    async def clear(self) -> None:
-        await self._hang("clear")
-        await self.inner.clear()
+    def __init__(self, verb: str) -> None:
+        super().__init__(verb, alone=True)
+
+    async def flush(self) -> None:
+        await self._hang("flush")
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         await self._hang("delete")
         return await self.inner.delete(keys)
-
-    async def _hang(self, verb: str) -> None:
-        if verb == self.verb:
-            await super()._hang(verb)
 
 
 @asynccontextmanager
@@ -133,12 +131,8 @@ def test_a_reset_says_that_a_store_hangs_after_its_time_outs(verb: str) -> None:
 
 
 def test_a_flush_with_a_time_out_ends_by_it_though_the_store_lets_nothing_go() -> None:
-    class DeafFlush(Deaf):
-        async def flush(self) -> None:
-            await self._hang("flush")
-
     async def main(loop: SimulatedLoop) -> None:
-        device, backend = SimulatedDevice(seed=1, latency=(0.0, 0.001)), DeafFlush("flush")
+        device, backend = SimulatedDevice(seed=1, latency=(0.0, 0.001)), Deaf("flush")
         backend.hung.set()
         async with AsyncCache(settings(20, 40), device=device, storage=backend) as cache:
             await publish(cache, "other", seed=1)

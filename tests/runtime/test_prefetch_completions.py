@@ -4,8 +4,8 @@ holds the tree lock does. What is queued can be given up, and hears of the end o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
@@ -13,6 +13,7 @@ from asynccache import AsyncCache, CacheClosed, CacheConfig, PrefetchHandle, Pre
 from asynccache.core.plan import Plan, Wait
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.driver import FetchCommit
+from asynccache.runtime.driving import holding
 from tests.runtime.runtime_kit import opened, parts, settings, settled, text, turns
 from tests.runtime.test_prefetching import stored
 
@@ -31,21 +32,23 @@ async def waits(handle: PrefetchHandle) -> None:
     await handle
 
 
-@contextmanager
-def taken_when_queued(cache: AsyncCache) -> Iterator[asyncio.Event]:
-    """The tree lock is taken in the turn in which a fetch queues its commit. The event is set then. Whoever uses this
-    releases the lock."""
-    driver, queued = parts(cache).driver, asyncio.Event()
+@asynccontextmanager
+async def queued(cache: AsyncCache) -> AsyncIterator[PrefetchHandle]:
+    """A prefetch whose fetch has queued its commit. The caller holds the tree lock: it runs before the ack task."""
+    driver, put = parts(cache).driver, asyncio.Event()
     usual = driver.post_commit
 
     def post(commit: FetchCommit) -> None:
+        put.set()
         usual(commit)
-        assert driver.lock.take()
-        queued.set()
 
     driver.post_commit = post  # type: ignore[method-assign]
-    yield queued
+    handle = cache.prefetch(text(6))
+    async with asyncio.timeout(5.0):
+        await put.wait()
     driver.post_commit = usual  # type: ignore[method-assign]
+    async with holding(driver.lock):
+        yield handle
 
 
 @contextmanager
@@ -78,29 +81,23 @@ async def test_no_fetch_commits_by_itself() -> None:
 async def test_a_completion_waits_in_the_queue_until_somebody_takes_the_lock() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
         driver = parts(cache).driver
-        with taken_when_queued(cache) as queued:
-            handle = cache.prefetch(text(6))
-            await queued.wait()
+        async with queued(cache) as handle:
             await turns()
             assert (operations(cache), driver.unapplied, handle.done()) == (1, 1, False)
             driver.apply_outcomes()
             assert (operations(cache), driver.unapplied) == (0, 0)
             await turns()
             assert handle.done(), "nothing but the commit was waited for"
-            driver.lock.release()
         assert await handle == (PrefetchStatus.COMPLETE, 24, "")
 
 
 @pytest.mark.asyncio
 async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_at_once() -> None:
     async with stored() as storage, opened(config(), storage=storage) as cache:
-        with taken_when_queued(cache) as queued:
-            handle = cache.prefetch(text(6))
-            await queued.wait()
+        async with queued(cache) as handle:
             handle.cancel()
             assert operations(cache) == 0
             assert cache.statistics().host["full"].free == 32
-            parts(cache).driver.lock.release()
         assert (await handle).status is PrefetchStatus.CANCELLED
         await settled(cache)
         assert (await cache.match(text(6))).host == 0
@@ -111,14 +108,12 @@ async def test_who_waits_for_a_completion_hears_why_the_cache_closed() -> None:
     async with stored() as storage:
         device = CpuDevice()
         cache = await AsyncCache(config(), device=device, storage=storage).__aenter__()
-        with taken_when_queued(cache) as queued:
-            handle = cache.prefetch(text(6))
+        async with queued(cache) as handle:
             waiting = asyncio.create_task(waits(handle))
-            await queued.wait()
+            await turns()
             parts(cache).supervisor.fail(RuntimeError("on purpose"))
             with pytest.raises(CacheClosed, match="on purpose"):
                 await waiting
-            parts(cache).driver.lock.release()
         await cache.aclose()
         assert operations(cache) == 0, "its task has given its pages back"
         await device.aclose()
