@@ -26,7 +26,7 @@ from asynccache import (
     PrefetchHandle,
     SlidingWindow,
 )
-from asynccache.core import duel, eviction, ledger, passes, reuse, transfers
+from asynccache.core import duel, eviction, ledger, reuse
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.policies import POLICIES
@@ -759,8 +759,6 @@ def grained(steps: int) -> Iterator[None]:
     usual = CacheConfig.core
     with (
         patch.object(CacheConfig, "core", small),
-        patch.object(transfers, "_SLICE", steps), patch.object(passes, "_SWEEP_SLICE", steps),
-        patch.object(passes, "_SURVEY_SLICE", steps), patch.object(passes, "_BACKFILL_SLICE", steps),
         patch.object(eviction, "_SLICE", 2), patch.dict(POLICIES, {"p2c": lambda config: P2c(config, learn_every=2)}),
         patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
         patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
