@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
