@@ -23,7 +23,6 @@ from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listi
 from asynccache.core.plan import More, Outcome, Plan, Wait
 from asynccache.core.prefetching import (
     Begin,
-    Join,
     PrefetchBegun,
     Prefetches,
     PrefetchInFlight,
@@ -194,9 +193,14 @@ class CacheCore:
         self._leases.release(lease, ended, retire, used)
         return self._given_back()
 
-    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
-        """Begin to fetch what storage has of ``key`` beyond what the host has. ``Wait``, ``Join`` and ``Skip``: no
-        prefetch began, and nothing was taken."""
+    def prefetch_look(self, space: bytes, key: bytes) -> PrefetchShape | Skip:
+        """Return what a prefetch of ``key`` would bring as things are now; ``Skip`` if it would not begin. Changes
+        nothing."""
+        return self._prefetches.look(space, key)
+
+    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Skip:
+        """Begin to fetch ``key``, which storage has, beyond what the host has. ``Wait`` and ``Skip``: no prefetch
+        began, and nothing was taken."""
         return self._prefetches.open(space, key, begin)
 
     def prefetch_take_full(self, op: int, pages: int, later: int = 0) -> Taken | More:
@@ -355,7 +359,7 @@ class CacheCore:
     def active_holds(self) -> list[Hold]:
         """Return the holds of all leases, claims and prefetches, for the audit."""
         leases = [lease.hold for lease in self._leases.active.values()]
-        fetches = [hold for fetch in self._prefetches.active.values() for hold in fetch.holds]
+        fetches = [fetch.hold for fetch in self._prefetches.active.values()]
         return [*leases, *self._transfers.claims.held.values(), *fetches]
 
     def active_claims(self) -> tuple[Hold, ...]:
@@ -368,7 +372,7 @@ class CacheCore:
 
 
 __all__ = [
-    "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant", "Join",
+    "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant",
     "LeaseRequest", "Listed", "Listing", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip",
     "Statistics", "Survey", "Taken", "Unsaved", "Wait", "Walk", "needed_pages", "usable_end",
 ]  # fmt: skip

@@ -179,7 +179,8 @@ class Leases:
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
-        if targets[-1] and not self.active and not any(self._world.ledger.count[kind] for kind in ON_DEVICE):
+        ledger = self._world.ledger
+        if targets[-1] and not self.active and not (ledger.ops and any(ledger.count[kind] for kind in ON_DEVICE)):
             targets.append(0)
         return targets if ask.shorter else targets[:1]
 

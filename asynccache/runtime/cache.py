@@ -276,9 +276,9 @@ class AsyncCache:
             stopped = await self._stop_in_time(parts)
         if not stopped:
             raise BackendError(
-                f"the cache is closed, but the host's memory is left behind, since it is still used by stores: "
-                f"{', '.join(parts.worker.busy) or 'unknown'}. They may have lost what they had stored last. Unsaved "
-                f"pages: {left.host} neither on the host nor stored, {left.storage} not stored"
+                f"the cache is closed, but the host's memory is left behind, since it is still in use, by "
+                f"{', '.join(parts.worker.busy) or 'copies'}: what was stored last may be lost. Unsaved pages: "
+                f"{left.host} neither on the host nor stored, {left.storage} not stored"
             )
         return CloseReport(left.host, left.storage, parts.supervisor.error)
 
@@ -291,6 +291,10 @@ class AsyncCache:
         stopper = self._stopper
         try:  # a group of workers gives up the one that is late by itself, and says which
             await self._limit.keep(lambda: asyncio.wait([stopper]), LATE if self._workers is None else 2 * LATE)
+        except asyncio.CancelledError:
+            stopper.cancel()
+            await asyncio.wait([stopper], timeout=LATE)
+            raise
         except TimeoutError:
             stopper.add_done_callback(lambda done: done.cancelled() or done.exception())
             parts.close(None)
@@ -539,7 +543,13 @@ class AsyncCache:
 
         Device and host forget the namespace. In storage, the pages that the tree knows are deleted. Pages that the tree
         had evicted stay in storage, out of reach of this cache, but a later process may find them: where that matters,
-        change ``extra_key`` or call ``reset``. Cancelling it may leave pages on every tier, out of reach of this cache.
+        change ``extra_key`` or call ``reset``. What this cache stores of the namespace from now on it stores under new
+        keys, which no later process looks for: to a process that opens the cache anew, these pages are dead bytes until
+        the store evicts them.
+
+        Writes of other namespaces are not waited for. Writes of its own pages are, for twice the longest ``timeout`` of
+        a store and a second at most; a page that is written later stays, like those that were evicted. Cancelling it
+        may leave pages on every tier, out of reach of this cache.
 
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
@@ -551,11 +561,15 @@ class AsyncCache:
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
 
+        Writes that are under way are waited for, for twice the longest ``timeout`` of a store and a second at most, and
+        the clearing of a store for as long again.
+
         If it is cancelled while it waits for other calls that change the cache, no page is forgotten. Cancelling it
-        later leaves device and host empty, and may leave storage as it was.
+        later leaves nothing of device and host in reach, and may leave storage as it was.
 
         Raises:
-            BackendError: storage could not be cleared.
+            BackendError: storage could not be cleared, or a store still writes pages from before: they may be found in
+                it, and ``reset`` is to be called again.
         """
         parts = self._ready()
         parts.namespaces.reset()

@@ -36,7 +36,7 @@ async def drain(driver: Driver) -> Unsaved:
     """
     failures, core = 0, driver.core
     while failures < HOPELESS_ROUNDS:
-        await in_turns(driver, partial(core.drain, core.walk()))
+        await in_turns(driver, lambda: partial(core.drain, core.walk()))
         if not driver.saving:
             break
         statuses = await all_ended(driver.ops, tuple(driver.saving))
@@ -47,7 +47,7 @@ async def drain(driver: Driver) -> Unsaved:
 async def unsaved(driver: Driver) -> Unsaved:
     """Return how many pages a close would lose now, if it saved nothing. Works on a closed cache, too. Cancelling it
     changes nothing."""
-    return await in_turns(driver, driver.core.survey().unsaved, reads=True)
+    return await in_turns(driver, lambda: driver.core.survey().unsaved, reads=True)
 
 
 async def flush(driver: Driver, worker: Worker) -> Unsaved:
@@ -80,8 +80,8 @@ async def forget(
         return driver.core.invalidate(space)
 
     await _invalidate(driver, invalidate)
-    if listing is not None:
-        pages, writes = await in_turns(driver, listing.some)
+    if (begun := listing) is not None:
+        pages, writes = await in_turns(driver, lambda: begun.some)
         outbox.outdate(writes)
         await _ended_in_time(driver, writes, worker)
         await worker.delete(pages)
@@ -126,7 +126,7 @@ async def _invalidate(driver: Driver, begin: Callable[[], Plan | More]) -> None:
         now, call = call, driver.core.sweep
         return now()
 
-    await in_turns(driver, some)
+    await in_turns(driver, lambda: some)
 
 
 def _longest_write(worker: Worker) -> float:
