@@ -135,8 +135,8 @@ class CacheParts:
         }  # fmt: skip
 
     def queues(self) -> Mapping[str, int]:
-        """Return how much waits in each queue: operations for their stages, prefetches, outcomes for the core, leases
-        in line, and backups in flight."""
+        """Return how much waits in each queue: operations for their stages, prefetches, acks for the core, leases in
+        line, and backups in flight."""
         return {
             **self.worker.queues(),
             "backup_storage": len(self.outbox),

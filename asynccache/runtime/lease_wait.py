@@ -193,9 +193,11 @@ class LeaseWait:
         """Leave the line, and give up the prefetch if the lease has begun it itself."""
         self._step_aside()
         if self.handle is not None:
-            self.handle.let_go(self._granted)
+            counted = self.handle.let_go(self._granted)
             if self._own_handle:
                 self.handle.give_up()
+            if counted:
+                self.handle = self.arrival = None
 
     def _step_aside(self) -> None:
         place, self._place = self._place, None

@@ -146,8 +146,8 @@ class Prefetch:
 
     ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
     number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
-    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: the
-    future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now. ``grace``: returns
+    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: what
+    its task awaits while it shares the fetch of another. ``fetch``: the fetch that serves it now. ``grace``: returns
     for how many seconds an end is waited for that was asked for now. ``spent``: True once a lease with it was granted,
     or its holder has cancelled it.
 
@@ -174,6 +174,7 @@ class Prefetch:
         self.fetch: Fetch | None = None
         self._check = check
         self.spent = False
+        self._granted = False
         self._claims = claims
         self._grace = grace
         self._elsewhere = 0
@@ -231,10 +232,15 @@ class Prefetch:
 
     def _raise(self, wish: Wish) -> None:
         self.wish = wish
-        if self.asleep is not None and not self.asleep.done():
-            self.asleep.set_result(None)
         if self.fetch is not None:
             self.fetch.told(self)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the task that waits for the fetch which this prefetch shares: the fetch is over, or there is a new
+        wish."""
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
 
     def _end_without_answer(self) -> None:
         if self.wish is Wish.CANCEL:
@@ -263,14 +269,17 @@ class Prefetch:
         self._leases += 1
         self._note()
 
-    def let_go(self, granted: bool) -> None:
-        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up."""
+    def let_go(self, granted: bool) -> bool:
+        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up. Returns True if
+        another lease with this prefetch was granted before: what it has brought counts as a hit once."""
         self._leases -= 1
+        before = self._granted
         if granted:
-            self.spent = True
+            self.spent = self._granted = True
             self._claims.drop(self.ticket)
         else:
             self._note()
+        return before
 
     def _note(self) -> None:
         if self._claims.holds(self.ticket):
