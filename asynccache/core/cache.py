@@ -34,8 +34,7 @@ from asynccache.core.prefetching import (
 )
 from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Walk
-from asynccache.core.world import World
+from asynccache.core.world import Walk, World
 from asynccache.errors import ConfigError
 
 
@@ -69,6 +68,9 @@ class Statistics(NamedTuple):
 class CacheCore:
     """The core. It is not thread-safe, never blocks, and keeps no clock.
 
+    A call takes at most about ``CoreConfig.slice_steps`` steps beside the walk along its own path. What is left then is
+    done by the next slice of the call (``More``), or by ``follow_up``.
+
     ``release``, ``claim``, ``drop_claim`` and ``prefetch_revoke`` split, evict and back up nothing, so they may be
     called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
     ``follow_up``, and ``behind`` is True while there is any.
@@ -76,7 +78,6 @@ class CacheCore:
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
-        self.behind = False
         self.world = World(config)
         self._transfers = Transfers(self.world)
         self._matching = Matching(self.world)
@@ -85,6 +86,11 @@ class CacheCore:
         self._prefetches = Prefetches(self.world, self._transfers, self._matching)
         self._invalidation = Invalidation(self.world, self._transfers.room)
         self.explaining = Explaining(self.world, self._matching)
+
+    @property
+    def behind(self) -> bool:
+        """True if there is work that ``follow_up`` would do."""
+        return self.world.behind
 
     def at(self, now: float) -> None:
         """Set the core's time to ``now``, in seconds of a clock that never goes back. All calls that follow happen at
@@ -198,7 +204,9 @@ class CacheCore:
         nothing."""
         return self._prefetches.look(space, key)
 
-    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Skip:
+    def prefetch_open(
+        self, space: bytes, key: bytes, begin: Begin = Begin.NEXT
+    ) -> PrefetchBegun | Wait | Skip | More:
         """Begin to fetch ``key``, which storage has, beyond what the host has. ``Wait`` and ``Skip``: no prefetch
         began, and nothing was taken."""
         return self._prefetches.open(space, key, begin)
@@ -250,37 +258,40 @@ class CacheCore:
         return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome]) -> Plan:
-        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them.
+        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them. If
+        there are many, some are left to ``follow_up``; until then their operations are in flight.
 
         Raises:
             InvariantViolation: an operation is unknown, or had its outcome already.
         """
         self._transfers.complete(outcomes)
-        self._transfers.store_again()
         return self.follow_up()
 
     def follow_up(self) -> Plan:
-        """Do what can be done since pages or pins came free: start backups that waited for them, and drop nodes of
-        forgotten namespaces that nobody uses any more."""
-        self.behind = False
-        self._transfers.retry_deferred()
-        if self.world.dead_roots:
-            self._invalidation.sweep()
+        """Apply outcomes that wait, and do what can be done since pages or pins came free: start backups that waited
+        for them, and drop nodes of forgotten namespaces that nobody uses any more. A call does a slice of that;
+        ``behind`` is True if the next one is to go on."""
+        self.world.behind = self._transfers.settle()
+        if not self.world.behind:
+            self._transfers.store_again()
+            self._transfers.retry_deferred()
+            if self.world.dead_roots:
+                self._invalidation.sweep()
         return self.world.plan()
 
     def _given_back(self) -> Plan:
-        self.behind = self.behind or bool(self._transfers.deferred or self.world.dead_roots)
+        self.world.behind = self.world.behind or bool(self._transfers.deferred or self.world.dead_roots)
         return self.world.plan()
 
     def walk(self) -> Walk:
         """Begin a walk for ``drain``, over all live nodes that can be saved: none if there is no host tier."""
-        return Walk(self.world.roots.values() if self.world.has_host else ())
+        return Walk(self.world, self.world.roots.values() if self.world.has_host else ())
 
     def drain(self, walk: Walk) -> Plan | More:
         """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
         slice of ``walk``: it returns ``More`` if the next call is to go on, else the last plan."""
         self._transfers.save_some(walk)
-        return More(self.world.plan()) if walk.todo else self.world.plan()
+        return self.world.plan() if walk.over() else More(self.world.plan())
 
     def survey(self) -> Survey:
         """Begin to count, over all live nodes, which pages are unsaved."""

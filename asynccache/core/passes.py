@@ -12,7 +12,6 @@ Laws:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from asynccache.core.holds import Claims
@@ -23,10 +22,10 @@ from asynccache.core.room import RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, Root, Walk
-from asynccache.core.world import World
+from asynccache.core.tree import Node, Root
+from asynccache.core.world import LISTED, Walk, World
 
-_SURVEY_SLICE = 512
+_HASHES = 32  # how many hashes are listed in a step
 
 
 class Unsaved(NamedTuple):
@@ -42,21 +41,21 @@ class Survey:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._walk = Walk(world.roots.values())
+        self._walk = Walk(world, world.roots.values())
         self._unsaved = [0, 0]
 
     def unsaved(self) -> Unsaved | More:
         """Count on: ``More`` until the walk is over, and then the result."""
-        for _ in range(_SURVEY_SLICE):
-            if not self._walk.todo:
-                break
+        world = self._world
+        while not self._walk.over():
             node = self._walk.step()
-            if node is not None and not node.root.dead and not self._world.stored(node) & 1:
-                self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
-        if self._walk.todo:
-            return More(self._world.plan())
+            if node is not None and not node.root.dead and not world.stored(node) & 1:
+                self._unsaved[node.state[world.count] == PRESENT] += world.pages(node, 0)
+            if world.spent():
+                return More(world.plan())
+        world.plan()
         host, storage = self._unsaved
-        return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
+        return Unsaved(host, storage if world.access is Access.WRITE else 0)
 
 
 class Listed(NamedTuple):
@@ -73,32 +72,42 @@ class Listing:
     def __init__(self, world: World, space: bytes) -> None:
         self._world = world
         self._root = world.roots.get(space)
-        self._walk = Walk(() if self._root is None else (self._root,))
+        self._walk = Walk(world, () if self._root is None else (self._root,))
         self._runs: list[bytes] = []
-        self._pages: dict[bytes, None] = {}
+        self._run, self._at = b"", 0
+        self._seen: set[bytes] = set()
+        self._pages: list[bytes] = []
         self._writes: set[int] = set()
         if self._root is not None:
             self._root.left = self._runs
 
     def some(self) -> Listed | More:
         """List on: ``More`` until the list is complete, and then the list."""
-        for _ in range(_SURVEY_SLICE):
-            if self._walk.todo:
+        world, runs = self._world, self._runs
+        while runs or self._at < len(self._run) or not self._walk.over():
+            if not self._walk.over():
                 node = self._walk.step()
                 if node is not None:
-                    self._runs.append(node.hashes)
+                    runs.append(node.hashes)
                     self._writes.update([op.id for op in node.ops if op.kind == BACKUP_STORAGE])
-            elif self._runs:
-                run = self._runs.pop()
-                self._pages.update([(run[at : at + HASH_BYTES], None) for at in range(0, len(run), HASH_BYTES)])
-        if self._walk.todo or self._runs:
-            return More(self._world.plan())
+            elif self._at < len(self._run):
+                stop = min(len(self._run), self._at + _HASHES * HASH_BYTES)
+                self._pages += [self._run[at : at + HASH_BYTES] for at in range(self._at, stop, HASH_BYTES)]
+                self._at = stop
+                world.steps += 1
+            else:
+                self._run, self._at = runs.pop(), 0
+                world.steps += 1
+                if self._run[-HASH_BYTES:] in self._seen:  # a node that has left may have been listed before
+                    self._run = b""
+                self._seen.add(self._run[-HASH_BYTES:])
+            if world.spent():
+                return More(world.plan())
         if self._root is not None:
             self._root.left = None
-        return Listed(list(self._pages), self._writes)
+        world.plan()
+        return Listed(self._pages, self._writes)
 
-
-_SWEEP_SLICE = 256
 
 
 class Invalidation:
@@ -129,21 +138,23 @@ class Invalidation:
         the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
         every pass ends."""
         world = self._world
-        left = self._drop_some(_SWEEP_SLICE)
-        if not left:
+        if not self._drop_some():
             return True
         self._pass = self._dead_nodes()
-        self._drop_some(left)
+        if not world.spent():
+            self._drop_some()
         world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
         return False
 
-    def _drop_some(self, steps: int) -> int:
-        """Go on with the pass for ``steps`` nodes. Return how many of these steps are left; 0 unless the pass has
-        ended."""
-        for node in islice(self._pass, steps):
+    def _drop_some(self) -> bool:
+        """Go on with the pass. Return True if it has ended."""
+        world = self._world
+        for node in self._pass:
+            world.steps += 1
             self._drop(node)
-            steps -= 1
-        return steps
+            if world.spent():
+                return False
+        return True
 
     def _dead_nodes(self) -> Iterator[Node]:
         """Yield all nodes below dead roots, each after its children. Nodes may leave and split between two steps."""
@@ -152,23 +163,27 @@ class Invalidation:
 
     def _leaves(self, root: Root) -> Iterator[Node]:
         """Yield the nodes below ``root``, each after its children."""
-        stack = [(node, False) for node in (root.children or {}).values()]
+        stack: list[tuple[Node, list[Node]]] = [(root, self._children(root))]
         while stack:
-            node, seen = stack.pop()
-            if seen or node.children is None:
-                yield node
-                continue
-            stack.append((node, True))
-            stack.extend((child, False) for child in list(node.children.values()))
+            node, below = stack[-1]
+            if below:
+                child = below.pop()
+                stack.append((child, self._children(child)))
+            else:
+                stack.pop()
+                if node is not root:
+                    yield node
+
+    def _children(self, node: Node) -> list[Node]:
+        below = list(node.children.values()) if node.children is not None else []
+        self._world.steps += len(below) // LISTED
+        return below
 
     def _drop(self, node: Node) -> None:
         for tier in (DEVICE, HOST):
             place = tier * self._world.count
             if node.parent is not None and self._world.is_candidate(node, place):
                 self._room.evict(node, place)
-
-
-_BACKFILL_SLICE = 128
 
 
 class Filled(NamedTuple):
@@ -187,24 +202,23 @@ class Backfill:
         self._transfers = transfers
         self._store = store
         self._began = world.ledger.next
-        self._walk = Walk(world.roots.values())
+        self._walk = Walk(world, world.roots.values())
 
     def some(self, ops: int, pages: int) -> Filled:
         """Do the next slice. It begins at most about ``ops`` operations, on at most about ``pages`` pages of FULL."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
-        for _ in range(_BACKFILL_SLICE):
-            if not self._walk.todo:
-                break
+        while not self._walk.over():
             node = self._walk.peek()
             size = 0 if node is None else world.pages(node, 0)
             if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
                 break
             self._walk.step()
-            if node is None or node.root.dead:
-                continue
-            before = world.ledger.next
-            world.publish(Medium.STORAGE, True, node)
-            if self._store:
-                self._transfers.store([node], self._began)
-            begun_pages += size if world.ledger.next > before else 0
-        return Filled(world.plan(), not self._walk.todo)
+            if node is not None and not node.root.dead:
+                before = world.ledger.next
+                world.publish(Medium.STORAGE, True, node)
+                if self._store:
+                    self._transfers.store([node], self._began)
+                begun_pages += size if world.ledger.next > before else 0
+            if world.spent():
+                break
+        return Filled(world.plan(), self._walk.over())

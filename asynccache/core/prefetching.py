@@ -24,7 +24,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
 from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
-from asynccache.core.room import Room
+from asynccache.core.room import FREE, SHORT, SLICE
 from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
@@ -199,7 +199,7 @@ class Prefetches:
         path, reached = world.find(space, key)
         return self._never(path) or self._shape_of(path, reached, key)
 
-    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip:
+    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip | More:
         """See ``CacheCore.prefetch_open``."""
         root = self._world.enter(space)
         answer = self._open(root, self._whole(key), begin)
@@ -210,7 +210,7 @@ class Prefetches:
     def _whole(self, key: bytes) -> bytes:
         return key[: len(key) // self._world.page_bytes * self._world.page_bytes]
 
-    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip:
+    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip | More:
         world, page = self._world, self._world.page_bytes
         path, reached = walk(root, key, 0, page)
         shape = self._never(path) or self._shape_of(path, reached, key)
@@ -255,7 +255,8 @@ class Prefetches:
         if path:
             world.pin_full(path[-1], HOST)
         while not (fits := self._fits(wants)) and begin is Begin.NOW and self._transfers.claims.let_go(False):
-            pass
+            if world.spent():
+                break
         if path:
             world.unpin_full(path[-1], HOST)
         return fits or begin is Begin.NOW or not self._something_ends()
@@ -285,16 +286,20 @@ class Prefetches:
             return Skip("the host is too small for the anchor")
         return Skip("the anchor cannot be backed up") if node.unsavable else None
 
-    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | None:
+    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | More | None:
         """Return None if FULL of ``path`` is on the host. If it is not, its backup must come first: start it, and
         return what to answer for now."""
         place = self._world.count
         node = path[-1] if path else None
         if node is None or node.state[place] == PRESENT:
             return None
-        if node.state[place] == ABSENT and not self._transfers.save(node):
-            waits = begin is not Begin.NOW and self._something_ends()
-            return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
+        if node.state[place] == ABSENT:
+            room = self._transfers.save(node)
+            if room is SLICE:
+                return More(self._world.plan())
+            if room is SHORT:
+                waits = begin is not Begin.NOW and self._something_ends()
+                return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
         return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
 
     def _begin(self, root: Node, path: list[Node], shape: PrefetchShape, key: bytes) -> PrefetchBegun:
@@ -350,8 +355,8 @@ class Prefetches:
         world, fetch = self._world, self.active[op]
         needs = [0] * world.count
         needs[0] = min(pages, world.shelves[world.count].reachable())
-        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
-        if room is Room.SLICE:
+        room = self._transfers.room.make(HOST, needs)
+        if room is SLICE:
             return More(world.plan())
         count = min(needs[0], world.shelves[world.count].slots.left)
         slots = world.shelves[world.count].slots.take(count)
@@ -368,10 +373,10 @@ class Prefetches:
         needs = [0] * world.count
         for component in world.components[1:]:
             needs[component.index] = len(needed_pages(fetch.shape, component.kind, end))
-        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
-        if room is Room.SLICE:
+        room = self._transfers.room.make(HOST, needs)
+        if room is SLICE:
             return More(world.plan())
-        if room is not Room.FREE:
+        if room is not FREE:
             return Taken(b"", None, world.plan())
         fetch.aux_end = end
         aux = {}

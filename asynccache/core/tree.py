@@ -7,7 +7,6 @@ in pages from the root. A node that left the tree has no parent, like a root, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from asynccache.core.keys import HASH_BYTES
@@ -85,37 +84,6 @@ class Root(Node):
         self.dead = self.mute = False
         self.holders = 0
         self.left: list[bytes] | None = None
-
-
-class Walk:
-    """A walk over the nodes below ``roots``, a node at a time; between two steps the tree may change. A node that is in
-    the tree from the first step to the last is visited once, also if it was split or the node below it has left.
-
-    ``todo``: where the nodes to visit hang: the node above, which has been visited, and the first page. A node by
-    itself would not do: when it is split, the upper piece is a new object.
-    """
-
-    def __init__(self, roots: Iterable[Node]) -> None:
-        self.todo: list[tuple[Node, bytes]] = []
-        for root in roots:
-            self._push(root)
-
-    def peek(self) -> Node | None:
-        """Return the node that ``step`` would visit; None if what hung there has left the tree."""
-        above, page = self.todo[-1]
-        return above.children.get(page) if above.children is not None else None
-
-    def step(self) -> Node | None:
-        """Visit the next node, and return what ``peek`` returns."""
-        node = self.peek()
-        self.todo.pop()
-        if node is not None:
-            self._push(node)
-        return node
-
-    def _push(self, above: Node) -> None:
-        if above.children is not None:
-            self.todo.extend([(above, page) for page in above.children])
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:

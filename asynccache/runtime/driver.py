@@ -263,7 +263,7 @@ class Operations:
 class Nudge(Enum):
     """An item of the queue of acks that stands for no operation."""
 
-    FOLLOW_UP = "something was given back without the lock: whoever takes it next follows up"
+    FOLLOW_UP = "the core has left work to do: whoever takes the lock next follows up"
 
 
 FetchCommit = Callable[[], Sequence[int]]
@@ -341,16 +341,15 @@ class Driver:
             self.post(Outcome(op, status))
 
     def apply_outcomes(self) -> None:
-        """Under the lock, before anything else: apply every ack that waits, and follow up what was given back.
+        """Under the lock, before anything else: apply the acks that wait, and follow up what the core has left to do.
+        Of outcomes and of what is left, the core does a slice.
 
         Raises:
             CacheClosed: the cache is closed.
         """
         if self.closed is not None:
             self.refuse()
-        if self._waiting:
-            self._apply(self._take_acks())
-        if self.core.behind:
+        if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
@@ -358,14 +357,16 @@ class Driver:
         lock, which may be another task, applies ``ack``."""
         self._in_hand.append(ack)
 
-    def _apply(self, acks: Sequence[Ack]) -> None:
-        """Apply the outcomes among ``acks`` first, since a commit may wait for one of them; then make the commits."""
+    def _apply(self, acks: Sequence[Ack]) -> bool:
+        """Apply the outcomes among ``acks`` first, since a commit may wait for one of them; then make the commits.
+        Return True if there were outcomes: then the core has followed up, too."""
         outcomes = [ack for ack in acks if isinstance(ack, Outcome)]
         if outcomes:
             self.perform(self.locked(self.core.complete, outcomes))
         for ack in acks:
             if not isinstance(ack, (Outcome, Nudge)):
                 self._commit(ack)
+        return bool(outcomes)
 
     def _commit(self, commit: FetchCommit) -> None:
         ops = commit()
@@ -434,8 +435,6 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind:
-            self._nudge()
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
@@ -450,8 +449,6 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind:
-            self._nudge()
         return plan
 
     def lease_at_once(self, ask: LeaseRequest, granted: Callable[[Grant], None]) -> bool:
@@ -481,7 +478,8 @@ class Driver:
         self.perform(self.give_back(call, lease, ended=True) if ended else self.give_back(call, lease))
 
     def _nudge(self) -> None:
-        """Have the ack task take the lock and follow up, if nobody else comes first."""
+        """The core has left work to ``follow_up``: have the ack task take the lock and do a slice of it, if nobody else
+        comes first."""
         if not self._nudged:
             self._nudged = self._waiting = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
@@ -493,7 +491,7 @@ class Driver:
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect of ``plan`` to its stage, all copies at once, and wake whoever waits for what has ended or
-        was freed.
+        was freed. If the core call has left work to ``follow_up``, the ack task hears of it.
 
         ``retiring``: a list that gets the operations of ``Retire`` effects. The caller posts their outcomes itself,
         once the engine's events have fired; with None they are done at once.
@@ -507,6 +505,8 @@ class Driver:
                 self.ops.end(op, status)
             if freed or ended:
                 self.wake()
+            if self.core.behind:
+                self._nudge()
         except BaseException as error:  # an operation that nobody performs would never end
             self._break(error)
             raise

@@ -126,7 +126,7 @@ async def transact(driver: Driver, call: Callable[[], Plan | More]) -> None:
 async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None:
     """The ack task, which applies outcomes and makes the commits of fetches when nobody else comes by: for ever, wait
     for an ack, take the lock once, apply all that wait by then, and call ``then``. An acquisition for each ack would
-    starve behind calls in slices.
+    starve behind calls in slices. What the core leaves to the next slice is done after a turn of the loop.
     Cancelling it leaves what waits to the next holder of the lock.
 
     Raises:
@@ -137,6 +137,8 @@ async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None
         async with holding(driver.lock):
             driver.apply_outcomes()
         then()
+        if driver.core.behind:
+            await asyncio.sleep(0)
 
 
 async def woken(place: LinePlace, until: float | None = None) -> None:

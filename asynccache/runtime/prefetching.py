@@ -24,7 +24,7 @@ from typing import Any
 
 from asynccache.config import CacheConfig
 from asynccache.core.cache import Begin, PrefetchBegun, PrefetchShape, Skip
-from asynccache.core.plan import Wait
+from asynccache.core.plan import More, Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
@@ -251,9 +251,13 @@ class Prefetching:
                     if fetch.wish is not Wish.RUN:  # told while it waited for the lock
                         return False
                     answer = self._try(fetch, key, Begin.LATER if line.must_wait(ticket) else begin)
-                    if not isinstance(answer, Wait):
+                    if isinstance(answer, Wait):
+                        place = self._give_way(fetch, ticket, place, answer)
+                    elif not isinstance(answer, More):
                         return isinstance(answer, PrefetchBegun)
-                    place = self._give_way(fetch, ticket, place, answer)
+                if isinstance(answer, More):
+                    await asyncio.sleep(0)
+                    continue
                 if place is None:
                     saved += 1
                     if saved > MOST_SAVES:
@@ -270,7 +274,7 @@ class Prefetching:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, fetch: Fetch, key: bytes, begin: Begin) -> PrefetchBegun | Skip | Wait:
+    def _try(self, fetch: Fetch, key: bytes, begin: Begin) -> PrefetchBegun | Skip | Wait | More:
         """Ask the core once, and perform its plan. The caller holds the lock."""
         answer = self._driver.locked(self._driver.core.prefetch_open, fetch.space, key, begin)
         if isinstance(answer, Skip):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from asynccache.core.cache import Grant, LeaseRequest
-from asynccache.core.passes import _SURVEY_SLICE, Listed, Listing
+from asynccache.core.passes import Listed, Listing
 from asynccache.core.plan import Clone, More
+from asynccache.core.settings import SLICE_STEPS
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
-TEXTS = 2 * _SURVEY_SLICE + 1
+TEXTS = 2 * SLICE_STEPS + 1
 
 
 def wide(**options: int) -> SynchronousRuntime:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
-from asynccache.core import passes, transfers
+from asynccache.config import CacheConfig
 from asynccache.core.plan import More
+from asynccache.core.settings import CoreConfig
 from asynccache.runtime.driver import TreeLock
 from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text
 
 NODES = 40
+
+
+def take_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make slices so short that a few pages need several."""
+    usual = CacheConfig.core
+
+    def few(config: CacheConfig) -> CoreConfig:
+        return replace(usual(config), slice_steps=4)
+
+    monkeypatch.setattr(CacheConfig, "core", few)
 
 
 async def close(cache: AsyncCache) -> None:
@@ -44,8 +56,7 @@ async def reset(cache: AsyncCache) -> None:
 async def test_between_two_slices_the_lock_is_free(
     call: Callable[[AsyncCache], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((passes, "_SURVEY_SLICE"), (passes, "_SWEEP_SLICE"), (transfers, "_SLICE")):
-        monkeypatch.setattr(module, name, 4)
+    take_few_steps(monkeypatch)
     storage = MemoryBackend()
     async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage, idle=False) as cache:
         for seed in range(NODES):
@@ -77,8 +88,7 @@ async def test_between_two_slices_the_lock_is_free(
 async def test_an_invalidation_deletes_what_was_published_or_left_the_tree_while_it_went_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(passes, "_SURVEY_SLICE", 4)
-    monkeypatch.setattr(passes, "_SWEEP_SLICE", 4)
+    take_few_steps(monkeypatch)
     storage = MemoryBackend()
     async with opened(settings(device=2 * NODES, host=2 * NODES), storage=storage) as cache:
         for seed in range(NODES):

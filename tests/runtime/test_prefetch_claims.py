@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asynccache import AsyncCache, CacheFull, PrefetchStatus
-from asynccache.core.cache import Begin, PrefetchBegun, Skip, Wait
+from asynccache.core.cache import Begin, More, PrefetchBegun, Skip, Wait
 from asynccache.runtime import prefetching as prefetch
 from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend
@@ -199,7 +199,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         tries: list[bytes] = []
         core, ask = parts(cache).core, parts(cache).core.prefetch_open
 
-        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Skip:
+        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Skip | More:
             tries.append(key)
             return ask(space, key, begin)
 

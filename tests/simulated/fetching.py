@@ -134,7 +134,8 @@ def open_fetch(
     if end <= shape.covered:
         return MISS
     key = key[: end // shape.page_size * runtime.core.world.page_bytes]
-    answer = runtime.core.prefetch_open(space, key, begin)
+    while isinstance(answer := runtime.core.prefetch_open(space, key, begin), More):
+        runtime.perform(answer.plan)
     if isinstance(answer, PrefetchBegun):
         fetch = Fetch(runtime, answer, key, space, unreadable)
         runtime.perform(answer.plan)

@@ -319,6 +319,11 @@ class SynchronousRuntime:
 
     def perform(self, plan: Plan) -> None:
         """Start a plan's effects, note what ended, audit."""
+        self._perform(plan)
+        while self.prompt and self.core.behind:
+            self._perform(self.core.follow_up())
+
+    def _perform(self, plan: Plan) -> None:
         self.log.extend(plan.effects)
         for op, status in plan.ended:
             self.ended[op] = status
@@ -327,8 +332,6 @@ class SynchronousRuntime:
         self.audit()
         for running in self.running:
             running.verify()
-        if self.prompt and self.core.behind:
-            self.perform(self.core.follow_up())
 
     def audit(self, idle: bool = False) -> None:
         """Check every law of the core."""
