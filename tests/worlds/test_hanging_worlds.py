@@ -5,10 +5,12 @@ for ``make soak``, which plays worlds by new seeds as well.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,12 +70,18 @@ def test_growth_that_only_the_end_of_a_copy_or_backup_wakes_is_noticed(monkeypat
     async def deaf(driver: Driver, call: Any, done: Any, check: Callable[[], object]) -> Any:
         answer = await drive(driver, call, done, check)
         if isinstance(answer, Wait) and (ended := driver.ops.watch(answer.ops)) is not None:
-            waiters, driver.growing = driver.growing, set()
-            ended.add_done_callback(lambda _: [waiter.set_result(None) for waiter in waiters if not waiter.done()])
+            for waiter in driver.growing:
+                ended.add_done_callback(partial(_wake, waiter))
+            driver.growing = set()
         return answer
 
     monkeypatch.setattr(lease, "drive", deaf)
     assert "extend" in survivors(60)
+
+
+def _wake(waiter: asyncio.Future[None], ended: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def test_reads_that_do_not_make_storage_late_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
