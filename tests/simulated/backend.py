@@ -24,8 +24,8 @@ from asynccache.storage import PageKey, Record, Result, settled
 
 class Hang(NamedTuple):
     """From ``begin`` on, for ``length`` seconds, calls of ``verbs`` are not answered; the seconds are counted from
-    ``SimulatedBackend.hang``. ``stubborn``: calls that are under way at ``begin`` hang, too, and those who are cancelled
-    wait, as for a client whose thread is stuck."""
+    ``SimulatedBackend.hang``. ``stubborn``: calls that are under way at ``begin`` hang, too, and calls for pages that are
+    cancelled hang on, as in a client whose thread is stuck."""
 
     verbs: frozenset[str]
     begin: float
@@ -157,7 +157,7 @@ class SimulatedBackend:
                 self.hung[verb] += 1
                 over = loop.create_task(self._over(self._since + hang.begin + hang.length), name=f"hanging-{verb}")
                 try:
-                    await (settled([over]) if hang.stubborn else over)
+                    await (settled([over]) if hang.stubborn and verb not in ("clear", "flush") else over)
                 finally:
                     over.cancel()
 
