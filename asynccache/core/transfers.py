@@ -3,6 +3,9 @@
 Backups go parent first, and outcomes on one path apply root first: an operation whose outcome came before that of one
 above it is parked. When one fails, everything ARRIVING below it is doomed at once; its pages wait for their own
 outcome. So data on a tier is closed towards the root at every moment.
+
+A backup of pages that the engine may still be computing is parked, too, until it is known that they were computed. So
+what a failed batch did not compute never counts as saved, and nothing below it does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from asynccache.core.ledger import (
     BACKUP_HOST,
     BACKUP_STORAGE,
     CLONE,
+    COMPUTE,
     DEVICE,
     HOST,
     LOAD_BACK,
@@ -316,8 +320,12 @@ class Transfers:
             if not self._try_close(op):
                 self._world.ledger.parked[op.id] = op
                 continue
-            while self._world.ledger.parked and any(self._try_close(op) for op in self._parked()):
-                pass
+            self.close_parked()
+
+    def close_parked(self) -> None:
+        """Close the parked operations that need wait no longer."""
+        while self._world.ledger.parked and any(self._try_close(op) for op in self._parked()):
+            pass
 
     def _parked(self) -> list[Operation]:
         return list(self._world.ledger.parked.values())
@@ -377,12 +385,15 @@ class Transfers:
         return True
 
     def _waits_above(self, op: Operation, node: Node, base: int) -> bool:
-        """Return True if another operation still has to bring FULL for ``node`` or its parent. ``base``: the place of
-        the tier's first component."""
+        """Return True if another operation still has to bring FULL for ``node`` or its parent, or the engine may still
+        be computing what a backup of ``node`` copies or stands on. ``base``: the place of the tier's first
+        component."""
         parent = node.parent
         assert parent is not None
         for above in (node, parent):
             if above.state[base] == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops):
+                return True
+            if base and any(o.kind is COMPUTE and not o.doomed for o in above.ops):
                 return True
         return False
 

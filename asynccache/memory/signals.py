@@ -26,6 +26,9 @@ class Happened:
     def done(self) -> bool:
         return True
 
+    def failed(self) -> bool:
+        return False
+
     async def wait(self) -> None:
         """Return at once; there is nothing to cancel."""
 
@@ -121,6 +124,9 @@ class Signal:
 
     def done(self) -> bool:
         return self._fired
+
+    def failed(self) -> bool:
+        return self._error is not None
 
     async def wait(self) -> None:
         """Return when the work before the event is done. Cancelling stops the waiting, never the work.

@@ -44,9 +44,11 @@ from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
     Cleared,
+    Compute,
     Copy,
     Effect,
     Event,
+    Failing,
     Outcome,
     Plan,
     Publish,
@@ -261,7 +263,7 @@ class Nudge(Enum):
     FOLLOW_UP = "something was given back without the lock: whoever takes it next follows up"
 
 
-Ack = Outcome | Nudge
+Ack = Outcome | Failing | Nudge
 
 
 def nothing(*_: object) -> None:
@@ -279,7 +281,8 @@ class Driver:
     with each call.
 
     Three functions take the effects of a plan, and none of them blocks or fails: ``copy`` takes all its copies,
-    ``store`` one backup to storage, ``publish`` one KV event.
+    ``store`` one backup to storage, ``publish`` one KV event. ``note_failures`` posts which batches of the engine are
+    known to have failed.
     """
 
     copy: Callable[[Sequence[Copy]], None]
@@ -288,6 +291,7 @@ class Driver:
     def __init__(self, core: CacheCore) -> None:
         self.core = core
         self.publish: Callable[[Event], None] = nothing
+        self.note_failures: Callable[[], None] = nothing
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations()
@@ -314,9 +318,11 @@ class Driver:
         too."""
         return len(self._in_hand) + self.acks.qsize()
 
-    def post(self, outcome: Outcome) -> None:
-        """Queue the outcome of an operation whose I/O has let go of its buffers. Whoever takes the lock next applies
-        it."""
+    def post(self, outcome: Outcome | Failing) -> None:
+        """Queue the outcome of an operation whose I/O has let go of its buffers, or the news that a batch fails.
+        Whoever takes the lock next applies it. A batch that fails has pages, which come back with its outcome."""
+        if isinstance(outcome, Failing):
+            self.ops.open(outcome.op)
         self._waiting = True
         self.acks.put_nowait(outcome)
 
@@ -333,6 +339,7 @@ class Driver:
         """
         if self.closed is not None:
             self.refuse()
+        self.note_failures()
         if self._waiting and (outcomes := self._take_acks()):
             self.perform(self.locked(self.core.complete, outcomes))
         if self.core.behind:
@@ -343,7 +350,7 @@ class Driver:
         lock, which may be another task, applies ``ack``."""
         self._in_hand.append(ack)
 
-    def _take_acks(self) -> list[Outcome]:
+    def _take_acks(self) -> list[Outcome | Failing]:
         """Take and return all outcomes that wait, in the order in which they came."""
         acks, self._in_hand, self._nudged, self._waiting = self._in_hand, [], False, False
         while not self.acks.empty():
@@ -479,6 +486,8 @@ class Driver:
         for effect in effects:
             if isinstance(effect, (Publish, Cleared)):
                 self.publish(effect)
+                continue
+            if isinstance(effect, Compute):  # who made the commit has its batches watched; no pages come with its end
                 continue
             self.ops.open(effect.op)
             if isinstance(effect, (BackupHost, BackupStorage)):
