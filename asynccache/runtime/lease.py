@@ -126,13 +126,12 @@ class Publishing:
         async with holding(driver.lock):
             if self._unsure:
                 self._unsure = [batch for batch in self._unsure if not batch.done() or batch.failed]
+            failed = any(batch.failed for batch in self._unsure)  # first: more is known when outcomes are applied
             driver.apply_outcomes()
             if core.released:
                 raise RuntimeError("the lease is released")
-            if core.valid is not None:
-                raise LoadFailed(core.valid)
-            if any(batch.failed for batch in self._unsure):
-                raise LoadFailed(core.length)
+            if core.valid is not None or failed:
+                raise LoadFailed(core.length if core.valid is None else core.valid)
             computed = not self._unsure
             answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, computed=computed)
             if not isinstance(answer, Wait):
