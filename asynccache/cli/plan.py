@@ -121,6 +121,7 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
         "source": "full blocks, one request at a time: LRU by stack distances (Mattson et al. 1970), the policy by the "
                   "core itself, the optimum with the future known (Belady 1966)",
         "rows": list(_rows(steps, hits, model, tokens)),
+        "tokens_per_end": found.blocks * BLOCK_TOKENS // max(1, len({path[-1] for path in paths if path})),
     }
 
 
@@ -191,6 +192,8 @@ def _notes(report: Report) -> Iterator[str]:
     yield f"of all tiers together, under {report['eviction']}; LRU: under lru. best: no cache of this size"
     yield "finds more, even if it knows the future. saved: prefill saved minus loading."
     yield "s per GiB: what a GiB of this size adds to the next smaller size of the tier."
+    yield f"Recurrent states (Mamba): each tier needs one for every {number(report['tokens_per_end'])} tokens, or it"
+    yield "has KV that no request can use: so many lie before each end of a prompt here."
     model = TokenCost(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):
         if model.saves(tier) <= 0:

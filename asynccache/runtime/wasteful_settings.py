@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynccache.core.settings import CoreConfig
+from asynccache.core.settings import ComponentKind, CoreConfig
 
 _MOST_TWICE = 0.25
 """The share of the smaller tier that may hold copies of pages that the other tier has. Such copies are made ahead, so
@@ -33,5 +33,12 @@ def wasted(config: CoreConfig) -> tuple[str, ...]:
                 f"{component.kind.name.lower()}: the host has room for {component.host} of its pages, a match that "
                 f"ends there needs {window}: the host's {full.host} pages of full serve only requests for which the "
                 f"device has the {window}"
+            )
+        elif component.kind is ComponentKind.MAMBA and component.host * full.device < full.host:
+            needed = -(-full.host // full.device)
+            found.append(
+                f"mamba: the host has room for {component.host} states and for {full.host} pages of full. A prompt has "
+                f"{full.device} pages at most, and its pages are of use with the state at its end only: fewer than "
+                f"{needed} states cannot make use of that room, and most loads need many more (`asynccache plan`)"
             )
     return tuple(found)

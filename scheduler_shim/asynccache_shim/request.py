@@ -73,11 +73,6 @@ class Matched(NamedTuple):
     swa_host_hit_length: int = 0
     mamba_host_hit_length: int = 0
 
-    @property
-    def needs_load_back(self) -> bool:
-        """True if admitting the request takes device pages for data that only the host has."""
-        return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
-
 
 class RequestTerms(NamedTuple):
     """The attributes of a ``Request`` that say what is asked for, checked; see there."""

@@ -71,6 +71,7 @@ def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert host["adds_s_per_gib"] == pytest.approx(3 * BLOCK * 0.009 / 6, abs=1e-3)
     assert storage["adds_s_per_gib"] == pytest.approx(4 * BLOCK * 0.007 / 16, abs=1e-3)
     assert (found["highest_hit_ratio"], found["highest_needs_gib"], found["seconds"]) == (0.5, 16.0, 3.0)
+    assert found["tokens_per_end"] == 4 * BLOCK, "eight blocks, and two prompts end"
     assert [row["lru"] for row in found["rows"]] == [0, 1 / 16, 4 / 16, 8 / 16]
     assert [row["optimum"] for row in found["rows"]] == [0, 2 / 16, 8 / 16, 8 / 16], "a is kept, and b; all four"
     shown = capsys.readouterr().out.splitlines()

@@ -12,10 +12,14 @@ from asynccache.runtime.wasteful_settings import wasted
 from tests.runtime.runtime_kit import opened, settings
 
 
-def config(swa: tuple[int, int] | None = None, host: int = 50, window: int = 64, **more: Any) -> CoreConfig:
+def config(
+    swa: tuple[int, int] | None = None, host: int = 50, window: int = 64, states: int | None = None, **more: Any
+) -> CoreConfig:
     slots = [ComponentSlots(ComponentKind.FULL, 100, host)]
     if swa is not None:
         slots.append(ComponentSlots(ComponentKind.SWA, *swa, window=window))
+    if states is not None:
+        slots.append(ComponentSlots(ComponentKind.MAMBA, 8, states))
     return CoreConfig(page_size=16, components=tuple(slots), **more)
 
 
@@ -24,6 +28,8 @@ def config(swa: tuple[int, int] | None = None, host: int = 50, window: int = 64,
     [
         (config(write_back_watermark=0.9), "write_back_watermark=0.9: up to 45 pages"),
         (config(swa=(50, 3)), "swa: the host has room for 3 of its pages, a match that ends there needs 4"),
+        (config(states=0), "mamba: the host has room for 0 of its pages, a match that ends there needs 1"),
+        (config(host=501, states=5), "mamba: the host has room for 5 states and for 501 pages of full."),
     ],
 )
 def test_a_setting_that_wastes_room_is_told_of(settings: CoreConfig, says: str) -> None:
@@ -34,7 +40,8 @@ def test_a_setting_that_wastes_room_is_told_of(settings: CoreConfig, says: str) 
 @pytest.mark.parametrize(
     "settings",
     [
-        config(), config(host=0, write_back_watermark=1.0), config(swa=(50, 4)), config(swa=(50, 3), host=3),
+        config(), config(states=1), config(host=500, states=5),
+        config(host=0, write_back_watermark=1.0), config(swa=(50, 4)), config(swa=(50, 3), host=3),
         *(config(host=host, write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE) for host in (10, 100, 200)),
     ],
 )  # fmt: skip

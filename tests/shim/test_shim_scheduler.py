@@ -87,7 +87,6 @@ async def test_a_prefix_comes_back_from_the_host(more: Any) -> None:
         await served.answer(prompt, 5)
         await push_out(served.cache)
         again = await served.answer(prompt, 5)
-        assert again.match.needs_load_back
         assert again.match.host_hit_length == 20 * PAGE
         assert again.match.swa_host_hit_length == (2 * PAGE if "swa" in more else 0)
         assert again.match.mamba_host_hit_length == (1 if "mamba" in more else 0)
@@ -359,6 +358,28 @@ async def test_a_request_whose_pages_fail_to_arrive_enters_again() -> None:
         assert served.cache.statistics().core.failed_loads == 1
         assert request.output == continuation(text(10, extra=1), 4)
     await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_whose_load_is_declined_after_admission_counted_it_is_computed_within_the_budget() -> None:
+    """SGLang#39839. The match says that the host has it all; the lease declines to load so little."""
+    prompt, budget = text(20, extra=1), 16
+    settings = config(64, 64, write_policy="write_through", load_back_threshold=len(prompt))
+    async with serving(settings, step_tokens=budget) as served:
+        await served.answer(prompt, 1)
+        await push_out(served.cache)
+        other = served.ask(text(2, seed=1), 40)
+        await until(lambda: len(other.output) > 2)
+        before = len(served.model.batches)
+        request = await served.answer(prompt, 4)
+        assert request.match is not None
+        assert request.match.host_hit_length == 20 * PAGE, "nothing was charged: this shows nothing"
+        assert sum(hits(request)) == 0
+        steps = [{c.request_id: c.stop - c.start for c in batch.chunks} for batch in served.model.batches[before:]]
+        newest = max(number for step in steps for number in step)
+        assert sum(step.get(newest, 0) for step in steps) == len(prompt) + 3
+        assert max(sum(step.values()) for step in steps) <= budget
+        await other.done()
 
 
 # aborts and ends
