@@ -20,6 +20,7 @@ class Told:
 
     number = 0
     fired = False
+    failed = False
 
     def done(self) -> bool:
         return self.fired
@@ -27,6 +28,8 @@ class Told:
     async def wait(self) -> None:
         """Nobody waits here."""
         await asyncio.Event().wait()
+
+    settled = wait
 
 
 def table(slots: Sequence[int]) -> bytes:
