@@ -143,7 +143,7 @@ class CacheCore:
         return self._leases.truncate(lease, length)
 
     def commit(
-        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None, *,
+        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None,
         computed: bool = True,
     ) -> Committed | Wait:  # fmt: skip
         """Publish the whole pages of ``key`` (at least ``lease.length`` tokens).

@@ -391,9 +391,8 @@ class Transfers:
         parent = node.parent
         assert parent is not None
         for above in (node, parent):
-            if above.state[base] == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops):
-                return True
-            if base and any(o.kind is COMPUTE and not o.doomed for o in above.ops):
+            arrives = above.state[base] == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops)
+            if arrives or (base and any(o.kind is COMPUTE and not o.doomed for o in above.ops)):
                 return True
         return False
 

@@ -321,7 +321,7 @@ class Driver:
     def post(self, outcome: Outcome | Failing) -> None:
         """Queue the outcome of an operation whose I/O has let go of its buffers, or the news that a batch fails.
         Whoever takes the lock next applies it. A batch that fails has pages, which come back with its outcome."""
-        if isinstance(outcome, Failing):
+        if isinstance(outcome, Failing) and outcome.op in self.core.world.ledger.ops:
             self.ops.open(outcome.op)
         self._waiting = True
         self.acks.put_nowait(outcome)

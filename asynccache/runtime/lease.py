@@ -132,8 +132,7 @@ class Publishing:
                 raise RuntimeError("the lease is released")
             if core.valid is not None or failed:
                 raise LoadFailed(core.length if core.valid is None else core.valid)
-            computed = not self._unsure
-            answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, computed=computed)
+            answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
             if not isinstance(answer, Wait):
                 self._published(key, answer.computing)
             driver.perform(answer.plan, self._retiring)

@@ -15,6 +15,7 @@ from asynccache.core.plan import Medium, Publish
 from asynccache.events import Notice, StorageReport
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.signals import HostGate
+from asynccache.runtime.driving import holding
 from tests.runtime.runtime_kit import (
     PAGE,
     compute,
@@ -303,7 +304,9 @@ async def test_of_two_commits_at_once_that_go_on_differently_the_second_is_refus
         one, two = [*prompt, *text(1, seed=1)], [*prompt, *text(1, seed=2)]
         async with cache.lease(prompt, new_tokens=PAGE) as lease:
             compute(cache, lease, one)
-            both = [asyncio.create_task(lease.commit(tokens)) for tokens in (one, two)]
+            async with holding(parts(cache).driver.lock):
+                both = [asyncio.create_task(lease.commit(tokens)) for tokens in (one, two)]
+                await turns()
             await asyncio.wait(both)
             assert both[0].exception() is None
             assert isinstance(both[1].exception(), ConfigError)
