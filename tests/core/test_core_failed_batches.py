@@ -134,8 +134,8 @@ def test_pages_below_a_batch_that_is_not_over_are_not_saved_either() -> None:
     below = enter(run, "abc")
     below.compute(3 * run.page)
     assert below.commit()
-    run.complete(*[op for op in backups(run)])
-    assert not [op for op in run.in_flight(BackupStorage)], "a page that rests on a doubtful one would be stored"
+    run.complete(*backups(run))
+    assert not list(run.in_flight(BackupStorage)), "a page that rests on a doubtful one would be stored"
     run.complete(*computing(run))
     assert reach(run, "abc") == 0
     below.release()
