@@ -199,8 +199,12 @@ class HostGate(Signal):
 
     def open(self) -> None:
         """Let go of every stream and coroutine that waits. From any thread."""
-        self._shut.pop(self, None)
         self.fire()
+
+    def fire(self, error: Exception | None = None) -> None:
+        """Do the same as ``open``; with ``error``, the work that the gate stands for has failed."""
+        self._shut.pop(self, None)
+        super().fire(error)
 
 
 class WorkThread:
