@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,19 @@ def _seconds(item: pytest.Item) -> float:
     """What ``slow(seconds)`` says of a test; a second where it gives no number, and 0 for a test that is not slow."""
     mark = item.get_closest_marker("slow")
     return 0.0 if mark is None else mark.args[0] if mark.args else 1.0
+
+
+@pytest.fixture(autouse=True)
+def _owners_of_tree_locks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Core calls that may split nodes are made by the task that holds the tree lock. Compiled classes cannot be
+    changed, so only the source is watched."""
+    if request.config.getoption("--core") == "compiled" or "asynccache.runtime.driver" not in sys.modules:
+        yield
+        return
+    from tests.lock_owner import owners_checked
+
+    with owners_checked():
+        yield
 
 
 @pytest.fixture(autouse=True)

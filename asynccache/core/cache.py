@@ -118,6 +118,10 @@ class CacheCore:
         """
         return self._leases.lease(ask)
 
+    def something_ends(self) -> bool:
+        """Return True if any operation is in flight whose end may be awaited. What a late store was asked may not."""
+        return self._transfers.room.something_ends()
+
     def check_possible(self, ask: LeaseRequest) -> None:
         """Check that ``lease`` could grant ``ask`` if the device were empty, so that a request that is too large need
         not wait in line to learn that. Returns nothing, and changes nothing.
@@ -189,11 +193,12 @@ class CacheCore:
         none."""
         return self._leases.pages(lease, kind)
 
-    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False) -> Plan:
+    def release(self, lease: CoreLease, *, ended: bool = False, retire: bool = False, used: bool = True) -> Plan:
         """Give back everything that the lease holds; a second call does nothing. ``ended``: the conversation is over,
         so pages that no other conversation used are evicted before all others. ``retire``: the lease's own pages come
-        as ``Retire`` in the plan instead of being free at once."""
-        self._leases.release(lease, ended, retire)
+        as ``Retire`` in the plan instead of being free at once. ``used``: False if no request ran with this lease, so
+        that its pages do not count as used."""
+        self._leases.release(lease, ended, retire, used)
         return self._given_back()
 
     def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
@@ -302,8 +307,8 @@ class CacheCore:
         return self.world.plan()
 
     def note_late_storage(self, late: bool) -> Plan:
-        """Note whether storage takes too long to write its backups. While storage is late, no request waits for the
-        host pages that these backups pin; it goes on without them."""
+        """Note whether storage takes too long to answer, whatever it was asked. While storage is late, no request waits
+        for the host pages that its backups pin and its prefetches have taken; it goes on without them."""
         self.world.storage_is_late = late
         self.world.freed |= late
         return self.world.plan()

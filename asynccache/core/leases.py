@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, COMPUTE, DEVICE, HOST, LOAD_BACK, RETIRE, Operation
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import Room
@@ -175,8 +175,8 @@ class Leases:
         return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: LeaseRequest, path: Sequence[Node], ends: Ends) -> list[int]:
-        """Return the match ends to try, in pages, best first. If nothing else runs, the last one is 0, because the
-        pages of the match themselves may take the room that the request needs."""
+        """Return the match ends to try, in pages, best first. If nothing else has pages of the device, the last one is
+        0, because the pages of the match themselves may take the room that the request needs."""
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
@@ -184,8 +184,7 @@ class Leases:
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
-        ledger = self._world.ledger
-        if targets[-1] and not self.active and len(ledger.ops) == ledger.count[COMPUTE]:
+        if targets[-1] and not self.active and not any(self._world.ledger.count[kind] for kind in ON_DEVICE):
             targets.append(0)
         return targets if ask.shorter else targets[:1]
 
@@ -428,14 +427,15 @@ class Leases:
             self._world.shelves[c].slots.give(slots)
             self._world.freed = True
 
-    def release(self, lease: CoreLease, ended: bool, hold_back: bool) -> None:
+    def release(self, lease: CoreLease, ended: bool, hold_back: bool, used: bool) -> None:
         """See ``CacheCore.release``."""
         if lease.released:
             return
         lease.released = True
         del self.active[lease.id]
-        self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-        self._matching.use(lease.hold.end, lease.forked)
+        if used:
+            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matching.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)

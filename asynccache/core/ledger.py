@@ -47,6 +47,9 @@ BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH, COMPUTE = Kind
 # A COMPUTE pins nothing as long as it goes well: copies into a page wait for the engine on the device.
 _PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE, HOST), (), (), ())
 
+# The kinds that pin device pages or have some of their own. All of them end without storage.
+ON_DEVICE = (BACKUP_HOST, LOAD_BACK, CLONE, RETIRE)
+
 # A covered node; a bit for each component whose data moves; the last component that is pinned, with all before it.
 Fragment = tuple["Node", int, int]
 

@@ -3,7 +3,7 @@
 On the device, what was condemned ahead of time goes first, then the coldest, whether the host has a copy of it or not.
 If the coldest cell is an only copy, its backup is started and awaited, unless the new copy would be the first to leave
 the host again. If the host has no room for the backup, there are three steps. The device drops the cell if storage has
-it. Else operations in flight on the host are awaited (writes to storage only while storage is not late), and then
+it. Else operations in flight on the host are awaited (those of storage only while storage is not late), and then
 claims are let go. The last resort is to drop an only copy that the host would keep; such drops are counted.
 
 On the host, copies of pages that stay on the device go first, so that both tiers together hold as many pages as they
@@ -20,7 +20,17 @@ from operator import gt, lt
 
 from asynccache.core.eviction import take, withdraw
 from asynccache.core.holds import Claims
-from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
+from asynccache.core.ledger import (
+    BACKUP_HOST,
+    BACKUP_STORAGE,
+    CLONE,
+    COMPUTE,
+    HOST,
+    LOAD_BACK,
+    ON_DEVICE,
+    PREFETCH,
+    Kind,
+)
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -276,6 +286,13 @@ class RoomMaker:
         """Return True if an operation is in flight that will give host pages back or let go of some, and that may be
         awaited."""
         return any(self._world.ledger.count[kind] for kind in self._awaited())
+
+    def something_ends(self) -> bool:
+        """Return True if any operation is in flight that may be awaited."""
+        ledger = self._world.ledger
+        kinds = ON_DEVICE if self._world.storage_is_late else (*ON_DEVICE, PREFETCH, BACKUP_STORAGE)
+        failing = ledger.count[COMPUTE] and any(op.kind is COMPUTE and op.doomed for op in ledger.ops.values())
+        return any(ledger.count[kind] for kind in kinds) or bool(failing)
 
     def busy(self) -> tuple[int, ...]:
         """Return the ids of the operations that ``host_is_busy`` looks for."""

@@ -23,7 +23,7 @@ from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.runtime.kept_prefixes import KeptPrefixes
 from asynccache.runtime.lease_wait import LeaseParts
 from asynccache.runtime.lookups import Lookups
-from asynccache.runtime.outbox import TASKS, Backlog, Outbox
+from asynccache.runtime.outbox import TASKS, Backlog, Lateness, Outbox
 from asynccache.runtime.prefetch import HandleClaims
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.supervisor import Supervisor
@@ -67,9 +67,10 @@ class CacheParts:
         self.claims = HandleClaims(driver)
         clock = time.perf_counter  # uvloop's own clock counts milliseconds
         backlog = Backlog({int(c.kind): int(c.host * config.backup_quota) for c in self.core.config.components})
-        self.outbox = Outbox(worker, driver.post, clock, backlog, self._tell_late)
+        lateness = Lateness(self._tell_late)
+        self.outbox = Outbox(worker, driver.post, clock, backlog, lateness)
         self.prefetching = Prefetching(
-            config, driver, worker, self.pools, self.claims, self.outbox, self.supervisor.spawn, clock
+            config, driver, worker, self.pools, self.claims, self.outbox, lateness, self.supervisor.spawn, clock
         )
         driver.copy, driver.store = self.engine.begin, self.outbox.put
         driver.note_failures = self.engine.note_failures

@@ -17,13 +17,15 @@ Laws:
   been handed the lock by then, it passes it on.
 * Who waits for pages stands in a ``Line`` and holds nothing. Only the first in line may try, and nobody overtakes. A
   place keeps the ticket that its owner drew on arrival, so an owner that leaves the line to wait for a prefetch comes
-  back to the same position. Whatever may give pages back calls ``wake``: a release, an ack, a load that failed, a
-  prefetch that ended in whatever way, and somebody who leaves the line.
+  back to the same position.
+* Who waits to grow a lease holds pages, so it stands in no line: each tries again at every wake-up.
+* One way to be woken: whatever may let anybody go on calls ``Driver.wake``, which wakes both lines and everybody who
+  grows. That is every plan that gives something back or says that storage is late, and every prefetch that ends.
 * Each waiter awaits a future of its own, so cancelling one never touches another. An operation that is not among
   ``ops`` has ended. When the cache closes, every waiter gets the reason.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
-flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits.
+flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits (in the lines and in ``growing``).
 """
 
 from __future__ import annotations
@@ -277,8 +279,8 @@ class Driver:
     bound of its own, because the core bounds the operations in flight. ``draining``: True once the cache is about to be
     closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is closed.
     ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation. ``line``,
-    ``prefetch_line``: where leases, and prefetches, wait for room. ``clock``: returns seconds, which the core is told
-    with each call.
+    ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those who wait for room
+    to grow a lease. ``clock``: returns seconds, which the core is told with each call.
 
     Three functions take the effects of a plan, and none of them blocks or fails: ``copy`` takes all its copies,
     ``store`` one backup to storage, ``publish`` one KV event. ``note_failures`` posts which batches of the engine are
@@ -297,6 +299,7 @@ class Driver:
         self.ops = Operations()
         self.line = Line()
         self.prefetch_line = Line()
+        self.growing: set[asyncio.Future[None]] = set()
         self.draining = False
         self.closed: CacheClosed | None = None
         self.broken = False
@@ -320,9 +323,7 @@ class Driver:
 
     def post(self, outcome: Outcome | Failing) -> None:
         """Queue the outcome of an operation whose I/O has let go of its buffers, or the news that a batch fails.
-        Whoever takes the lock next applies it. A batch that fails has pages, which come back with its outcome."""
-        if isinstance(outcome, Failing) and outcome.op in self.core.world.ledger.ops:
-            self.ops.open(outcome.op)
+        Whoever takes the lock next applies it."""
         self._waiting = True
         self.acks.put_nowait(outcome)
 
@@ -475,11 +476,31 @@ class Driver:
                 self.saving.discard(op)
                 self.ops.end(op, status)
             if freed or ended:
-                self.line.wake()
-                self.prefetch_line.wake()
+                self.wake()
         except BaseException as error:  # an operation that nobody performs would never end
             self._break(error)
             raise
+
+    def wake(self) -> None:
+        """Wake whoever waits for room: something was given back, or something is not waited for any more."""
+        self.line.wake()
+        self.prefetch_line.wake()
+        for waiter in self.growing:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def wait_to_grow(self) -> asyncio.Future[None]:
+        """Return a future that the next wake-up sets, and that the caller discards from ``growing`` in the end. There
+        must be no await between the attempt that failed and this call.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+        if self.closed is not None:
+            self.refuse()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.growing.add(waiter)
+        return waiter
 
     def _begin(self, effects: Sequence[Effect], retiring: list[int] | None) -> None:
         copies: list[Copy] = []
@@ -510,6 +531,7 @@ class Driver:
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
+        self.wake()  # who grows tries again, and is refused
 
     def _why(self, cause: BaseException | None) -> str:
         if cause is None:

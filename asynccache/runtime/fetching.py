@@ -24,6 +24,7 @@ from asynccache.core.plan import SLOT_BYTES, More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import drive, first_ended, holding
+from asynccache.runtime.outbox import Lateness, StoreCall
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import HASH_BYTES, Chain
 from asynccache.worker.contract import ReadOrder, Result, StoreQuestion, Worker
@@ -43,8 +44,8 @@ class Fetch:
     before, or if it was revoked. ``threshold``: how many tokens it must add to be committed, at least."""
 
     def __init__(
-        self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, op: int, shape: PrefetchShape,
-        threshold: int,
+        self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, lateness: Lateness, op: int,
+        shape: PrefetchShape, threshold: int,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -56,6 +57,7 @@ class Fetch:
         self._worker = worker
         self._pools = pools
         self._meter = meter
+        self._lateness = lateness
         self._threshold = max(threshold, shape.page_size)
         self._hashes = b""
         self._slots = b""
@@ -166,7 +168,8 @@ class Fetch:
     async def _ask_pools(self, questions: Sequence[tuple[PoolSpec, range]]) -> None:
         """Ask for some pages of several pools, in one call."""
         asked = [StoreQuestion(spec.name, self._hashes_of(pages)) for spec, pages in questions]
-        answers = await self._worker.ask(asked)
+        with self._lateness.call(StoreCall.READ):
+            answers = await self._worker.ask(asked)
         for (spec, pages), results in zip(questions, answers, strict=True):
             self._look_at(results)
             for page, result in zip(pages, results, strict=True):
@@ -243,13 +246,12 @@ class Fetch:
     async def _get(self, reads: Sequence[tuple[PoolSpec, Sequence[int], bytes]], *, run: bool) -> list[list[int]]:
         """Read pages of several pools into their slots, in one call. Returns for each pool the pages that failed.
         ``run``: see ``Worker.read``."""
-        answers = await self._worker.read(
-            [
-                ReadOrder(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES])
-                for spec, pages, slots in reads
-            ],
-            run=run,
-        )
+        orders = [
+            ReadOrder(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES])
+            for spec, pages, slots in reads
+        ]
+        with self._lateness.call(StoreCall.READ):
+            answers = await self._worker.read(orders, run=run)
         return [self._got(spec, pages, results)
                 for (spec, pages, _), results in zip(reads, answers, strict=True)]  # fmt: skip
 

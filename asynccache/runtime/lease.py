@@ -462,11 +462,13 @@ class Lease:
     async def extend(self, tokens: int, states: int = 0, wait: bool = False) -> Pages:
         """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the lease has. Returns the new page table.
 
-        ``wait``: True to wait for backups to the host that are making room; what another lease holds is never waited
-        for. Cancelling it leaves the old reservation, or the new one if it was granted already.
+        ``wait``: True to wait while copies or backups in flight may make room; what another lease holds is never
+        waited for, nor is a store that is late. Cancelling it leaves the old reservation, or the new one if it was
+        granted already.
 
         Raises:
             CacheFull: there is no room now.
+            CacheClosed: the cache is closed.
             ConfigError: an argument is unusable; nothing was reserved.
         """
         core, parts, driver = self._held(), self._parts, self._parts.driver
@@ -477,16 +479,24 @@ class Lease:
             reserve = core.reserved + tokens
             return driver.core.extend(core, reserve, reserve if parts.has_swa else 0, states)
 
-        def done(answer: Plan | Wait) -> None:
+        waiter: asyncio.Future[None] | None = None
+
+        def done(answer: Plan | Wait) -> None:  # in the turn of the answer, so that no wake-up is missed
+            nonlocal waiter
             driver.perform(answer.plan if isinstance(answer, Wait) else answer)
+            waiter = driver.wait_to_grow() if isinstance(answer, Wait) and wait and answer.ops else None
 
         while True:
-            answer: Plan | Wait = await drive(driver, grow, done, self._held)
-            if not isinstance(answer, Wait):
-                return self.pages
-            if not (wait and answer.ops):
-                raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-            await first_ended(driver.ops, answer.ops)
+            try:
+                answer: Plan | Wait = await drive(driver, grow, done, self._held)
+                if not isinstance(answer, Wait):
+                    return self.pages
+                if waiter is None:
+                    raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
+                await waiter
+            finally:
+                if waiter is not None:
+                    driver.growing.discard(waiter)
 
     def advance(self, position: int, after: object | None = None) -> None:
         """Give back the pages and pins that the sliding window leaves behind: all tokens before ``position`` are

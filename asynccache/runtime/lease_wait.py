@@ -1,12 +1,11 @@
 """The wait of a lease for its pages. The lease waits for its prefetch as the policy says, stands in line, and tries
 until it is granted.
 
-Law: who waits holds nothing. A lease that has to wait for its prefetch (to its end under wait_complete, until the
-deadline under timeout) waits beside the line, so that it blocks nobody. Then it joins the line with the ticket that it
-drew on arrival. When it is the first in line and its pages could be granted, a prefetch that still runs is told to
-stop: under best_effort, and under timeout after the deadline. The prefetch ends with the store's call that is in
-flight. If the store does not answer within ``GRACE`` seconds, or refuses calls by now, the lease is granted without the
-prefetch, whose pages go back when the store has let go of them.
+Law: who waits holds nothing. A lease that has to wait for its prefetch waits beside the line, so that it blocks nobody,
+and joins the line with the ticket that it drew on arrival. It waits so in two cases: to the prefetch's end under
+wait_complete, and until the deadline under timeout; and again when it is its turn, its pages could be granted and the
+prefetch still runs. Then it tells the prefetch to stop, which ends within ``prefetch.GRACE`` seconds. So everybody's
+deadlines and graces run beside each other.
 
 The parts of a cache that its leases share are ``LeaseParts``. Mutable state: ``holders``, which has the core's leases,
 each with the task to which it was granted, and the prefixes that are kept. ``holders`` keeps neither a request's
@@ -29,7 +28,7 @@ from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import AsyncCacheError, CacheFull, ConfigError
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, slices, woken
-from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.tokens import TOKEN_BYTES, Namespaces, Tokens, as_key
 from asynccache.worker.contract import Worker
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from asynccache.runtime.engine_batches import EngineBatches
     from asynccache.runtime.lookups import Lookups
     from asynccache.runtime.supervisor import Supervisor
-
-GRACE = 0.5
-"""Seconds that a lease waits for a prefetch that it has told to stop."""
 
 Granted = Callable[[Grant], None]
 
@@ -118,9 +114,9 @@ class LeaseParts:
         return any(holder is not None and holder() is task for holder in self.holders.values())
 
     def idle(self) -> bool:
-        """Return True if nobody holds a lease, no prefix is kept, and no operation is under way: then nothing could
-        give pages back."""
-        return not self.holders and not len(self.driver.ops)
+        """Return True if nobody holds a lease, no prefix is kept, and no operation is under way that may be awaited:
+        then nothing could give pages back."""
+        return not self.holders and not self.driver.core.something_ends()
 
     def shut(self, error: Callable[[], AsyncCacheError]) -> None:
         """Send every request in line away with an ``error()`` of its own."""
@@ -156,7 +152,6 @@ class LeaseWait:
         if self.handle is not None:
             self.handle.take()
         self._granted = False
-        self._gave_up = False
         self._line = parts.driver.line
         self.ticket = self._line.ticket()
         self._place: LinePlace | None = None
@@ -198,12 +193,16 @@ class LeaseWait:
 
     def _leave(self) -> None:
         """Leave the line, and give up the prefetch if the lease has begun it itself."""
-        if self._place is not None:
-            self._line.leave(self._place)
+        self._step_aside()
         if self.handle is not None:
             self.handle.let_go(self._granted)
             if self._own_handle:
                 self.handle.give_up()
+
+    def _step_aside(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            self._line.leave(place)
 
     async def _beside(self, handle: Prefetch) -> None:
         policy = self._parts.prefetching.policy
@@ -227,27 +226,16 @@ class LeaseWait:
                 if turn is GrantAttempt.GRANTED:
                     return
                 self._stay(turn)
-            if turn is GrantAttempt.STOPPING and self.handle is not None:
-                await self._stopped(self.handle)
-            elif self._place is not None:
+            if self._place is not None:
                 await woken(self._place)
-
-    async def _stopped(self, handle: Prefetch) -> None:
-        """Return when ``handle``, which was told to stop, has ended, or this lease has given it up after ``GRACE``
-        seconds. If the stores refuse calls, the lease gives it up at once: else those in line would wait for one
-        hanging call after the other."""
-        try:
-            async with asyncio.timeout(0.0 if self._parts.worker.shut else GRACE):
-                await handle
-        except TimeoutError:
-            self._gave_up = True
-            handle.give_up()
+            elif self.handle is not None:
+                await self.handle
 
     async def _turn(self, granted: Granted) -> GrantAttempt:
         """Make one attempt, under the lock."""
         if self._line.must_wait(self.ticket):
             return GrantAttempt.NOT_YET
-        if self.handle is not None and not self.handle.done() and not self._gave_up:
+        if self.handle is not None and not self.handle.done():
             return await self._probe(self.handle)
         return await self._try(granted)
 
@@ -257,7 +245,7 @@ class LeaseWait:
         the policy allows that."""
         if not self._wait:
             if self._parts.prefetching.may_stop(handle):
-                handle.tell(Wish.STOP)
+                handle.stop()
             return GrantAttempt.NOT_YET
         driver = self._parts.driver
         core, ask = driver.core, self._ask._replace(load=False)
@@ -265,12 +253,12 @@ class LeaseWait:
         answer, cancelled = await slices(driver, lambda: core.lease(ask))
         driver.perform(answer.plan)
         if isinstance(answer, Grant):
-            driver.release(answer.lease)
+            driver.perform(driver.give_back(core.release, answer.lease, used=False))
         if cancelled is not None:
             raise cancelled
         if isinstance(answer, Wait):
             return GrantAttempt.NOT_YET
-        handle.tell(Wish.STOP)
+        handle.stop()
         return GrantAttempt.STOPPING
 
     async def _try(self, granted: Granted) -> GrantAttempt:
@@ -285,29 +273,33 @@ class LeaseWait:
         return GrantAttempt.GRANTED if isinstance(answer, Grant) else GrantAttempt.NOT_YET
 
     def _stay(self, turn: GrantAttempt) -> None:
-        """Stand in line after an attempt that failed. The caller still has the lock and has not awaited anything since
-        the attempt; so whatever is given back from now on wakes this lease.
+        """Stand in line after an attempt that failed, or beside it while the prefetch stops. The caller still has the
+        lock and has not awaited anything since the attempt; so whatever is given back from now on wakes this lease.
 
         Raises:
+            CacheClosed: the cache was closed during the attempt.
             CacheFull: the lease is not to wait, or nothing is under way that could end its waiting.
             RuntimeError: this task holds a lease, whose pages may be those that it would wait for.
         """
+        if self._parts.driver.closed is not None:
+            self._parts.driver.refuse()
         if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")
         if turn is GrantAttempt.NOT_YET and self._parts.idle() and not self._line.must_wait(self.ticket):
             raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
         if self._parts.holds(asyncio.current_task()):
             raise RuntimeError("this task holds a lease and would wait for another: release it first")
-        self._join()
-        if turn is GrantAttempt.NOT_YET:
-            assert self._place is not None
-            self._line.sleep(self._place)
+        if turn is GrantAttempt.STOPPING:
+            self._step_aside()
+        else:
+            self._line.sleep(self._join())
 
-    def _join(self) -> None:
-        """Stand in line with the ticket that was drawn on arrival."""
+    def _join(self) -> LinePlace:
+        """Stand in line with the ticket that was drawn on arrival, and return the place."""
         if self._place is None:
             self._place = self._line.join(self.ticket)
             if self.arrival is None:
                 driver = self._parts.driver
                 match = driver.unlocked(driver.core.match, self._ask.space, self._ask.key)
                 self.arrival = CachedOnArrival(match.device, match.host)
+        return self._place

@@ -7,9 +7,11 @@ Laws:
 * At most half of the bound is in flight, or a single operation. The other half is for backups that may still be
   dropped.
 * Several batches are in flight at a time. An operation is DONE only if every page of it is stored.
-* A batch that takes longer than ``PATIENCE`` seconds is late, and the core is told (``late``): from then on no request
-  waits for host pages that storage has pinned. A batch that takes longer than ``TOO_LATE`` seconds, while others wait
-  and the bound is exceeded, gives up the pages that it has not written, between two calls of a store.
+* Whatever storage is asked to do, it is late when it takes longer than ``PATIENCE`` seconds (``Lateness``): to write,
+  to read, to answer a question, to clear itself. Then the core is told, and from then on no request waits for host
+  pages that storage has pinned or that a fetch has taken.
+* A batch that takes longer than ``TOO_LATE`` seconds, while others wait and the bound is exceeded, gives up the pages
+  that it has not written, between two calls of a store.
 * While storage is being cleared no backup begins: all wait until the last clearing is over. A page that is published
   after the tree was forgotten is written after the store was cleared. Written before, it would be cleared with the
   rest, and its node would still say that it is stored.
@@ -20,7 +22,9 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple
 
 from asynccache.core.plan import SLOT_BYTES, BackupStorage, Outcome, Status
@@ -36,6 +40,60 @@ BATCH_PAGES = 128
 """The most operations, and the most pages of all components, of a batch. A larger operation is a batch by itself."""
 PATIENCE = 0.1
 TOO_LATE = 1.0
+
+
+class StoreCall(Enum):
+    """What is asked of storage."""
+
+    READ = "a question, or to read"
+    WRITE = "to write, or to clear itself"
+
+
+class Lateness:
+    """Whether storage is late. One kind of call makes it late when a call has taken ``PATIENCE`` seconds, by the loop's
+    clock, until a call of this kind ends in time while none that is late is still under way. The kinds are told apart
+    because a store may be quick to answer and slow to write.
+
+    ``tell``: called with True when storage is late from now on, and with False when it is late no more.
+    """
+
+    def __init__(self, tell: Callable[[bool], None]) -> None:
+        self._tell = tell
+        self._late: set[StoreCall] = set()
+        self._overdue = dict.fromkeys(StoreCall, 0)
+
+    def __repr__(self) -> str:
+        return f"Lateness({', '.join(kind.name for kind in self._late) or 'in time'})"
+
+    @contextmanager
+    def call(self, kind: StoreCall) -> Iterator[None]:
+        """A context for one call of storage."""
+        overdue = False
+
+        def note() -> None:
+            nonlocal overdue
+            overdue = True
+            self._overdue[kind] += 1
+            self._turn(kind, True)
+
+        timer = asyncio.get_running_loop().call_later(PATIENCE, note)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if overdue:
+                self._overdue[kind] -= 1
+            elif not self._overdue[kind]:
+                self._turn(kind, False)
+
+    def _turn(self, kind: StoreCall, late: bool) -> None:
+        before = bool(self._late)
+        if late:
+            self._late.add(kind)
+        else:
+            self._late.discard(kind)
+        if bool(self._late) is not before:
+            self._tell(late)
 
 
 class QueuedBackup(NamedTuple):
@@ -98,14 +156,12 @@ class Backlog:
 class Outbox:
     """A queue of ``BackupStorage`` effects. ``TASKS`` tasks run ``run``, and each has one batch in flight.
 
-    ``post``: called with the outcome of every effect. ``late``: called with True when a batch is late, and with False
-    when a later batch has ended in time and none that is late is still being written. ``clock``: returns seconds, for
-    latencies. The loop's clock decides which batches are late.
+    ``post``: called with the outcome of every effect. ``clock``: returns seconds, for latencies.
     """
 
     def __init__(
         self, worker: Worker, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
-        late: Callable[[bool], None],
+        lateness: Lateness,
     ) -> None:  # fmt: skip
         self.backlog = backlog
         self._clearings = 0
@@ -115,9 +171,7 @@ class Outbox:
         self._clock = clock
         self._inbox: Inbox[QueuedBackup] = Inbox()
         self._changed = asyncio.Event()
-        self._late = late
-        self._is_late = False
-        self._overdue: set[int] = set()
+        self._lateness = lateness
         self._too_late: set[int] = set()
 
     def __repr__(self) -> str:
@@ -144,20 +198,23 @@ class Outbox:
         """True while storage is being cleared: no backup begins."""
         return self._clearings > 0
 
-    def begin_clearing(self) -> None:
-        """Begin no backup from now on. ``end_clearing`` must follow."""
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """A context in which storage is cleared: no backup begins. Those that wait for its end wait for storage, so it
+        counts as a call."""
         self._clearings += 1
+        try:
+            with self._lateness.call(StoreCall.WRITE):
+                yield
+        finally:
+            self._clearings -= 1
+            self._changed.set()
 
     def outdate(self) -> None:
         """Let the backups that wait fail: the tree that they belong to is being forgotten."""
         for queued in self._inbox.take():
             self.backlog.remove(queued.effect)
             self._post(Outcome(queued.effect.op, Status.FAILED))
-
-    def end_clearing(self) -> None:
-        """Note that one clearing is over. After the last one, backups begin again."""
-        self._clearings -= 1
-        self._changed.set()
 
     async def run(self) -> None:
         """Have the worker store batch after batch, for ever. Cancelling it returns after the stores have let go of the
@@ -194,30 +251,17 @@ class Outbox:
         return self._inbox.take_while(wanted)
 
     async def _store_in_time(self, batch: Sequence[QueuedBackup]) -> None:
-        loop, first = asyncio.get_running_loop(), batch[0].effect.op
-        timers = (
-            loop.call_later(PATIENCE, self._note_late, first), loop.call_later(TOO_LATE, self._note_too_late, first),
-        )  # fmt: skip
+        first = batch[0].effect.op
+        timer = asyncio.get_running_loop().call_later(TOO_LATE, self._note_too_late, first)
         try:
-            stored = await self._worker.store([queued.effect for queued in batch])
+            with self._lateness.call(StoreCall.WRITE):
+                stored = await self._worker.store([queued.effect for queued in batch])
             self.meter.count(0, stored.pages, stored.full_pages, stored.bytes)
             for queued in batch:
                 self._end(queued, stored.failed)
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
             self._too_late.discard(first)
-            if first in self._overdue:
-                self._overdue.remove(first)
-            elif self._is_late and not self._overdue:
-                self._is_late = False
-                self._late(False)
-
-    def _note_late(self, first: int) -> None:
-        self._overdue.add(first)
-        if not self._is_late:
-            self._is_late = True
-            self._late(True)
 
     def _note_too_late(self, first: int) -> None:
         self._too_late.add(first)

@@ -3,6 +3,9 @@
 Laws:
 * A prefetch has a *wish*: to run, to stop, or to be cancelled. The fetch that serves it looks at the wish between two
   I/Os and acts on it then, so no buffer is given back while I/O still owns it.
+* A prefetch that is told to stop, or is cancelled, ends within ``GRACE`` seconds, or at once if the stores refuse calls
+  by now. If the store has not answered by then, the prefetch ends without its fetch, which is left to the other
+  prefetches that share it, or is revoked when the store has let go.
 * A prefetch that has ended without being cancelled has a claim: the pages of its prompt that the host has stay there.
 * A claim ends when the lease that was given the handle is granted, when the handle is cancelled, when nobody refers to
   the handle any more, and after ``HELD_FOR`` seconds in which no lease with the handle was in line. The core may end it
@@ -76,6 +79,8 @@ class CachedOnArrival(NamedTuple):
 
 
 HELD_FOR = 30.0
+GRACE = 0.5
+"""Seconds within which a prefetch ends that was told to end."""
 
 
 class HandleClaims:
@@ -121,6 +126,10 @@ class HandleClaims:
             with suppress(RuntimeError):  # the loop is closed, and the cache with it
                 self._loop.call_soon_threadsafe(self.drop, ticket)
 
+    def wake(self) -> None:
+        """Wake whoever waits for room: a prefetch has ended, and the first lease in line may be waiting for it."""
+        self._driver.wake()
+
     def drop_all(self) -> None:
         """Give up every claim: the cache closes."""
         for ticket in tuple(self._timers):
@@ -138,7 +147,8 @@ class Prefetch:
     ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
     number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
     of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: the
-    future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now.
+    future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now. ``grace``: returns
+    for how many seconds an end is waited for that was asked for now.
 
     The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
     claim is dropped.
@@ -146,7 +156,7 @@ class Prefetch:
 
     def __init__(
         self, space: bytes, key: bytes, chain: Chain, arrival: CachedOnArrival, started: float, ticket: int,
-        check: Callable[[], None], claims: HandleClaims,
+        check: Callable[[], None], claims: HandleClaims, grace: Callable[[], float],
     ) -> None:
         self.space = space
         self.key = key
@@ -163,8 +173,10 @@ class Prefetch:
         self.fetch: Fetch | None = None
         self._check = check
         self._claims = claims
+        self._grace = grace
         self._elsewhere = 0
         self._leases = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._waiters: list[asyncio.Future[PrefetchResult]] = []
 
     def __repr__(self) -> str:
@@ -196,6 +208,11 @@ class Prefetch:
         self._check()
         self.give_up()
 
+    def stop(self) -> None:
+        """See ``PrefetchHandle.stop``."""
+        self._check()
+        self.tell(Wish.STOP)
+
     def give_up(self) -> None:
         """The same as ``cancel``, for callers that are known to be on the cache's thread."""
         self.tell(Wish.CANCEL)
@@ -205,11 +222,25 @@ class Prefetch:
         """Raise the wish, and wake whoever acts on it."""
         if wish <= self.wish or self.result is not None:
             return
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._grace(), self._end_without_answer)
+        self._raise(wish)
+
+    def _raise(self, wish: Wish) -> None:
         self.wish = wish
         if self.asleep is not None and not self.asleep.done():
             self.asleep.set_result(None)
         if self.fetch is not None:
             self.fetch.told(self)
+
+    def _end_without_answer(self) -> None:
+        if self.wish is Wish.CANCEL:
+            status = PrefetchStatus.CANCELLED
+        else:
+            self.claim()
+            status = PrefetchStatus.PARTIAL if self.tokens() else PrefetchStatus.MISS
+        self.finish(status, "storage did not answer")
+        self._raise(Wish.CANCEL)
 
     def claim(self) -> None:
         """Claim the pages of the key that the host has, for the lease to come."""
@@ -259,19 +290,25 @@ class Prefetch:
         """End the prefetch with ``status`` and ``reason``, and tell everybody who awaits it. Does nothing if it has
         ended."""
         if self.result is None:
-            self.result = PrefetchResult(status, self.tokens(), reason)
+            self._end(PrefetchResult(status, self.tokens(), reason))
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_result(self.result)
+            self._claims.wake()
+
+    def _end(self, result: PrefetchResult) -> None:
+        self.result = result
+        if self._timer is not None:
+            self._timer.cancel()
 
     def skip(self, reason: str) -> None:
-        """End the prefetch before it has begun, for ``reason``."""
-        self.finish(PrefetchStatus.SKIPPED, reason)
+        """End the prefetch before it has begun, and before anybody can wait for it, for ``reason``."""
+        self.result = PrefetchResult(PrefetchStatus.SKIPPED, self.tokens(), reason)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """End the prefetch because the cache is closed: everybody who awaits it gets an ``error()`` of its own."""
         if self.result is None:
-            self.result = PrefetchResult(PrefetchStatus.CANCELLED, self.tokens(), "the cache is closed")
+            self._end(PrefetchResult(PrefetchStatus.CANCELLED, self.tokens(), "the cache is closed"))
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_exception(error())
@@ -304,6 +341,12 @@ class PrefetchHandle:
     def result(self) -> PrefetchResult | None:
         """The result of the prefetch; None before it has ended."""
         return self._prefetch.result
+
+    def stop(self) -> None:
+        """Have the prefetch end with what it has brought by then, within half a second even if the store does not
+        answer. What it has brought is kept for the lease to come. A lease stops the prefetch that it is given, as
+        ``prefetch_policy`` says."""
+        self._prefetch.stop()
 
     def cancel(self) -> None:
         """Give up the prefetch. Its fetch is revoked after the I/O has let go, unless another prefetch shares the

@@ -26,8 +26,9 @@ from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
 from asynccache.runtime.fetching import Fetch
-from asynccache.runtime.outbox import Outbox
+from asynccache.runtime.outbox import Lateness, Outbox
 from asynccache.runtime.prefetch import (
+    GRACE,
     CachedOnArrival,
     Cut,
     HandleClaims,
@@ -57,7 +58,7 @@ class Prefetching:
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
-        outbox: Outbox, spawn: Spawn, clock: Callable[[], float],
+        outbox: Outbox, lateness: Lateness, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config
         self._driver = driver
@@ -65,6 +66,7 @@ class Prefetching:
         self._pools = pools
         self._claims = claims
         self._outbox = outbox
+        self._lateness = lateness
         self._spawn = spawn
         self._clock = clock
         self._time = asyncio.get_running_loop().time
@@ -85,7 +87,7 @@ class Prefetching:
         match = driver.unlocked(driver.core.match, space, key)
         handle = Prefetch(
             space, key, Chain(space, size), CachedOnArrival(match.device, match.host), self._time(),
-            driver.prefetch_line.ticket(), driver.check_thread, self._claims,
+            driver.prefetch_line.ticket(), driver.check_thread, self._claims, self._grace,
         )  # fmt: skip
         if not self._worker.has_stores:
             handle.skip("no storage")
@@ -124,6 +126,9 @@ class Prefetching:
             return self._time() >= self.deadline(handle)
         return self.policy is PrefetchPolicy.BEST_EFFORT
 
+    def _grace(self) -> float:
+        return 0.0 if self._worker.shut else GRACE
+
     # those under way
 
     def read_outcomes(self) -> Mapping[str, int]:
@@ -144,7 +149,7 @@ class Prefetching:
 
     def _skip(self, handle: Prefetch, reason: str) -> None:
         self.outcomes[PrefetchStatus.SKIPPED] += 1
-        handle.finish(PrefetchStatus.SKIPPED, reason)
+        handle.skip(reason)
 
     def cancel(self, space: bytes | None = None) -> None:
         """Cancel all prefetches of the namespace ``space`` (None: of all namespaces)."""
@@ -167,15 +172,16 @@ class Prefetching:
 
     def _finish(self, handle: Prefetch, status: PrefetchStatus, reason: str) -> None:
         self.meter.took(self._clock() - handle.began)
+        if handle.result is not None:  # it was ended before its fetch
+            status = handle.result.status
         if status is PrefetchStatus.CANCELLED:
             handle.unclaim()
-        else:
+        elif handle.result is None:
             handle.claim()
         self.handles.pop(handle, None)  # only now: if the core fails in ``claim``, ``fail`` must find this handle
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
-        self._driver.line.wake()  # the first lease in line may be waiting for this prefetch
 
     async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
@@ -249,7 +255,7 @@ class Prefetching:
         if isinstance(answer, PrefetchBegun):
             self._driver.ops.open(answer.op)
             fetch = Fetch(
-                self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
+                self._driver, self._worker, self._pools, self.meter, self._lateness, answer.op, answer.shape,
                 self._config.prefetch_threshold,
             )  # fmt: skip
             fetch.join(handle)

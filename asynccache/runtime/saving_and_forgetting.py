@@ -94,11 +94,8 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, o
         outbox.outdate()
         return driver.core.invalidate(None)
 
-    outbox.begin_clearing()
-    try:
+    with outbox.held_back():
         await transact(driver, invalidate)
         under_way = driver.saving - outbox.waiting
         await all_ended(driver.ops, (*under_way, *prefetching.operations()))
         await worker.clear()
-    finally:
-        outbox.end_clearing()

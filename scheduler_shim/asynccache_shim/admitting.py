@@ -58,7 +58,7 @@ async def _fetched(board: Board, request: ScheduledRequest) -> None:
             async with asyncio.timeout(patience(board.cache.config, request.length)):
                 await handle
         except TimeoutError:
-            request.patient = False  # the next attempt to admit it stops the prefetch, which keeps what it has by then
+            request.patient = False  # the next attempt to admit it stops the prefetch, which then ends soon
             board.call(request)
             await handle
     if not request.over:
@@ -86,23 +86,12 @@ async def admit(board: Board, budget: int) -> None:
         if request.over:
             continue
         if request.submitted.state is State.PREFETCHING:
-            await _end_patience(board, request)
+            if not request.patient and request.handle is not None:
+                request.handle.stop()
         elif (board.held and request.blocked == board.freed) or not await _admit_one(board, request, budget):
             return
         else:
             budget -= min(budget, request.length - request.computed)
-
-
-async def _end_patience(board: Board, request: ScheduledRequest) -> None:
-    """Have the cache stop a prefetch whose time is over. Asking for a lease that may not wait does that; the lease is
-    refused while the prefetch is still stopping."""
-    if request.patient or request.handle is None or request.handle.done():
-        return
-    try:
-        lease = await _lease(board, request, LeaseOffer(1, 1, 0), wait=False, shorter=False).__aenter__()
-    except CacheFull:
-        return
-    lease.release(board.batch)  # the prefetch had ended just now, so the lease was granted
 
 
 async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from asynccache import AsyncCache
 from asynccache.core.audit import check
-from asynccache.runtime.lease_wait import GRACE
+from asynccache.runtime.prefetch import GRACE
 from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled
 from asynccache.storage.checked import store_layout
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -22,12 +22,13 @@ from tests.simulated.loop import SimulatedLoop, simulate
 
 
 class Hangs(WrappedBackend):
-    """From ``hung.set()`` on, ``verb`` and ``put`` do not answer before ``answers.set()`` or for ``deaf`` seconds, and
-    cannot be cancelled till then: as a client whose buffers somebody else writes to."""
+    """From ``hung.set()`` on, ``verb`` does not answer before ``answers.set()`` or for ``deaf`` seconds, nor does
+    ``put`` unless ``alone``, and they cannot be cancelled till then: as a client whose buffers somebody else writes
+    to."""
 
-    def __init__(self, verb: str, deaf: float = 1e6) -> None:
+    def __init__(self, verb: str, deaf: float = 1e6, *, alone: bool = False) -> None:
         super().__init__(SimulatedBackend(Random(1), Hostility(delay=0.0)))
-        self.verb = verb
+        self.verbs = (verb,) if alone else (verb, "put")
         self.deaf = deaf
         self.hung = asyncio.Event()
         self.answers = asyncio.Event()
@@ -45,8 +46,12 @@ class Hangs(WrappedBackend):
         await self._hang("put")
         return await self.inner.put(keys, records)
 
+    async def clear(self) -> None:
+        await self._hang("clear")
+        await self.inner.clear()
+
     async def _hang(self, verb: str) -> None:
-        if self.hung.is_set() and verb in (self.verb, "put"):
+        if self.hung.is_set() and verb in self.verbs:
             self.holding += 1
             try:
                 await settled([asyncio.ensure_future(self._answer())])

@@ -61,6 +61,34 @@ async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock
 
 @pytest.mark.source
 @pytest.mark.asyncio
+async def test_a_call_that_may_split_is_refused_while_another_task_holds_the_tree_lock() -> None:
+    """Also if that task was handed the lock by another one. The tests see to that; the runtime saves the cost."""
+    async with opened(settings(device=16)) as cache:
+        driver = parts(cache).driver
+        handed = asyncio.Event()
+
+        async def hold() -> None:
+            async with holding(driver.lock):
+                driver.perform(driver.locked(driver.core.follow_up))
+                handed.set()
+                await turns(3)
+
+        async with holding(driver.lock):
+            driver.perform(driver.locked(driver.core.follow_up))
+            holder = asyncio.ensure_future(hold())
+            gives_up = asyncio.ensure_future(hold())
+            await turns(3)
+            gives_up.cancel()
+        await handed.wait()
+        with pytest.raises(InvariantViolation, match="holds the tree lock"):
+            driver.locked(driver.core.follow_up)
+        await holder
+        assert not driver.lock.locked()
+        assert cache.closed is None
+
+
+@pytest.mark.source
+@pytest.mark.asyncio
 async def test_every_split_happens_while_the_lock_is_held_also_when_nobody_contends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,7 @@ from asynccache.core.plan import More, Status, Wait
 from asynccache.runtime import tokens as tokens_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.driving import holding
-from asynccache.runtime.prefetch import CachedOnArrival, HandleClaims, Prefetch, PrefetchHandle
+from asynccache.runtime.prefetch import GRACE, CachedOnArrival, HandleClaims, Prefetch, PrefetchHandle
 from asynccache.runtime.saving_and_forgetting import unsaved
 from asynccache.runtime.tokens import Chain, namespace_digest
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
@@ -25,7 +25,7 @@ from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, setti
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
     claims = HandleClaims(Driver(CacheCore(settings().core())))
-    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), CachedOnArrival(0, 0), 0.0, 1, lambda: None, claims)
+    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), CachedOnArrival(0, 0), 0.0, 1, lambda: None, claims, lambda: GRACE)
     handle = PrefetchHandle(prefetch)
 
     async def wait() -> PrefetchResult:
