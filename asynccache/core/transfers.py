@@ -426,12 +426,14 @@ class Transfers:
         """Doom every other operation of the same kind that fills cells of the failed nodes, or of nodes below them."""
         stack = [node for node, moves, _ in failed.fragments if moves & 1]
         seen: set[int] = {id(node) for node in stack}
+        cut_roots = [root for root in self._world.dead_roots if root.origin is not root]
         while stack:
             node = stack.pop()
             for op in node.ops:
                 if op is not failed and not op.doomed and op.kind is failed.kind:
                     self._doom(op, base)
-            for child in (node.children or {}).values():
+            cut_off = [top for root in cut_roots for top in (root.children or {}).values() if top.parent is node]
+            for child in (*(node.children or {}).values(), *cut_off):
                 if id(child) not in seen and child.state[base] in (ARRIVING, LEAVING):
                     seen.add(id(child))
                     stack.append(child)

@@ -747,6 +747,9 @@ async def look(cache: AsyncCache, grains: int) -> str:
         await settled(cache)  # what is being fetched may be claimed then
         parts(cache).claims.drop_all()
         await settled(cache)
+        while parts(cache).core.world.ledger.count[COMPUTE]:  # nothing else tells that the engine's last batch is over
+            await asyncio.sleep(0.01)
+            await settled(cache)
         while parts(cache).core.world.dead_roots and grains:
             parts(cache).core.follow_up()  # a slice
         check(parts(cache).core, idle=True)
