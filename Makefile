@@ -25,6 +25,7 @@ INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c 
 SOURCES  := asynccache backends scheduler_shim tests hatch_build.py $(wildcard benchmarks examples)
 BENCH    := build/bench
 PYTEST   := $(BIN)/python -m pytest -q --durations=20 --durations-min=1
+BARE     := $(BIN)/python -m tests.bare
 # Every core; a process that has finished takes tests from another. Slow tests are dealt out first: tests/workers.py.
 SPREAD   := -n $(JOBS) --dist worksteal
 # What is done when tests have failed; if it succeeds, the run has passed. `.ci/run` tries those tests again.
@@ -40,13 +41,14 @@ RECENT   := import sys; sys.exit(sys.version_info < (3, 11) and \
 # the sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo compiled test test-compiled test-core soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
 	@echo "make compiled   compile the core, with mypyc and a C compiler: used from then on, unless ASYNCCACHE_PURE=1"
+	@echo "make test-bare   the tests that start programs, as on a machine that has nothing but Python and make"
 	@echo "make test-compiled   the tests of what is compiled, core and runtime, on the compiled core; part of make test"
 	@echo "make test-core PYTHON=python3.13   the core's tests on another interpreter, pure and compiled; needs no torch"
 	@echo "make check   make test without the tests marked slow and those of the compiled core: before a commit"
@@ -72,19 +74,23 @@ compiled: $(VENV)/.installed-dev
 	$(BIN)/python hatch_build.py
 
 # $(call beside,TARGETS,MARKS): runs the tests with these marks and, at the same time, TARGETS, which use one core each or
-# wait. The output of TARGETS is printed when all of them are over.
+# wait. The output of TARGETS is printed when all of them are over, and last of all how many tests were skipped, and why.
 define beside
-	@mkdir -p build; status=0; parts=; \
+	@mkdir -p build; rm -f build/skipped; status=0; parts=; \
 	    for part in $(1); do setsid make --no-print-directory $$part >build/$$part.log 2>&1 & parts="$$parts $$part:$$!"; done; \
 	    trap 'for part in $$parts; do kill -- -$${part#*:}; done 2>/dev/null; exit 130' INT TERM; \
-	    $(PYTEST) $(SPREAD) -m "$(2)" || { [ $$? = 1 ] && $(AGAIN); } || status=1; \
+	    $(PYTEST) $(SPREAD) --skipped build/skipped -m "$(2)" || { [ $$? = 1 ] && $(AGAIN); } || status=1; \
 	    for part in $$parts; do \
 	        wait $${part#*:} || status=1; sed "s/^/$${part%:*}: /" build/$${part%:*}.log; \
-	    done; exit $$status
+	    done; cat build/skipped 2>/dev/null; exit $$status
 endef
 
 test: style
 	$(call beside,types test-compiled,not soak)
+
+# The tests that start programs, without the programs and libraries that a bare machine lacks.
+test-bare: $(VENV)/.installed-dev
+	@$(BARE) $(SPREAD) || { [ $$? = 1 ] && $(AGAIN); }
 
 # The tests of the modules that are compiled: the core, and those in `asynccache.compiled.ALSO`. The tests of a slow store
 # measure waiting, not these modules. One quarter of the worlds of groups is enough: it has every kind of world.
@@ -94,7 +100,8 @@ COMPILED := tests/core tests/worlds tests/runtime --ignore tests/runtime/test_sl
 
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
 test-compiled: $(VENV)/.installed-dev
-	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
+	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then \
+	    echo "so the tests of the compiled core are skipped"; exit 0; fi; \
 	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" $(COMPILED)
 
 # Another interpreter, for which torch need not exist: the core and its tests need nothing that asynccache depends on.

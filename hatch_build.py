@@ -138,9 +138,10 @@ def _builder() -> str:
                                  f"pip install {shlex.join(NEEDS)}") from None
     compiler = _compiler()[0]
     if shutil.which(compiler) is None:
-        raise NothingToBuildWith(f"there is no C compiler: {compiler} is not on the path")
+        raise NothingToBuildWith(f"there is no C compiler: {compiler} is not on the path; "
+                                 "apt-get install gcc libc6-dev")
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        raise NothingToBuildWith("Python's headers are not installed")
+        raise NothingToBuildWith("Python's headers are not installed; apt-get install python3-dev")
     told = sha256(Path(__file__).read_bytes())
     return f"mypyc {version}, {told.hexdigest()}\n"
 

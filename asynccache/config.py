@@ -233,7 +233,8 @@ class CacheConfig:
     prefetch_threshold: int = field(default=256, metadata=setting(
         "How many tokens storage must hold beyond those on the host to make a prefetch worth it.", 0))
     prefetch_quota: float = field(default=0.5, metadata=setting(
-        "Share of the host's pages that prefetches may hold at one time.", 0, 1))
+        "Share of the host's pages that prefetches may hold at one time; one that has waited half a second for the "
+        "others goes beyond it.", 0, 1))
     backup_quota: float = field(default=0.25, metadata=setting(
         "Share of the host's pages that may wait for storage; beyond it the oldest are dropped.", 0, 1))
     prefetch_timeout_base: float = field(default=1.0, metadata=setting(

@@ -12,6 +12,7 @@ the loop for all calls that have ended since the last one.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
@@ -204,12 +205,16 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads after all calls that were handed in, and wait for that; it blocks the event loop. Futures
-        that are not done by then may never be, so nobody may be waiting for one. Calling it twice is fine."""
+        that are not done by then may never be, so nobody may be waiting for one. Calling it twice is fine.
+
+        Once the loop is closed, or the interpreter ends, the threads are not waited for: one of them may hang, and it
+        must not keep the process from ending."""
         self._closed = True
         for _ in self._threads:
             self._calls.put(None)
-        for thread in self._threads:
-            thread.join()
+        if self._threads and not self._loop.is_closed() and not sys.is_finalizing():
+            for thread in self._threads:
+                thread.join()
         self._threads.clear()
 
     def _start(self) -> None:

@@ -1,9 +1,10 @@
 """The core by itself, and in trees of every size: ``python -m benchmarks.tree [WHAT]``.
 
 ``calls``: what each call of the core costs, and the memory of a node. ``growth``: the calls of the core in trees of
-different sizes, and the slowest single calls. ``ghosts``: the memory of a node that left the tree and that the eviction
-policy remembers. ``metrics``: how much counting for metrics adds. ``cores``: ``calls`` with the pure core and with the
-compiled one, side by side. ``tree_calls`` has the workloads, and how calls are timed.
+different sizes, and the slowest single calls, also in trees that are made to be slow (``tree_shapes``). ``ghosts``: the
+memory of a node that left the tree and that the eviction policy remembers. ``metrics``: how much counting for metrics
+adds. ``cores``: ``calls`` with the pure core and with the compiled one, side by side. ``tree_calls`` has the workloads,
+and how calls are timed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 from random import Random
 from statistics import median_high
 
+from asynccache import compiled
 from asynccache.cli.charts import Chart, Row
 from asynccache.cli.main import bench
 from asynccache.cli.output import Tell
@@ -49,9 +51,13 @@ from benchmarks.tree_calls import (
     time_hits,
     timer,
 )  # fmt: skip
+from benchmarks.tree_shapes import SHAPES as SHAPES_OF_TREES
+from benchmarks.tree_shapes import sizes as sizes_of_trees
 
 REMEMBERED = 16_384             # how many evicted nodes the core remembers, as in a running cache
 FANOUT, SAMPLE = 16, 4000
+MOST_NODES = 100_000            # in a tree whose slowest calls are measured
+WORST_MS = 2.0 if compiled.CORE == "compiled" else 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +81,8 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
         return {"bench": "tree", **measure_calls(args.shapes, args.eviction, tell)}
     if args.what == "growth":
         found: Figures = {kind: measure_growth(kind, args.nodes, args.eviction, tell) for kind in ("full", "all")}
+        slowest = measure_slowest(min(max(args.nodes), MOST_NODES), tell)
+        return {"bench": "tree", "growth": found, "slowest": slowest}
     elif args.what == "ghosts":
         found = measure_ghosts(args.eviction)
     elif args.what == "metrics":
@@ -93,6 +101,11 @@ def charts(figures: Figures) -> Iterator[Chart]:
     for kind, sizes in figures.get("growth", {}).items():
         yield Chart(f"How the cost grows with the tree, {kind}: mean CPU µs", kinds, [
             Row(f"{row['nodes']:,} nodes", [row[name]["cpu"]["mean"] for name in kinds]) for row in sizes
+        ])
+    for tree, slowest in figures.get("slowest", {}).items():
+        yield Chart(f"The slowest call of each kind, {tree}", ("steps", "CPU ms", "goal"), [
+            Row(call, [row["steps"], row["cpu_ms"], WORST_MS], missed=row["cpu_ms"] > WORST_MS)
+            for call, row in slowest.items()
         ])
     if "ghosts" in figures:
         ghosts = figures["ghosts"]
@@ -247,6 +260,19 @@ def _grown(kind: str, size: int, eviction: str) -> Figures:
     _evict_in_slices(bed, LeaseRequest(SPACE, b"", 0, tenth, tenth, 0), timers["evict_slice"].call)
     return {**{name: timers[name].figures() for name in told},
             "worst_call": {name: timers[name].worst() for name in worst}}
+
+
+def measure_slowest(nodes: int, tell: Tell) -> Figures:
+    """Measure the slowest call of each kind in trees of ``nodes`` pages in which calls used to be slow."""
+    found: Figures = {}
+    for name, shape in SHAPES_OF_TREES.items():
+        for leaves, pages in sizes_of_trees(nodes):
+            tree = f"{name}, {leaves:,} leaves of {pages:,} pages"
+            tell(tree)
+            found[tree] = {call: took._asdict() for call, took in shape(leaves, pages).longest.items()}
+            gc.unfreeze()
+            gc.collect()
+    return found
 
 
 Answer = Grant | Wait | More

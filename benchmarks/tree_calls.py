@@ -139,7 +139,7 @@ class Bed:
 
     def complete(self, plan: Plan) -> None:
         """Apply a successful outcome for every effect of ``plan``, and for the effects that follow from that."""
-        while plan.effects:
+        while plan.effects or self.core.behind:
             ops = [effect.op for effect in plan.effects if not isinstance(effect, (Publish, Cleared))]
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 

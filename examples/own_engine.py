@@ -66,22 +66,25 @@ class OwnEngine:
         """Generate ``count`` tokens. Returns them, and how many of the prompt's tokens came from the cache. Cancelling
         gives all pages back."""
         handle = self._cache.prefetch(prompt, extra_key=tenant)  # from storage, as soon as the request arrives
+        attempts = 3
         while True:
             lease = self._cache.lease(prompt, new_tokens=count, extra_key=tenant, prefetch=handle)
             try:
                 async with lease:  # takes all pages that the request will need, or waits in line for them
                     await lease.loaded()  # what is cached is on the device
-                    tokens, done = list(prompt), lease.cached
+                    tokens, done, pages = list(prompt), lease.cached, lease.pages
                     while len(tokens) < len(prompt) + count:
-                        token = await self._step(tokens, done, lease.pages)
+                        token = await self._step(tokens, done, pages)
                         done = len(tokens)
                         if done == len(prompt):
-                            await lease.commit(tokens)  # others can hit the prompt from now on
+                            pages = await lease.commit(tokens)  # others can hit the prompt from now on
                         tokens.append(token)
                     await lease.commit(tokens[:done])
                     return tokens[len(prompt) :], lease.cached
-            except LoadFailed:
-                continue  # the pages that failed to load are forgotten, and computed this time
+            except LoadFailed:  # the pages that failed to load are forgotten, and computed this time
+                attempts -= 1
+                if not attempts:
+                    raise
 
     async def _step(self, tokens: list[int], done: int, table: np.ndarray) -> int:
         """Run one step in the thread; returns the next token. A cancellation takes effect when the step has ended,

@@ -43,6 +43,8 @@ async def serve(cache: AsyncCache, prompt: list[int], answer: list[int]) -> int:
         await lease.commit(prompt)  # others can hit the prompt while this request decodes
         for position in range(len(prompt), len(prompt) + len(answer)):
             lease.advance(position)  # gives back the pages that the window has left
+        for pool in ("full", "swa"):
+            compute(cache, pool, lease.page_table(pool)[len(prompt) // PAGE :])
         await lease.commit(prompt + answer)
         return lease.cached
 

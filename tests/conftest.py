@@ -4,6 +4,9 @@ device with a simulated driver, which needs no GPU and looks for races besides.
 ``pytest --core compiled`` runs every test on the compiled core; without it, all of them run on the source, whatever is
 compiled. Tests that change what is inside the core are marked ``source``: they are not run on the compiled core.
 
+A test that needs a program is skipped where that cannot start, and the last lines say how many were skipped for what
+reason. ``--skipped FILE`` writes these lines into a file, too.
+
 With ``--device``, the name ``CpuDevice`` stands for the other device, wherever a test or the cache itself makes one.
 """
 
@@ -12,13 +15,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.stores.server import CannotStart, NowhereRequired, required
 from tests.workers import dealt
 
 _FILE = pytest.StashKey[Path]()
@@ -30,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", metavar="cpu|cuda:N|simulated-cuda",
                      help="what stands behind the devices that tests make")  # fmt: skip
     parser.addoption("--core", default="pure", choices=("pure", "compiled"), help="which core runs")
+    parser.addoption("--skipped", type=Path, metavar="FILE", help="where it is written how many tests were skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,6 +106,30 @@ def _seconds(item: pytest.Item) -> float:
     """What ``slow(seconds)`` says of a test; a second where it gives no number, and 0 for a test that is not slow."""
     mark = item.get_closest_marker("slow")
     return 0.0 if mark is None else mark.args[0] if mark.args else 1.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """A program that cannot start is a skip, wherever in a test or a fixture that is found out; where the stores are
+    required, it stays a failure."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, NowhereRequired) or (isinstance(error, CannotStart) and not required()):
+        reason = " ".join(str(error).split())
+        call.excinfo = pytest.CallInfo.from_call(partial(pytest.skip, reason), call.when).excinfo
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How many tests were skipped for what reason. The reason ends with the command that brings them, if there is one.
+    A file that was skipped as a whole counts as one test."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)
+    )  # fmt: skip
+    lines = [f"skipped {count} test{'s' * (count > 1)}: {reason}" for reason, count in reasons.most_common()]
+    for line in lines:
+        terminalreporter.write_line(line)
+    if (file := config.getoption("--skipped")) is not None:
+        file.write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture(autouse=True)

@@ -76,13 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = debugging()
     _have_streams()
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()  # here, not at the end of the process, where nobody catches what it raises
+        return status
     except AsyncCacheError as error:
         return _refused(f"{error}{_see(arguments) if isinstance(error, ConfigError) else ''}", debug)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 1
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""

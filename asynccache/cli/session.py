@@ -134,20 +134,26 @@ class Session:
 
     async def _carried_out(self, config: CacheConfig, source: Source) -> dict[str, Any]:
         """Open the device and the cache, serve all requests, and close everything. Returns what is found in the cache
-        when they have ended. If the cache closes itself, that becomes a problem of the report and is not raised."""
+        when they have ended. If the cache closes itself, or cannot close cleanly, that becomes a problem of the report
+        and is not raised."""
         import torch  # here, because the head of several ranks needs no torch
 
         torch.set_num_threads(1)  # the engine has a thread of its own
-        settings, found = self._settings, dict[str, Any]()
+        settings, found, opened = self._settings, dict[str, Any](), False
         device = make_device(settings.device, device_faults(settings.faults, settings.seed))
         try:
             cache = AsyncCache(config, device=device)
             async with AsyncExitStack() as stack:
                 with faulty_stores(settings.faults, settings.seed):
                     await stack.enter_async_context(cache)
+                opened = True
                 found = await self._served(cache, StandInEngine(cache.config.pools(), cache.pools, device.gate), source)
         except CacheClosed as error:
             self._tally.problem(f"the cache closed itself: {error.__cause__ or error!r}")
+        except BackendError as error:
+            if not opened:
+                raise
+            self._tally.problem(f"the cache could not close cleanly: {error}")
         finally:
             await device.aclose()
         return found

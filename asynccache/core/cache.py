@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.checks import integer, shown
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
@@ -20,11 +19,10 @@ from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import COMPUTE, Kind
 from asynccache.core.matching import Match, Matching
-from asynccache.core.passes import Backfill, Filled, Invalidation, Survey, Unsaved
+from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
 from asynccache.core.plan import Failing, More, Outcome, Plan, Status, Wait
 from asynccache.core.prefetching import (
     Begin,
-    Join,
     PrefetchBegun,
     Prefetches,
     PrefetchInFlight,
@@ -36,7 +34,7 @@ from asynccache.core.prefetching import (
 )
 from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.transfers import Transfers
-from asynccache.core.world import World
+from asynccache.core.world import Walk, World
 from asynccache.errors import ConfigError
 
 
@@ -70,6 +68,9 @@ class Statistics(NamedTuple):
 class CacheCore:
     """The core. It is not thread-safe, never blocks, and keeps no clock.
 
+    A call takes at most about ``CoreConfig.slice_steps`` steps beside the walk along its own path. What is left then is
+    done by the next slice of the call (``More``), or by ``follow_up``.
+
     ``release``, ``claim``, ``drop_claim`` and ``prefetch_revoke`` split, evict and back up nothing, so they may be
     called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
     ``follow_up``, and ``behind`` is True while there is any.
@@ -77,7 +78,6 @@ class CacheCore:
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
-        self.behind = False
         self.world = World(config)
         self._transfers = Transfers(self.world)
         self._matching = Matching(self.world)
@@ -86,6 +86,11 @@ class CacheCore:
         self._prefetches = Prefetches(self.world, self._transfers, self._matching)
         self._invalidation = Invalidation(self.world, self._transfers.room)
         self.explaining = Explaining(self.world, self._matching)
+
+    @property
+    def behind(self) -> bool:
+        """True if there is work that ``follow_up`` would do."""
+        return self.world.behind
 
     def at(self, now: float) -> None:
         """Set the core's time to ``now``, in seconds of a clock that never goes back. All calls that follow happen at
@@ -164,29 +169,24 @@ class CacheCore:
         if len(key) < lease.length * TOKEN_BYTES:
             raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None:
-            checkpoint = self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
+            self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
         return self._commits.commit(lease, key, hashes, checkpoint, computed)
 
-    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: object) -> tuple[int, int]:
-        """Return ``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
+    def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: tuple[int, int]) -> None:
+        """Check that a commit of ``tokens`` tokens may hand in ``checkpoint``. Changes nothing.
 
         Raises:
-            ConfigError: the checkpoint is no pair of integers, its position is not the end of a committed page, or its
-                slot is not one of the lease's states. The slot may belong to another lease, or an earlier commit gave
-                it to the tree.
+            ConfigError: the position is not the end of a committed page, or the slot is not one of the lease's states.
+                The slot may belong to another lease, or an earlier commit gave it to the tree.
         """
-        if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
-            raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
-        size = self.config.page_size
-        position = integer("checkpoint: position", checkpoint[0])
+        size, (position, slot) = self.config.page_size, checkpoint
         if position % size or not 0 < position <= tokens:
             raise ConfigError(f"checkpoint: position={position} must be a multiple of page_size={size}, above 0 and at "
                               f"most the {tokens} tokens that are committed")
-        slot, states = integer("checkpoint: slot", checkpoint[1]), memoryview(lease.states).cast("i").tolist()
+        states = memoryview(lease.states).cast("i").tolist()
         if slot not in states:
             raise ConfigError(f"checkpoint: slot={slot} is not one of the lease's states, which are {states}: a slot "
                               "that a commit has given to the tree cannot be handed in again")
-        return position, slot
 
     def pages(self, lease: CoreLease, kind: int) -> bytes:
         """Return the page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is
@@ -201,9 +201,16 @@ class CacheCore:
         self._leases.release(lease, ended, retire, used)
         return self._given_back()
 
-    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
-        """Begin to fetch what storage has of ``key`` beyond what the host has. ``Wait``, ``Join`` and ``Skip``: no
-        prefetch began, and nothing was taken."""
+    def prefetch_look(self, space: bytes, key: bytes) -> PrefetchShape | Skip:
+        """Return what a prefetch of ``key`` would bring as things are now; ``Skip`` if it would not begin. Changes
+        nothing."""
+        return self._prefetches.look(space, key)
+
+    def prefetch_open(
+        self, space: bytes, key: bytes, begin: Begin = Begin.NEXT
+    ) -> PrefetchBegun | Wait | Skip | More:
+        """Begin to fetch ``key``, which storage has, beyond what the host has. ``Wait`` and ``Skip``: no prefetch
+        began, and nothing was taken."""
         return self._prefetches.open(space, key, begin)
 
     def prefetch_take_full(self, op: int, pages: int, later: int = 0) -> Taken | More:
@@ -253,8 +260,9 @@ class CacheCore:
         return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome | Failing]) -> Plan:
-        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them.
-        Batches that fail come first: what they were to compute leaves the tree before anything else is decided.
+        """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them. If
+        there are many, some are left to ``follow_up``; until then their operations are in flight. Batches that fail
+        come first: what they were to compute leaves the tree before anything else is decided.
 
         Raises:
             InvariantViolation: an operation is unknown, or had its outcome already.
@@ -268,38 +276,54 @@ class CacheCore:
                 if op is not None and op.kind is COMPUTE and not op.doomed:
                     self._leases.fail_computing(op)
         self._transfers.complete(known)
-        self._transfers.store_again()
         return self.follow_up()
 
     def follow_up(self) -> Plan:
-        """Do what can be done since pages or pins came free: start backups that waited for them, and drop nodes of
-        forgotten namespaces that nobody uses any more."""
-        self.behind = False
-        self._transfers.retry_deferred()
-        if self.world.dead_roots:
-            self._invalidation.sweep()
+        """Apply outcomes that wait, and do what can be done since pages or pins came free: start backups that waited
+        for them, and drop nodes of forgotten namespaces that nobody uses any more. A call does a slice of that;
+        ``behind`` is True if the next one is to go on."""
+        self.world.behind = self._transfers.settle()
+        if not self.world.behind:
+            self._transfers.store_again()
+            self._transfers.retry_deferred()
+            if self.world.dead_roots:
+                self._invalidation.sweep()
         return self.world.plan()
 
     def _given_back(self) -> Plan:
-        self.behind = self.behind or bool(self._transfers.deferred or self.world.dead_roots)
+        self.world.behind = self.world.behind or bool(self._transfers.deferred or self.world.dead_roots)
         return self.world.plan()
 
-    def drain(self) -> Plan | More:
-        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
-        slice of the tree: it returns ``More`` if the next call is to go on, else the last plan."""
-        goes_on = self._transfers.save_everything()
-        return More(self.world.plan()) if goes_on else self.world.plan()
+    def walk(self) -> Walk:
+        """Begin a walk for ``drain``, over all live nodes that can be saved: none if there is no host tier."""
+        return Walk(self.world, self.world.roots.values() if self.world.has_host else ())
 
-    def survey(self, space: bytes | None = None) -> Survey:
-        """Begin a survey of every live node of the namespace ``space`` (None: of all), and return it. Ask the survey
-        which pages are unsaved, or which hashes there are; it answers in slices."""
-        return Survey(self.world, space)
+    def drain(self, walk: Walk) -> Plan | More:
+        """Start every backup, to host and storage, that can start now, whatever the write policy is. A call does one
+        slice of ``walk``: it returns ``More`` if the next call is to go on, else the last plan."""
+        self._transfers.save_some(walk)
+        return self.world.plan() if walk.over() else More(self.world.plan())
+
+    def survey(self) -> Survey:
+        """Begin to count, over all live nodes, which pages are unsaved."""
+        return Survey(self.world)
+
+    def listing(self, space: bytes) -> Listing:
+        """Begin to list the pages that the namespace ``space`` has now, also those that leave the tree until the list
+        is done. The namespace may be invalidated meanwhile."""
+        return Listing(self.world, space)
 
     def invalidate(self, space: bytes | None) -> Plan | More:
         """Forget the namespace ``space`` (None: all of them) on device and host. Leases and operations in flight finish
         undisturbed: their nodes stay, in a part of the tree that nobody matches any more, and leave it one by one when
-        nothing pins them."""
-        return self._invalidation.invalidate(space, self._transfers.claims)
+        nothing pins them. If it returns ``More``, call ``sweep`` until it does not."""
+        self._invalidation.invalidate(space, self._transfers.claims)
+        return self.sweep()
+
+    def sweep(self) -> Plan | More:
+        """Drop some nodes of forgotten namespaces that nothing pins. Returns ``More`` if there may be more of them."""
+        goes_on = self._invalidation.sweep()
+        return More(self.world.plan()) if goes_on else self.world.plan()
 
     def attach_storage(self, access: Access) -> Plan:
         """Note that a store was attached. ``access``: what may be done with all stores that are attached now."""
@@ -357,7 +381,7 @@ class CacheCore:
     def active_holds(self) -> list[Hold]:
         """Return the holds of all leases, claims and prefetches, for the audit."""
         leases = [lease.hold for lease in self._leases.active.values()]
-        fetches = [hold for fetch in self._prefetches.active.values() for hold in fetch.holds]
+        fetches = [fetch.hold for fetch in self._prefetches.active.values()]
         return [*leases, *self._transfers.claims.held.values(), *fetches]
 
     def active_claims(self) -> tuple[Hold, ...]:
@@ -370,7 +394,7 @@ class CacheCore:
 
 
 __all__ = [
-    "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant", "Join",
-    "LeaseRequest", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip", "Statistics", "Survey", "Taken",
-    "Unsaved", "Wait", "needed_pages", "usable_end",
+    "EVERYTHING", "Access", "Backfill", "Begin", "CacheCore", "Committed", "CoreLease", "Filled", "Grant",
+    "LeaseRequest", "Listed", "Listing", "Match", "More", "Plan", "PrefetchBegun", "PrefetchShape", "Skip",
+    "Statistics", "Survey", "Taken", "Unsaved", "Wait", "Walk", "needed_pages", "usable_end",
 ]  # fmt: skip

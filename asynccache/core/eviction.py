@@ -223,6 +223,10 @@ class Order:
         self.changed = True
         self.note: Any = None
 
+    def is_empty(self) -> bool:
+        """Return True if no cell waits here."""
+        return not self.first.slices and not any(queue.slices for queue in self.rest)
+
     def entries(self) -> list[tuple[int, Node]]:
         """Return every cell that waits, with the stamp by which it waits, for the audit."""
         return [

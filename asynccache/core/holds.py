@@ -140,5 +140,6 @@ class Claims:
             holder = max(self.held, default=None)
         if holder is None:
             return False
+        self._world.steps += 1
         self.drop(holder)
         return True

@@ -14,11 +14,11 @@ from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
-from asynccache.core.room import Room
+from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
 from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, walk
-from asynccache.core.world import NOWHERE, World, split_at
+from asynccache.core.world import NOWHERE, PASSED, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
@@ -144,9 +144,9 @@ class Leases:
             room, lease = self._try(ask, root, self._cut_path(path, target, exact, self._private(ask)), ends, target)
             if lease is not None:
                 return Grant(lease, self._world.plan())
-            if room is Room.SLICE:
+            if room is SLICE:
                 return More(self._world.plan())
-            if room is Room.SAVING:  # it will fit soon; with a shorter match now, the request would compute more
+            if room is SAVING:  # it will fit soon; with a shorter match now, the request would compute more
                 return Wait(self._world.plan())
 
     def check_possible(self, ask: LeaseRequest) -> None:
@@ -184,7 +184,8 @@ class Leases:
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
-        if targets[-1] and not self.active and not any(self._world.ledger.count[kind] for kind in ON_DEVICE):
+        ledger = self._world.ledger
+        if targets[-1] and not self.active and not (ledger.ops and any(ledger.count[kind] for kind in ON_DEVICE)):
             targets.append(0)
         return targets if ask.shorter else targets[:1]
 
@@ -200,9 +201,10 @@ class Leases:
         for node, mask in loads:
             world.pin(node, HOST, mask.bit_length() - 1)
         needs, own = self._needs(ask, target, loads)
-        room = self._transfers.room.make(DEVICE, needs, world.config.slice_steps)
+        world.limit += self._count * (len(path) + len(loads)) // PASSED  # see ``World.limit``
+        room = self._transfers.room.make(DEVICE, needs)
         lease = None
-        if room is Room.FREE:
+        if room is FREE:
             lease = self._grant(CoreLease(self._next, hold), ask, path, ends, target, loads, own)
         else:
             drop_hold(self._world, hold)
@@ -346,7 +348,7 @@ class Leases:
             if not top.root.dead:
                 self._world.cut_off(top)
                 self._transfers.claims.drop_dead()
-        self._transfers.close_parked()
+        self._transfers.unpark(op)
 
     # growing and shrinking
 
@@ -358,13 +360,13 @@ class Leases:
             more.append(max(0, self._ceil(reserve_swa) - held))
         if self._mamba:
             more.append(states)
-        room = self._transfers.room.make(DEVICE, more, self._world.config.slice_steps)
-        if room is Room.SHORT and self._trim_window(lease):
-            room = self._transfers.room.make(DEVICE, more, self._world.config.slice_steps)
-        if room is Room.SLICE:
+        room = self._transfers.room.make(DEVICE, more)
+        if room is SHORT and self._trim_window(lease):
+            room = self._transfers.room.make(DEVICE, more)
+        if room is SLICE:
             return More(self._world.plan())
-        if room is not Room.FREE:
-            return Wait(self._world.plan(), self._transfers.room.busy() if room is Room.SAVING else self._copies())
+        if room is not FREE:
+            return Wait(self._world.plan(), self._transfers.room.busy() if room is SAVING else self._copies())
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:

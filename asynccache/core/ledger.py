@@ -61,9 +61,11 @@ class Operation:
     operation alone until it closes. ``status``: None until the outcome is known; an outcome that is known may still
     have to wait for an operation above this one in the tree. ``doomed``: another operation failed on a node that this
     one covers, or above such a node, so this one fails whatever its outcome; or, of a COMPUTE, it is known that a batch
-    fails. ``leases``: the leases that must hear of a failure. """
+    fails. ``leases``: the leases that must hear of a failure. ``parked``: operations whose outcome is known and waits
+    for the end of this one.
+    """
 
-    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "slots", "status", "tiers")
+    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "parked", "slots", "status", "tiers")
 
     def __init__(self, op: int, kind: Kind) -> None:
         self.id = op
@@ -74,6 +76,7 @@ class Operation:
         self.status: Status | None = None
         self.doomed = False
         self.leases: list[CoreLease] = []
+        self.parked: list[Operation] = []
 
     def __repr__(self) -> str:
         return f"<{self.kind.name} {self.id} {[node.end for node, _, _ in self.fragments]}{' doomed' * self.doomed}>"
@@ -82,15 +85,14 @@ class Operation:
 class Ledger:
     """All operations in flight.
 
-    ``ops``: the operations by id; ids rise and are never used again. ``parked``: those whose outcome waits for an
-    operation above. ``count``: how many there are of each kind. ``next``: the id of the next one.
+    ``ops``: the operations by id; ids rise and are never used again. ``count``: how many there are of each kind.
+    ``next``: the id of the next one.
     """
 
-    __slots__ = ("count", "next", "ops", "parked")
+    __slots__ = ("count", "next", "ops")
 
     def __init__(self) -> None:
         self.ops: dict[int, Operation] = {}
-        self.parked: dict[int, Operation] = {}
         self.count = [0] * len(Kind)
         self.next = 1
 
@@ -105,7 +107,6 @@ class Ledger:
     def close(self, op: Operation) -> None:
         """Forget ``op``; its nodes forget it too."""
         del self.ops[op.id]
-        self.parked.pop(op.id, None)
         self.count[op.kind] -= 1
         for node, _, _ in op.fragments:
             node.ops = tuple([other for other in node.ops if other is not op])

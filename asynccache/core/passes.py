@@ -1,57 +1,31 @@
-"""Passes over all nodes, in slices: a question to every live node (``Survey``), the forgetting of namespaces
-(``Invalidation``), and the report of all pages to a store that was just attached (``Backfill``).
+"""Passes over all nodes, in slices: what is unsaved (``Survey``), the pages of one namespace (``Listing``), the
+forgetting of namespaces (``Invalidation``), and the report of all pages to a store that was just attached
+(``Backfill``).
 
 Laws:
-* A survey and a backfill visit each node once that is in the tree from their beginning to their end, even if nodes
-  split, leave and come between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
+* A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
+  between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
 * Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more.
 * Pages that come into the tree during a backfill go to the store by the usual way, not by the backfill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynccache.core.holds import Claims
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.ledger import DEVICE, HOST
+from asynccache.core.ledger import BACKUP_STORAGE, DEVICE, HOST
 from asynccache.core.plan import Cleared, Medium, More, Plan
 from asynccache.core.room import RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, Root
-from asynccache.core.world import World
+from asynccache.core.world import LISTED, Walk, World
 
-_SURVEY_SLICE = 512
-
-
-class Walk:
-    """A walk over the live nodes below ``roots``, a node at a time. ``todo``: the nodes to visit, each with the node
-    that it was found below, so that the pieces that were split off it since are found, too."""
-
-    def __init__(self, roots: Iterable[Node]) -> None:
-        self.todo: list[tuple[Node, Node]] = []
-        for root in roots:
-            self._push(root)
-
-    def step(self) -> list[Node]:
-        """Visit the next node. Return it and the pieces that were split off it, the highest first; nothing if it has
-        left the tree."""
-        node, above = self.todo.pop()
-        if node.parent is None or node.root.dead:
-            return []
-        self._push(node)
-        pieces = [node]
-        while (prefix := pieces[-1].parent) is not above and prefix is not None and prefix.parent is not None:
-            pieces.append(prefix)
-        pieces.reverse()
-        return pieces
-
-    def _push(self, above: Node) -> None:
-        self.todo.extend((node, above) for node in (above.children or {}).values())
+_HASHES = 32  # how many hashes are listed in a step
 
 
 class Unsaved(NamedTuple):
@@ -63,41 +37,77 @@ class Unsaved(NamedTuple):
 
 
 class Survey:
-    """One walk over the nodes of the namespace ``space``, or of all namespaces (None). A survey is for one question:
-    call ``unsaved`` or ``hashes`` again and again. The answer is ``More`` until the walk is over, and then the
-    result."""
+    """Counts, over all live nodes, what a close would lose now."""
 
-    def __init__(self, world: World, space: bytes | None) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._walk = Walk(root for root in world.roots.values() if space is None or root.hashes == space)
+        self._walk = Walk(world, world.roots.values())
         self._unsaved = [0, 0]
-        self._hashes: list[bytes] = []
 
     def unsaved(self) -> Unsaved | More:
-        """Count what would be lost if the process ended now."""
-        for node in self._some():
-            if not self._world.stored(node) & 1:
-                self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
-        if self._walk.todo:
-            return More(self._world.plan())
+        """Count on: ``More`` until the walk is over, and then the result."""
+        world = self._world
+        while not self._walk.over():
+            node = self._walk.step()
+            if node is not None and not node.root.dead and not world.stored(node) & 1:
+                self._unsaved[node.state[world.count] == PRESENT] += world.pages(node, 0)
+            if world.spent():
+                return More(world.plan())
+        world.plan()
         host, storage = self._unsaved
-        return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
-
-    def hashes(self) -> list[bytes] | More:
-        """Return the prefix hash of every page, 32 bytes each."""
-        for node in self._some():
-            self._hashes += [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
-        return More(self._world.plan()) if self._walk.todo else self._hashes
-
-    def _some(self) -> list[Node]:
-        """Return the next nodes of the walk."""
-        nodes: list[Node] = []
-        while self._walk.todo and len(nodes) < _SURVEY_SLICE:
-            nodes += self._walk.step()
-        return nodes
+        return Unsaved(host, storage if world.access is Access.WRITE else 0)
 
 
-_SWEEP_SLICE = 256
+class Listed(NamedTuple):
+    """What a namespace has. ``hashes``: the prefix hashes of its pages, 32 bytes each. ``writes``: the backups to
+    storage of its pages that were in flight when the list was made."""
+
+    hashes: list[bytes]
+    writes: set[int]
+
+
+class Listing:
+    """Lists the pages of the namespace ``space``. A node that leaves the tree meanwhile is on the list, too."""
+
+    def __init__(self, world: World, space: bytes) -> None:
+        self._world = world
+        self._root = world.roots.get(space)
+        self._walk = Walk(world, () if self._root is None else (self._root,))
+        self._runs: list[bytes] = []
+        self._run, self._at = b"", 0
+        self._seen: set[bytes] = set()
+        self._pages: list[bytes] = []
+        self._writes: set[int] = set()
+        if self._root is not None:
+            self._root.left = self._runs
+
+    def some(self) -> Listed | More:
+        """List on: ``More`` until the list is complete, and then the list."""
+        world, runs = self._world, self._runs
+        while runs or self._at < len(self._run) or not self._walk.over():
+            if not self._walk.over():
+                node = self._walk.step()
+                if node is not None:
+                    runs.append(node.hashes)
+                    self._writes.update([op.id for op in node.ops if op.kind == BACKUP_STORAGE])
+            elif self._at < len(self._run):
+                stop = min(len(self._run), self._at + _HASHES * HASH_BYTES)
+                self._pages += [self._run[at : at + HASH_BYTES] for at in range(self._at, stop, HASH_BYTES)]
+                self._at = stop
+                world.steps += 1
+            else:
+                self._run, self._at = runs.pop(), 0
+                world.steps += 1
+                if self._run[-HASH_BYTES:] in self._seen:  # a node that has left may have been listed before
+                    self._run = b""
+                self._seen.add(self._run[-HASH_BYTES:])
+            if world.spent():
+                return More(world.plan())
+        if self._root is not None:
+            self._root.left = None
+        world.plan()
+        return Listed(self._pages, self._writes)
+
 
 
 class Invalidation:
@@ -108,7 +118,7 @@ class Invalidation:
         self._room = room
         self._pass = self._dead_nodes()
 
-    def invalidate(self, space: bytes | None, claims: Claims) -> Plan | More:
+    def invalidate(self, space: bytes | None, claims: Claims) -> None:
         """See ``CacheCore.invalidate``."""
         world = self._world
         if space is None and world.roots and world.config.publish:
@@ -122,28 +132,29 @@ class Invalidation:
                 world.dead_roots.append(root)
                 self._pass = self._dead_nodes()
         claims.drop_dead()
-        return More(world.plan()) if self.sweep() else world.plan()
 
     def sweep(self) -> bool:
         """Drop nodes below dead roots that nothing pins any more: a slice of the pass over them, and if that pass ends,
         the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
         every pass ends."""
         world = self._world
-        left = self._drop_some(_SWEEP_SLICE)
-        if not left:
+        if not self._drop_some():
             return True
         self._pass = self._dead_nodes()
-        self._drop_some(left)
+        if not world.spent():
+            self._drop_some()
         world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
         return False
 
-    def _drop_some(self, steps: int) -> int:
-        """Go on with the pass for ``steps`` nodes. Return how many of these steps are left; 0 unless the pass has
-        ended."""
-        for node in islice(self._pass, steps):
+    def _drop_some(self) -> bool:
+        """Go on with the pass. Return True if it has ended."""
+        world = self._world
+        for node in self._pass:
+            world.steps += 1
             self._drop(node)
-            steps -= 1
-        return steps
+            if world.spent():
+                return False
+        return True
 
     def _dead_nodes(self) -> Iterator[Node]:
         """Yield all nodes below dead roots, each after its children. Nodes may leave and split between two steps."""
@@ -152,23 +163,27 @@ class Invalidation:
 
     def _leaves(self, root: Root) -> Iterator[Node]:
         """Yield the nodes below ``root``, each after its children."""
-        stack = [(node, False) for node in (root.children or {}).values()]
+        stack: list[tuple[Node, list[Node]]] = [(root, self._children(root))]
         while stack:
-            node, seen = stack.pop()
-            if seen or node.children is None:
-                yield node
-                continue
-            stack.append((node, True))
-            stack.extend((child, False) for child in list(node.children.values()))
+            node, below = stack[-1]
+            if below:
+                child = below.pop()
+                stack.append((child, self._children(child)))
+            else:
+                stack.pop()
+                if node is not root:
+                    yield node
+
+    def _children(self, node: Node) -> list[Node]:
+        below = list(node.children.values()) if node.children is not None else []
+        self._world.steps += len(below) // LISTED
+        return below
 
     def _drop(self, node: Node) -> None:
         for tier in (DEVICE, HOST):
             place = tier * self._world.count
             if node.parent is not None and self._world.is_candidate(node, place):
                 self._room.evict(node, place)
-
-
-_BACKFILL_SLICE = 128
 
 
 class Filled(NamedTuple):
@@ -187,21 +202,23 @@ class Backfill:
         self._transfers = transfers
         self._store = store
         self._began = world.ledger.next
-        self._walk = Walk(world.roots.values())
+        self._walk = Walk(world, world.roots.values())
 
     def some(self, ops: int, pages: int) -> Filled:
         """Do the next slice. It begins at most about ``ops`` operations, on at most about ``pages`` pages of FULL."""
         world, began, begun_pages = self._world, self._world.ledger.next, 0
-        for _ in range(_BACKFILL_SLICE):
-            if not self._walk.todo:
-                break
-            size = world.pages(self._walk.todo[-1][0], 0)
+        while not self._walk.over():
+            node = self._walk.peek()
+            size = 0 if node is None else world.pages(node, 0)
             if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
                 break
-            before = world.ledger.next
-            for node in self._walk.step():
+            self._walk.step()
+            if node is not None and not node.root.dead:
+                before = world.ledger.next
                 world.publish(Medium.STORAGE, True, node)
                 if self._store:
                     self._transfers.store([node], self._began)
-            begun_pages += size if world.ledger.next > before else 0
-        return Filled(world.plan(), not self._walk.todo)
+                begun_pages += size if world.ledger.next > before else 0
+            if world.spent():
+                break
+        return Filled(world.plan(), self._walk.over())

@@ -1,11 +1,16 @@
 """Prefetch: storage to host. Which pages an end needs from storage is pure arithmetic; the rest is bookkeeping of host
 slots.
 
+Before a prefetch begins, ``look`` says which pages to ask storage about. That takes nothing and changes nothing. A
+prefetch is opened for the pages that storage has.
+
 A prefetch hangs its pages below the anchor: the root, or a node whose FULL path is on the host. It may also end before
 the anchor, where the host lacks no more than a window or a state. Until it commits or is revoked, it holds the anchor
-and the windows that it may complete, and its slots are its own. A prefetch begins when the host has room for all pages
-that it may bring. If waiting is useless or has lasted long enough, it begins even so, and takes what can be had. So a
-prefetch that waits for room holds nothing, and one that has begun never waits for room.
+and the windows that it may complete, as far as the host has them, and its slots are its own. It pins nothing on the
+device: a store may hang for as long as it likes, and requests need these pages. A prefetch begins when the host has
+room for all pages that it may bring, beside the other prefetches within their quota. If waiting is useless or has
+lasted long enough, it begins even so, and takes what can be had. So a prefetch that waits for room holds nothing, and
+one that has begun never waits for room.
 """
 
 from __future__ import annotations
@@ -16,14 +21,14 @@ from typing import NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
+from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
 from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
-from asynccache.core.room import Room
+from asynccache.core.room import FREE, SHORT, SLICE
 from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, common_pages, walk
+from asynccache.core.tree import Node, walk
 from asynccache.core.world import World, split_at
 
 
@@ -73,27 +78,48 @@ def usable_end(
     ``pools``: (name, component). ``present[name][i]``: whether page ``i`` of the key is in storage.
     """
     size = shape.page_size
-    end = min(limit, shape.length) // size * size
-    full = [present[name] for name, component in pools if component == ComponentKind.FULL]
-    reach = shape.anchor // size
-    while reach < end // size and all(pages[reach] for pages in full):
-        reach += 1
-    end = min(end, reach * size)
-    auxiliary = [(present[name], component) for name, component in pools if component != ComponentKind.FULL]
-    while end > shape.covered:
-        lacking = [i for pages, component in auxiliary for i in needed_pages(shape, component, end) if not pages[i]]
-        if not lacking:
-            return end
-        end = max(lacking) * size  # every end between would need that page, too
-    return shape.covered
+    stop, covered = min(limit, shape.length) // size, shape.covered // size
+    for name, component in pools:
+        if component == ComponentKind.FULL:
+            hole = bytes(present[name]).find(0, shape.anchor // size, stop)
+            stop = stop if hole < 0 else hole
+    if stop <= covered:
+        return shape.covered
+    ends = b"\1" * stop  # a byte for each page: whether a match may end behind it
+    for name, component in pools:
+        if component == ComponentKind.SWA and shape.window:
+            ends = _both(ends, _window_ends(shape, bytes(present[name])[:stop]))
+        elif component == ComponentKind.MAMBA and shape.mamba:
+            ends = _both(ends, bytes(present[name])[:stop])
+    return (ends.rfind(1, covered) + 1) * size or shape.covered
+
+
+def _window_ends(shape: PrefetchShape, pages: bytes) -> bytes:
+    """Return for each of ``pages`` whether the window of an end behind it is there whole, in storage or on the host.
+    A run of twice as many pages is two runs, so a window of any length takes a few passes over all pages."""
+    size = shape.page_size
+    for start, stop in shape.swa:
+        first, last = start // size, min(stop // size, len(pages))
+        pages = pages[:first] + b"\1" * (last - first) + pages[max(first, last) :]
+    window = min(-(-shape.window // size), len(pages))
+    run = 1
+    while run < window:
+        more = min(run, window - run)
+        pages = _both(pages, (b"\1" * more + pages)[: len(pages)])
+        run += more
+    return pages
+
+
+def _both(some: bytes, others: bytes) -> bytes:
+    """Return the bytes that are 1 in both."""
+    return (int.from_bytes(some, "big") & int.from_bytes(others, "big")).to_bytes(len(some), "big")
 
 
 class Begin(Enum):
-    """The caller's word on whether a prefetch may begin now. In all three cases a prefetch may join another one
-    (``Join``)."""
+    """The caller's word on whether a prefetch may begin now."""
 
     LATER = "others wait before it"
-    NEXT = "it may, but waits for room"
+    NEXT = "it may, but waits for room and for its part of the quota"
     NOW = "it waited long enough: it takes what can be had"
 
 
@@ -103,12 +129,6 @@ class PrefetchBegun(NamedTuple):
     op: int
     shape: PrefetchShape
     plan: Plan
-
-
-class Join(NamedTuple):
-    """Another prefetch is fetching these pages: await its end, then open again."""
-
-    op: int
 
 
 class Skip(NamedTuple):
@@ -132,12 +152,14 @@ class PrefetchInFlight:
     ``anchor``: the node that its pages will hang below. ``key``: the prompt from the root, ``total`` pages long.
     ``held``: the host slots that it has taken, by component, and ``spare``: those whose pages turned out to be
     duplicates. ``aux_end``: the end, in tokens, for which it holds auxiliary slots. ``wants``: how many slots it may
-    still take, by component. ``holds``: its pins, at most one hold on each tier.
+    still take, by component. ``hold``: its pins.
     """
 
-    __slots__ = ("anchor", "aux_end", "held", "holds", "key", "op", "shape", "spare", "total", "wants")
+    __slots__ = ("anchor", "aux_end", "held", "hold", "key", "op", "shape", "spare", "total", "wants")
 
-    def __init__(self, op: Operation, anchor: Node, key: bytes, shape: PrefetchShape, components: int) -> None:
+    def __init__(
+        self, op: Operation, anchor: Node, key: bytes, shape: PrefetchShape, hold: Hold, components: int
+    ) -> None:
         self.op = op
         self.anchor = anchor
         self.key = key
@@ -146,7 +168,7 @@ class PrefetchInFlight:
         self.held: dict[int, bytes] = {}
         self.aux_end = 0
         self.spare = b""
-        self.holds: list[Hold] = []
+        self.hold = hold
         self.wants = [0] * components
 
     def take(self, size: int) -> bytes:
@@ -168,39 +190,55 @@ class Prefetches:
 
     # open
 
-    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip:
-        """See ``CacheCore.prefetch_open``."""
-        if self._world.access is Access.NONE:
+    def look(self, space: bytes, key: bytes) -> PrefetchShape | Skip:
+        """See ``CacheCore.prefetch_look``."""
+        world = self._world
+        if world.access is Access.NONE:
             return Skip("no storage")
+        key = self._whole(key)
+        path, reached = world.find(space, key)
+        return self._never(path) or self._shape_of(path, reached, key)
+
+    def open(self, space: bytes, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip | More:
+        """See ``CacheCore.prefetch_open``."""
         root = self._world.enter(space)
-        answer = self._open(root, key, begin)
+        answer = self._open(root, self._whole(key), begin)
         if not isinstance(answer, PrefetchBegun):
             self._world.leave(root)
         return answer
 
-    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Join | Skip:
+    def _whole(self, key: bytes) -> bytes:
+        return key[: len(key) // self._world.page_bytes * self._world.page_bytes]
+
+    def _open(self, root: Node, key: bytes, begin: Begin) -> PrefetchBegun | Wait | Skip | More:
         world, page = self._world, self._world.page_bytes
-        key = key[: len(key) // page * page]
         path, reached = walk(root, key, 0, page)
+        shape = self._never(path) or self._shape_of(path, reached, key)
+        if isinstance(shape, Skip):
+            return shape
         blocked = self._not_on_host(path, begin)
         if blocked is not None:
             return blocked
-        covered = world.valid_end(path, reached // page, True)
-        total = len(key) // page
-        if (total - covered) * self._size < max(world.config.prefetch_threshold, 1):
-            return Skip("below the threshold")
-        join = self._same(root, key, reached // page, total)
-        if join is not None:
-            return join
-        anchor = reached // page
+        anchor, total = shape.anchor // self._size, shape.length // self._size
         in_flight = sum(f.total - f.shape.anchor // self._size for f in self.active.values())
-        quota = world.config.max_prefetch_pages
-        if begin is Begin.LATER or (in_flight and in_flight + total - anchor > quota):
+        full = in_flight and in_flight + total - anchor > world.config.max_prefetch_pages
+        if begin is Begin.LATER or (full and begin is Begin.NEXT):
             return Wait(world.plan())
-        total = min(total, anchor + quota)
         if not self._has_room(path, self._wants(anchor, total), begin):
             return Wait(world.plan())
-        return self._begin(root, path, anchor, covered, key[: total * page])
+        return self._begin(root, path, shape, key[: total * page])
+
+    def _shape_of(self, path: Sequence[Node], reached: int, key: bytes) -> PrefetchShape | Skip:
+        """Return the shape of a prefetch of ``key``, which was followed along ``path`` up to byte ``reached``."""
+        world, size, page = self._world, self._size, self._world.page_bytes
+        anchor, total = reached // page, len(key) // page
+        covered = world.valid_end(path, anchor, True)
+        if (total - covered) * size < max(world.config.prefetch_threshold, 1):
+            return Skip("below the threshold")
+        return PrefetchShape(
+            size, anchor * size, covered * size, min(total, anchor + world.config.max_prefetch_pages) * size,
+            world.config.components[world.swa].window, tuple(self._runs(path, anchor, covered)), bool(world.mamba),
+        )  # fmt: skip
 
     def _wants(self, anchor: int, total: int) -> list[int]:
         """Return how many slots a prefetch of the pages ``anchor`` to ``total`` may take at most, by component."""
@@ -217,7 +255,8 @@ class Prefetches:
         if path:
             world.pin_full(path[-1], HOST)
         while not (fits := self._fits(wants)) and begin is Begin.NOW and self._transfers.claims.let_go(False):
-            pass
+            if world.spent():
+                break
         if path:
             world.unpin_full(path[-1], HOST)
         return fits or begin is Begin.NOW or not self._something_ends()
@@ -238,7 +277,16 @@ class Prefetches:
             promised[c] += want - fetch.wants[c]
         fetch.wants = wants
 
-    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | None:
+    def _never(self, path: Sequence[Node]) -> Skip | None:
+        """Return None if FULL of ``path`` is on the host or could be; else why it never will be."""
+        node, place = (path[-1] if path else None), self._world.count
+        if node is None or node.state[place] != ABSENT:
+            return None
+        if node.end > self._world.shelves[place].slots.capacity:
+            return Skip("the host is too small for the anchor")
+        return Skip("the anchor cannot be backed up") if node.unsavable else None
+
+    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | More | None:
         """Return None if FULL of ``path`` is on the host. If it is not, its backup must come first: start it, and
         return what to answer for now."""
         place = self._world.count
@@ -246,67 +294,50 @@ class Prefetches:
         if node is None or node.state[place] == PRESENT:
             return None
         if node.state[place] == ABSENT:
-            if node.end > self._world.shelves[place].slots.capacity:
-                return Skip("the host is too small for the anchor")
-            if node.unsavable:
-                return Skip("the anchor cannot be backed up")
-            if not self._transfers.save(node):
+            room = self._transfers.save(node)
+            if room is SLICE:
+                return More(self._world.plan())
+            if room is SHORT:
                 waits = begin is not Begin.NOW and self._something_ends()
                 return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
         return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
 
-    def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
-        """Return the prefetch to join: one in flight whose key has more pages in common with ``key`` than the tree has
-        (``anchor``), or all its ``total`` pages if the tree has them, too. None if there is none."""
-        page = self._world.page_bytes
-        for fetch in self.active.values():
-            if fetch.anchor.root is root:
-                common = common_pages(fetch.key, 0, len(fetch.key), key, page)
-                if common > anchor or (common == total == anchor):
-                    return Join(fetch.op.id)
-        return None
-
-    def _begin(self, root: Node, path: list[Node], anchor: int, covered: int, key: bytes) -> PrefetchBegun:
-        world = self._world
+    def _begin(self, root: Node, path: list[Node], shape: PrefetchShape, key: bytes) -> PrefetchBegun:
+        world, anchor = self._world, shape.anchor // self._size
         node = path[-1] if path else root
         if node.end > anchor:
             node = split_at(world, node, anchor)
-        op, size = world.ledger.open(PREFETCH), self._size
-        runs, on_host = self._runs(node, covered) if world.swa else ([], True)
-        shape = PrefetchShape(
-            size, anchor * size, covered * size, len(key) // world.page_bytes * size,
-            world.config.components[world.swa].window, tuple(runs), bool(world.mamba),
-        )  # fmt: skip
-        fetch = PrefetchInFlight(op, node, key, shape, world.count)
+        op = world.ledger.open(PREFETCH)
+        hold = take_hold(world, node, shape.covered // self._size + 1, HOST)
+        fetch = PrefetchInFlight(op, node, key, shape, hold, world.count)
         self._promise(fetch, self._wants(anchor, fetch.total))
         self.active[op.id] = fetch
-        fetch.holds = [take_hold(world, node, covered + 1, tier) for tier in ((HOST,) if on_host else (DEVICE, HOST))]
         return PrefetchBegun(op.id, shape, world.plan())
 
-    def _runs(self, node: Node, covered: int) -> tuple[list[tuple[int, int]], bool]:
-        """Return from which position to which, in tokens, SWA is there, on either tier, on the path to ``node``, the
-        first run first; and whether all of that is on the host. Nodes are looked at as far up as a window could begin
-        that ends behind page ``covered``."""
+    def _runs(self, path: Sequence[Node], anchor: int, covered: int) -> list[tuple[int, int]]:
+        """Return from which position to which, in tokens, SWA is there, on either tier, on ``path`` up to page
+        ``anchor``, the first run first. Nodes are looked at as far up as a window could begin that ends behind page
+        ``covered``."""
         world, swa, size = self._world, self._world.swa, self._size
         runs: list[tuple[int, int]] = []
-        low, on_host = world.components[swa].first_page(covered + 1), True
+        if not swa or not path:
+            return runs
+        low = world.components[swa].first_page(covered + 1)
+        node = path[-1]
         while node.parent is not None and node.end > low:
-            there = node.state[swa + world.count] == PRESENT
-            if there or node.state[swa] == PRESENT:
-                if runs and runs[0][0] == node.end * size:
-                    runs[0] = (node.parent.end * size, runs[0][1])
-                else:
-                    runs.insert(0, (node.parent.end * size, node.end * size))
-                on_host &= there
+            if node.state[swa + world.count] == PRESENT or node.state[swa] == PRESENT:
+                start, end = node.parent.end * size, min(node.end, anchor) * size
+                if runs and runs[0][0] == end:
+                    end = runs.pop(0)[1]
+                runs.insert(0, (start, end))
             node = node.parent
-        return runs, on_host
+        return runs
 
     def _drop(self, fetch: PrefetchInFlight, status: Status) -> None:
         """Unpin what ``fetch`` pins, give back the slots that it still holds, and close its operation."""
         self._promise(fetch, [0] * self._world.count)
         world = self._world
-        for hold in fetch.holds:
-            drop_hold(world, hold)
+        drop_hold(world, fetch.hold)
         for c, slots in fetch.held.items():
             self._give(c, slots)
         self._give(0, fetch.spare)
@@ -324,8 +355,8 @@ class Prefetches:
         world, fetch = self._world, self.active[op]
         needs = [0] * world.count
         needs[0] = min(pages, world.shelves[world.count].reachable())
-        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
-        if room is Room.SLICE:
+        room = self._transfers.room.make(HOST, needs)
+        if room is SLICE:
             return More(world.plan())
         count = min(needs[0], world.shelves[world.count].slots.left)
         slots = world.shelves[world.count].slots.take(count)
@@ -342,10 +373,10 @@ class Prefetches:
         needs = [0] * world.count
         for component in world.components[1:]:
             needs[component.index] = len(needed_pages(fetch.shape, component.kind, end))
-        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
-        if room is Room.SLICE:
+        room = self._transfers.room.make(HOST, needs)
+        if room is SLICE:
             return More(world.plan())
-        if room is not Room.FREE:
+        if room is not FREE:
             return Taken(b"", None, world.plan())
         fetch.aux_end = end
         aux = {}

@@ -10,6 +10,10 @@ On the host, copies of pages that stay on the device go first, so that both tier
 can. Then the policy chooses. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
 touched. A backup that can wait, or that a drain makes, evicts from the host only if every cell that must go for it may
 go; otherwise nothing is evicted (``make_gently``).
+
+A call that runs out of steps says SLICE, and goes on from where it was when it is made again: what was evicted stays
+evicted. Backups that it has started are awaited first (SAVING). They take room on the host, and a slice that went on
+without them would start others, which evict the new copies again.
 """
 
 from __future__ import annotations
@@ -35,9 +39,10 @@ from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.tree import Node
-from asynccache.core.world import EARLY, LATE, World
+from asynccache.core.world import EARLY, LATE, PASSED, World
 
-Save = Callable[[Node], bool]
+# How many copies a drain passes over, for one backup, that storage does not take.
+_MOST_IN_THE_WAY = 64
 
 # Kinds of operations that own or pin host pages: those that end without storage, and all of them.
 _BY_ITSELF = (BACKUP_HOST, LOAD_BACK, CLONE)
@@ -45,12 +50,30 @@ _ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
 
 class Room(Enum):
-    """The outcome of an attempt to make room."""
+    """The outcome of an attempt to make room, or to start a backup in the room that is made for it."""
 
-    FREE = "the slots are free"
+    FREE = "the slots are free, or the backup was started"
     SHORT = "not now: too much is pinned"
     SAVING = "not now: backups were started, or wait for host pages that operations in flight have"
-    SLICE = "not yet: the step budget is used up"
+    SLICE = "not yet: the call has taken all its steps"
+
+
+# Reading a member from its Enum takes time, a module's name almost none.
+FREE, SHORT, SAVING, SLICE = Room
+
+Save = Callable[[Node], Room]
+
+
+class Verdict(Enum):
+    """What is to be done with a device cell that goes next."""
+
+    EXPENDABLE = "it goes: there is a copy, or none is wanted"
+    OUTDONE = "it goes without a copy, because the host would give up that copy first"
+    UNSAVED = "it is copied to the host before it goes"
+    OPEN = "not known yet: the call has taken all its steps"
+
+
+EXPENDABLE, OUTDONE, UNSAVED, OPEN = Verdict
 
 
 class Cost(Enum):
@@ -62,7 +85,7 @@ class Cost(Enum):
 
 
 class RoomMaker:
-    """Frees slots by eviction. ``save`` starts the backup of a node, and returns False if it cannot start now."""
+    """Frees slots by eviction. ``save`` starts the backup of a node: ``Transfers.save``."""
 
     __slots__ = ("_claims", "_refusal", "_save", "_world")
 
@@ -70,46 +93,47 @@ class RoomMaker:
         self._world = world
         self._save = save
         self._claims = claims
-        self._refusal: tuple[Node | None, tuple[int, ...], list[int], int, Cost] | None = None
+        self._refusal: tuple[list[Node], tuple[int, ...], list[int], int, Cost] | None = None
 
-    def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
-        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``, in at most ``steps`` steps. A
-        step evicts one node's cells, or starts all backups that are needed and evicts what needs none. Returns whether
-        the slots are free, and if not, why."""
-        base = tier * self._world.count
-        shelves = self._world.shelves
+    def make(self, tier: int, needs: Sequence[int]) -> Room:
+        """Evict until ``needs[c]`` slots of every component ``c`` are free on ``tier``. Returns whether they are, and
+        if not, why."""
+        world = self._world
+        base, shelves = tier * world.count, world.shelves
         free = True
         for c, need in enumerate(needs):
             shelf = shelves[base + c]
             if need > shelf.slots.left:
                 if need > shelf.reachable():
-                    return Room.SHORT
+                    return SHORT
                 free = False
         if free:
-            return Room.FREE
+            return FREE
         for c, need in enumerate(needs):
             place = base + c
-            while shelves[place].slots.left < need:
-                if steps <= 0:
-                    return Room.SLICE
-                steps -= 1
-                if self._evict_next(place, EARLY):
-                    continue
-                verdict = self._late(place, need)
-                if verdict is not Room.FREE:
-                    return verdict
-        return Room.FREE
+            slots, early = shelves[place].slots, shelves[place].orders[EARLY].first
+            while slots.left < need:
+                room = self._evict_next(place, EARLY) if early.slices else SHORT
+                if room is SHORT:
+                    room = self._late(place, need)
+                if room is not FREE:
+                    return room
+                if world.steps >= world.limit and slots.left < need:
+                    return SLICE
+        return FREE
 
-    def make_gently(self, needs: Sequence[int], cost: Cost) -> bool:
-        """Evict host copies until ``needs[c]`` slots of every component are free on the host, and return True. If a
-        cell would have to go that ``cost`` does not allow to go, evict nothing and return False."""
+    def make_gently(self, needs: Sequence[int], cost: Cost) -> Room:
+        """Evict host copies until ``needs[c]`` slots of every component are free on the host. If a cell would have to
+        go that ``cost`` does not allow to go, evict nothing and return SHORT. SLICE: some were evicted, and the cells
+        after them were not looked at yet."""
         world, count = self._world, self._world.count
         reach = [shelf.reachable() for shelf in world.shelves[count:]]
         if any(need > there for need, there in zip(needs, reach, strict=True)) or self._is_refused(needs, reach, cost):
-            return False
+            return SHORT
         taken: dict[tuple[Node, int], None] = {}
         above: list[tuple[Node, list[int]]] = []
-        enough, refusing = self._choose_gently(needs, cost, taken, above)
+        stay: list[tuple[Node, int]] = []
+        room = self._choose_gently(needs, cost, taken, above, stay)
         for parent, stamps in reversed(above):             # undo what ``_choose_gently`` changed in the parents
             for c in range(count):
                 withdraw(parent, count + c)
@@ -119,35 +143,40 @@ class RoomMaker:
             for place in range(count + 1, 2 * count):
                 if (parent, place) not in taken:
                     world.offer(parent, place)
-        if not enough:
-            self._refusal = refusing, tuple(needs), reach, world.recency.now, cost
+        for node, place in stay:
+            world.offer(node, place)
+        if room is SHORT:
+            self._refusal = [node for node, _ in stay], tuple(needs), reach, world.recency.now, cost
         for node, place in taken:
-            if not enough:
+            if room is SHORT:
                 world.offer(node, place)
             elif node.state[place] == PRESENT:  # else it went with another cell of its node
                 self.evict(node, place)
-        return enough
+        return room
 
     def _is_refused(self, needs: Sequence[int], reach: Sequence[int], cost: Cost) -> bool:
         """Return True if the last refusal holds for ``needs``, too: no less is wanted at the same cost, no more can be
-        reached, nothing was used since, and the same node is still in the way. During a drain many backups ask in a
+        reached, nothing was used since, and the same nodes are still in the way. During a drain many backups ask in a
         row, and without this test each would repeat the first one's search in vain."""
         if self._refusal is None:
             return False
-        node, wanted, reached, now, cost_then = self._refusal
+        nodes, wanted, reached, now, cost_then = self._refusal
         if cost_then is not cost or now != self._world.recency.now:
             return False
         if any(map(lt, needs, wanted)) or any(map(gt, reach, reached)):
             return False
-        return node is None or (node.state[self._world.count] == PRESENT and not self._may_go_gently(node, cost))
+        host = self._world.count
+        self._world.steps += len(nodes) // 8
+        return all(node.state[host] == PRESENT and not self._may_go_gently(node, cost) for node in nodes)
 
     def _choose_gently(
         self, needs: Sequence[int], cost: Cost, taken: dict[tuple[Node, int], None],
-        above: list[tuple[Node, list[int]]],
-    ) -> tuple[bool, Node | None]:  # fmt: skip
+        above: list[tuple[Node, list[int]]], stay: list[tuple[Node, int]],
+    ) -> Room:  # fmt: skip
         """Take cells out of the orders of the host until what goes with them is enough for ``needs``, and add them to
-        ``taken``. Return True if they are enough. Else return False and the node that may not go gently; None if no
-        cell is left.
+        ``taken``; cells that may not go gently are added to ``stay``. Return FREE if enough were taken. SHORT: no cell
+        is left, or too many are in the way. For a drain that is more than a few, since a store may refuse some pages
+        for good. For a backup that can wait it is a single one: what goes then is what eviction would take.
 
         As in an eviction, a node whose last child is taken waits among the others. Each parent is added to ``above``,
         with the stamps that it had."""
@@ -157,14 +186,23 @@ class RoomMaker:
         for c, need in enumerate(needs):
             place = count + c
             while left[c] < need:
-                node = self.coldest(place, EARLY) or self.coldest(place, LATE)
+                if taken and world.spent():
+                    return SLICE
+                late = EARLY
+                node = self.coldest(place, EARLY)
+                if node is None and self._none_left(place, EARLY):
+                    late = LATE
+                    node = self.coldest(place, LATE)
                 if node is None:
-                    return False, None
+                    return SHORT if self._none_left(place, late) else SLICE
+                if node not in going and not self._may_go_gently(node, cost):
+                    stay.append((node, place))
+                    if cost is Cost.SPARE or len(stay) > _MOST_IN_THE_WAY:
+                        return SHORT
+                    continue
                 taken[node, place] = None
                 if node in going:
                     continue
-                if not self._may_go_gently(node, cost):
-                    return False, node
                 going.add(node)
                 first = self._first(node, place)
                 for also in range(first, count):
@@ -179,7 +217,7 @@ class RoomMaker:
                         for each in range(count):
                             world.recency.uncover(parent, node, each)
                         world.offer(parent, count)
-        return True, None
+        return FREE
 
     def _late(self, place: int, need: int) -> Room:
         """Evict the coldest cell, and return FREE: the caller looks again whether that is enough. If the cell is an
@@ -187,17 +225,19 @@ class RoomMaker:
         for."""
         node = self.coldest(place, LATE)
         if node is None:
-            return Room.SHORT
-        if place < self._world.count and not self.is_expendable(node, place):
-            if self.is_outdone(node, place):
-                self._give_up(node, place)
-                return Room.FREE
-            self._world.offer(node, place)
-            if self._saving(place, need):
-                return Room.SAVING
-            return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
-        self.evict(node, place)
-        return Room.FREE
+            return SHORT if self._none_left(place, LATE) else SLICE
+        if place >= self._world.count or self.is_expendable(node, place):
+            self.evict(node, place)
+            return FREE
+        verdict = self.judge(node, place)
+        if verdict is OUTDONE:
+            self._give_up(node, place)
+            return FREE
+        self._world.offer(node, place)
+        if verdict is OPEN:
+            return SLICE
+        room = self._saving(place, need)
+        return room if room is not SHORT else self._evict_next(place, LATE)
 
     def is_expendable(self, node: Node, place: int) -> bool:
         """Return True if nothing that is wanted is lost when this cell leaves the device. That is so if there is no
@@ -205,25 +245,28 @@ class RoomMaker:
         world = self._world
         return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
 
-    def is_outdone(self, node: Node, place: int) -> bool:
-        """Return True if every cell that the host would have to give up for a copy of this device cell would outlive
-        that copy. Then no copy is made. Return False if storage is to have a copy. A leaf leaves with all its
+    def judge(self, node: Node, place: int) -> Verdict:
+        """Return what is to be done with this device cell. It is outdone if every cell that the host would have to give
+        up for a copy of it would outlive that copy, unless storage is to have it. A leaf leaves with all its
         components. Its first component without a copy decides, because on the host the components after it would go
         with that one, too."""
         world = self._world
+        if self.is_expendable(node, place):
+            return EXPENDABLE
         if world.access is Access.WRITE and not self._is_stored(node, place):
-            return False
+            return UNSAVED
         if world.is_candidate(node, 0):
             place = next(c for c in range(place + 1)
                          if c == place or (node.state[c] == PRESENT and not self.is_expendable(node, c)))  # fmt: skip
         host = place + world.count
         if world.shelves[host].slots.left >= world.pages(node, place) or world.shelves[host].orders[EARLY].first.slices:
-            return False
+            return UNSAVED
         other = self.coldest(host, LATE)
         if other is None:
-            return False
+            return UNSAVED if self._none_left(host, LATE) else OPEN
         world.offer(other, host)
-        return world.shelves[host].policy.sooner(node, other, place, world.recency.time, self._share(node))
+        sooner = world.shelves[host].policy.sooner(node, other, place, world.recency.time, self._share(node))
+        return OUTDONE if sooner else UNSAVED
 
     def _share(self, node: Node) -> float:
         """Return which part, 0 to 1, of the room that a backup of ``node`` takes on the host is for ``node`` itself.
@@ -251,30 +294,44 @@ class RoomMaker:
         count, stored = self._world.count, self._world.stored(node)
         return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
-    def _saving(self, place: int, need: int) -> bool:
+    def _saving(self, place: int, need: int) -> Room:
         """Start backups of the coldest cells until they cover what is missing, and evict those that need no backup.
-        Return True if there is anything to wait for."""
+        Return SAVING if there is anything to wait for, and else SHORT. SLICE: no backup was started yet, and the next
+        call goes on."""
         world = self._world
         missing = need - world.shelves[place].slots.left
-        while missing > 0 and (node := self.coldest(place, LATE)) is not None:
-            if self.is_expendable(node, place):
-                missing -= world.pages(node, place)
+        pause = SLICE
+        while missing > 0:
+            node = self.coldest(place, LATE)
+            if node is None:
+                if self._none_left(place, LATE):
+                    break
+                return pause
+            pages = world.pages(node, place)
+            verdict = self.judge(node, place)
+            if verdict is EXPENDABLE:
                 self.evict(node, place)
-                continue
-            if self.is_outdone(node, place):
-                missing -= world.pages(node, place)
+            elif verdict is OUTDONE:
                 self._give_up(node, place)
-                continue
-            saved = self._save(node)
-            world.offer(node, place)
-            if saved:
-                world.condemn(node, place)
-                missing -= world.pages(node, place)
-            elif self._is_stored(node, place):
-                return False
-            elif self.host_is_busy() or not self._claims.let_go(True):
-                break
-        return self.host_is_busy()
+            else:
+                room = self._save(node) if verdict is UNSAVED else SLICE
+                world.offer(node, place)
+                if room is SLICE:
+                    return pause
+                if room is FREE:
+                    world.condemn(node, place)
+                    if self.host_is_busy():
+                        pause = SAVING
+                elif self._is_stored(node, place):
+                    return SHORT
+                elif self.host_is_busy() or not self._claims.let_go(True):
+                    break
+                else:
+                    pages = 0
+            missing -= pages
+            if missing > 0 and world.spent():
+                return pause
+        return SAVING if self.host_is_busy() else SHORT
 
     def _is_stored(self, node: Node, place: int) -> bool:
         """Return True if storage has all that would leave the device with this cell."""
@@ -312,26 +369,32 @@ class RoomMaker:
         selective = self._world.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         return not node.unsavable and not node.root.dead and (not selective or node.passes > 1)
 
-    def _evict_next(self, place: int, late: int) -> bool:
+    def _evict_next(self, place: int, late: int) -> Room:
+        """Evict the cell that goes next in one order, and return FREE; SHORT if there is none. A device cell that was
+        condemned as outdone is reprieved instead if it is outdone no more: the host has room by now, or there is a
+        store that is to have it."""
         node = self.coldest(place, late)
         if node is None:
-            return False
-        if late == EARLY and self._is_wanted_again(node, place):
-            self._world.reprieve(node)
-        else:
-            self.evict(node, place)
-        return True
+            return SHORT if self._none_left(place, late) else SLICE
+        if late == EARLY and place < self._world.count:
+            verdict = self.judge(node, place)
+            if verdict is OPEN:
+                self._world.offer(node, place)
+                return SLICE
+            if verdict is UNSAVED:
+                self._world.reprieve(node)
+                return FREE
+        self.evict(node, place)
+        return FREE
 
-    def _is_wanted_again(self, node: Node, place: int) -> bool:
-        """Return True if a device cell that was condemned as outdone is so no more: the host has room by now, or there
-        is a store that is to have it."""
-        if place >= self._world.count:
-            return False
-        return not self.is_expendable(node, place) and not self.is_outdone(node, place)
+    def _none_left(self, place: int, late: int) -> bool:
+        """Return True if ``coldest`` found no candidate because there is none; False if it ran out of steps."""
+        return not self._world.spent() or self._world.shelves[place].orders[late].is_empty()
 
     def coldest(self, place: int, late: int) -> Node | None:
-        """Take the cell that goes next out of its order, and return its node; None if no candidate is left. Other cells
-        that turn out on the way to wait in the wrong place are put right."""
+        """Take the cell that goes next out of its order, and return its node. Other cells that turn out on the way to
+        wait in the wrong place are put right; each is a step. None: no candidate is left, or there are no more steps
+        for finding one (``_none_left``)."""
         world, c = self._world, place % self._world.count
         shelf, now = world.shelves[place], world.recency.time
         order = shelf.orders[late]
@@ -342,11 +405,18 @@ class RoomMaker:
                 assert not any(queue.slices for queue in order.rest), "a policy chooses while a candidate waits"
                 return None
             stamp = take(node, place)
-            if not world.is_candidate(node, place):
-                continue  # it is offered again when it becomes a candidate
-            if node.stamp[c] == stamp:
-                return node
-            world.offer(node, place)
+            if world.is_candidate(node, place):
+                world.steps += 1
+                if node.stamp[c] == stamp:
+                    return node
+                world.offer(node, place)
+            else:  # it is offered again when it becomes one
+                world.passed += 1
+                if world.passed % PASSED:
+                    continue
+                world.steps += 1
+            if world.steps >= world.limit:
+                return None
 
     def evict(self, node: Node, place: int) -> None:
         """Evict a candidate. A leaf of the tier goes whole. Any other node gives up this component and those after it,

@@ -6,12 +6,16 @@ outcome. So data on a tier is closed towards the root at every moment.
 
 A backup of pages that the engine may still be computing is parked, too, until it is known that they were computed. So
 what a failed batch did not compute never counts as saved, and nothing below it does.
+
+A call that runs out of steps leaves outcomes, or backups that could start, to ``follow_up`` (``World.behind``). To the
+rest of the core, an operation whose outcome is not applied yet is in flight.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import gt
 
 from asynccache.core.holds import Claims, shorten_hold
@@ -39,23 +43,24 @@ from asynccache.core.plan import (
     Status,
     StoredPages,
 )
-from asynccache.core.room import Cost, Room, RoomMaker
+from asynccache.core.room import FREE, OPEN, SHORT, SLICE, UNSAVED, Cost, Room, RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
-from asynccache.core.world import LATE, World
+from asynccache.core.world import LATE, Walk, World
 from asynccache.errors import InvariantViolation
 
 _UNBOUNDED = 1 << 60
 _RETRIES = 16
 _LOOKS = 4
-_SLICE = 128
+_CLIMBED = 16  # how many nodes of a path that is walked upwards count as a step
 
 
 class Transfers:
     """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
     storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
-    takes them."""
+    takes them. ``_outcomes``: those that were not applied yet. ``_unparked``: operations that need wait for no other
+    any more, the next one last."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -68,30 +73,36 @@ class Transfers:
         self.deferred: dict[Node, None] = {}
         self.unstored: dict[Node, None] = {}
         self._storage_works = False
-        self._walk: list[Node] = []
+        self._outcomes: deque[Outcome] = deque()
+        self._unparked: list[Operation] = []
 
     # backup_host
 
-    def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> bool:
-        """Start the backup of ``node`` and of every ancestor that lacks one. Returns False if the backup must wait,
-        else True, also if there was nothing to start. Pages that the host could never hold are left out.
+    def save(self, node: Node, floor: int = _UNBOUNDED, cost: Cost = Cost.ANY) -> Room:
+        """Start the backup of ``node`` and of every ancestor that lacks one. Returns FREE if it was started, or there
+        was nothing to start; SHORT if it must wait; SLICE if room for it was made on the host, and the next call goes
+        on. Pages that the host could never hold are left out.
 
         ``floor``: a page, counted from the root. The walk towards the root ends at a node that lacks nothing and ends
         at this page or before. ``cost``: what the host may give up for the backup.
         """
         chain = self._lacking(node, floor)
         if not chain:
-            return chain is not None
+            return SHORT if chain is None else FREE
         if self._is_busy():
-            return False
+            return SHORT
         return self._open_backup(chain, cost)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
         """Call ``save``, for which the host may give up spare copies only. A backup that must wait is tried again later
         in two cases: storage is to have the pages, or too many backups were in flight. Any other node can wait until it
         is among the coldest of the device, because before that a copy on the host would only take room."""
-        if self.save(node, floor, Cost.SPARE):
+        room = self.save(node, floor, Cost.SPARE)
+        if room is FREE:
             self.deferred.pop(node, None)
+        elif room is not SHORT:
+            self.deferred[node] = None
+            self._world.behind = True
         elif self._world.access is Access.WRITE or self._is_busy():
             self.deferred[node] = None
 
@@ -100,31 +111,32 @@ class Transfers:
 
     def retry_deferred(self) -> None:
         """Try some of the deferred backups again."""
-        for node in list(self.deferred)[:_RETRIES]:
+        for node in list(islice(self.deferred, _RETRIES)):
             del self.deferred[node]
             if node.parent is None or node.root.dead:
                 continue
-            if not self.save(node, 0, Cost.SPARE):
+            room = self.save(node, 0, Cost.SPARE)
+            if room is not FREE:
                 self.deferred[node] = None
+                self._world.behind |= room is SLICE
+                return
+            if self._world.spent():
+                self._world.behind |= bool(self.deferred)
                 return
 
-    def save_everything(self) -> bool:
-        """Start every backup that can be started: of data that only the device has, and of host pages that are not in
-        storage. A call does one slice of a walk over the tree. Returns True if the walk goes on in the next call."""
-        if not self._walk:
-            roots = self._world.roots.values() if self._world.has_host else ()
-            self._walk = [node for root in roots for node in (root.children or {}).values()]
-        for _ in range(_SLICE):
-            if not self._walk:
-                break
-            node = self._walk.pop()
-            if node.parent is None or node.root.dead:
-                continue  # it left the tree between two slices
-            self._walk.extend((node.children or {}).values())
-            if self._worth_saving(node):
-                self.save(node, cost=Cost.STORED)
-            self.store([node])
-        return bool(self._walk)
+    def save_some(self, walk: Walk) -> None:
+        """Start every backup that can be started in the next slice of ``walk``: of data that only the device has, and
+        of host pages that are not in storage."""
+        world = self._world
+        while not walk.over():
+            node = walk.peek()
+            if node is not None and not node.root.dead:
+                if self._worth_saving(node) and self.save(node, cost=Cost.STORED) is SLICE:
+                    return
+                self.store([node])
+            walk.step()
+            if world.spent():
+                return
 
     def _worth_saving(self, node: Node) -> bool:
         """Return True if a backup could bring the host anything of ``node`` itself that storage lacks. A backup that
@@ -141,8 +153,9 @@ class Transfers:
         The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host, too.
         """
         chain = []
-        place = self._count
+        place, climbed = self._count, 0
         while node.parent is not None:
+            climbed += 1
             host = node.state[place]
             if host == LEAVING:
                 return None
@@ -151,6 +164,7 @@ class Transfers:
             elif node.end <= floor and host != ABSENT:
                 break
             node = node.parent
+        self._world.steps += climbed // _CLIMBED
         chain.reverse()
         return chain
 
@@ -163,7 +177,7 @@ class Transfers:
                 missing |= 1 << c
         return missing
 
-    def _open_backup(self, chain: list[tuple[Node, int]], cost: Cost) -> bool:
+    def _open_backup(self, chain: list[tuple[Node, int]], cost: Cost) -> Room:
         world = self._world
         needs = [0] * self._count
         for node, mask in chain:
@@ -172,12 +186,12 @@ class Transfers:
         if chain[-1][0].end > self._rooms[0] or any(map(gt, needs, self._rooms)):
             needs, chain = self._fitting(chain)
             if not chain:
-                return True
-        if not self._has_host_room(chain[-1][0], needs, cost):
-            return False
-        op = world.ledger.open(BACKUP_HOST)
-        world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
-        return True
+                return FREE
+        room = self._host_room(chain[-1][0], needs, cost)
+        if room is FREE:
+            op = world.ledger.open(BACKUP_HOST)
+            world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
+        return room
 
     def _fitting(self, chain: list[tuple[Node, int]]) -> tuple[list[int], list[tuple[Node, int]]]:
         """Return the slots for the part of ``chain`` that the host could ever hold, by component, and that part: of
@@ -199,26 +213,23 @@ class Transfers:
         fitting.reverse()
         return needs, fitting
 
-    def _has_host_room(self, end: Node, needs: Sequence[int], cost: Cost) -> bool:
-        """Make room on the host, if there is too little, but never by evicting ``end`` or a node above it. Returns True
+    def _host_room(self, end: Node, needs: Sequence[int], cost: Cost) -> Room:
+        """Make room on the host, if there is too little, but never by evicting ``end`` or a node above it. Returns FREE
         if there is room now. ``needs``: slots by component."""
         place, crowded = self._count, False
         for need, promised in zip(needs, self.promised, strict=True):
             shelf = self._world.shelves[place]
             if need > shelf.slots.left - promised:
                 if need and need + promised > shelf.reachable():
-                    return False
+                    return SHORT
                 crowded |= need > shelf.slots.left
             place += 1
         if not crowded:
-            return True
+            return FREE
         self._world.pin(end, HOST, 0)
-        if cost is Cost.ANY:
-            made = self.room.make(HOST, needs, _UNBOUNDED) is Room.FREE
-        else:
-            made = self.room.make_gently(needs, cost)
+        room = self.room.make(HOST, needs) if cost is Cost.ANY else self.room.make_gently(needs, cost)
         self._world.unpin(end, HOST, 0)
-        return made
+        return room
 
     # load_back
 
@@ -251,6 +262,7 @@ class Transfers:
         if not todo:
             return
         op = world.ledger.open(BACKUP_STORAGE)
+        world.steps += len(todo)
         for node, mask in todo:
             world.cover(op, node, mask)
         pages = []
@@ -271,7 +283,7 @@ class Transfers:
             return
         self._storage_works = False
         pages = max(1, self._rooms[0] // _RETRIES)
-        for node in list(self.unstored)[:_RETRIES]:
+        for node in list(islice(self.unstored, _RETRIES)):
             if pages > 0:
                 del self.unstored[node]
                 pages -= self._world.pages(node, 0)
@@ -292,7 +304,7 @@ class Transfers:
     def save_coldest(self) -> None:
         """Condemn the coldest leaves of the device, and start backups of those that are to have one, until free and
         condemned pages pass the watermark. Nothing is done where every page has its copy already, because then no
-        eviction has to wait.
+        eviction has to wait. If the call runs out of steps, the next one that takes pages goes on.
 
         What is condemned takes room on both tiers, so the watermark is a share of the smaller one.
         """
@@ -300,9 +312,12 @@ class Transfers:
         if free.capacity - free.left <= world.clean_pages:
             return
         wanted = int(min(free.capacity, self._rooms[0]) * world.config.write_back_watermark) - free.left
-        while wanted > world.condemned_pages and (node := self.room.coldest(0, LATE)) is not None:
-            expendable = self.room.is_expendable(node, 0) or self.room.is_outdone(node, 0)
-            if not expendable and not self.save(node):
+        while wanted > world.condemned_pages and not world.spent():
+            node = self.room.coldest(0, LATE)
+            if node is None:
+                return
+            verdict = self.room.judge(node, 0)
+            if verdict is OPEN or (verdict is UNSAVED and self.save(node) is not FREE):
                 world.offer(node, 0)
                 return
             world.condemn(node, 0)
@@ -311,30 +326,40 @@ class Transfers:
     # outcomes
 
     def complete(self, outcomes: Sequence[Outcome]) -> None:
-        """Apply ``outcomes`` in the order of their operations, and the parked ones that need wait no longer."""
-        for outcome in sorted(outcomes):
-            op = self._world.ledger.ops.get(outcome.op)
-            if op is None or op.status is not None or op.kind is PREFETCH:
-                raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
-            op.status = outcome.status
-            if not self._try_close(op):
-                self._world.ledger.parked[op.id] = op
-                continue
-            self.close_parked()
+        """Note ``outcomes``, which ``settle`` applies."""
+        self._outcomes.extend(outcomes)
 
-    def close_parked(self) -> None:
-        """Close the parked operations that need wait no longer."""
-        while self._world.ledger.parked and any(self._try_close(op) for op in self._parked()):
-            pass
+    def unpark(self, op: Operation) -> None:
+        """Have ``settle`` close the operations that are parked until the end of ``op``."""
+        self._unparked.extend(reversed(op.parked))
+        op.parked = []
 
-    def _parked(self) -> list[Operation]:
-        return list(self._world.ledger.parked.values())
+    def settle(self) -> bool:
+        """Apply outcomes, and after each one those that were parked until then. Return True if some are left."""
+        world, outcomes, unparked = self._world, self._outcomes, self._unparked
+        while outcomes or unparked:
+            op = unparked.pop() if unparked else self._told(outcomes.popleft())
+            if op.id in world.ledger.ops:  # else it was doomed while it was parked, and has been closed since
+                world.steps += 2 * len(op.fragments) + 1
+                self._close(op)
+            if world.spent():
+                break
+        return bool(outcomes or unparked)
 
-    def _try_close(self, op: Operation) -> bool:
+    def _told(self, outcome: Outcome) -> Operation:
+        op = self._world.ledger.ops.get(outcome.op)
+        if op is None or op.status is not None or op.kind is PREFETCH:
+            raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
+        op.status = outcome.status
+        return op
+
+    def _close(self, op: Operation) -> None:
         if op.kind is BACKUP_HOST:
-            return self._close_arrival(op, HOST)
+            self._close_arrival(op, HOST)
+            return
         if op.kind is LOAD_BACK:
-            return self._close_arrival(op, DEVICE)
+            self._close_arrival(op, DEVICE)
+            return
         assert op.status is not None
         done = op.status is Status.DONE
         fragments = list(op.fragments)
@@ -346,7 +371,7 @@ class Transfers:
             self._fail_leases(op, 0)
         for place, slots in enumerate(op.slots):
             self._world.shelves[place].slots.give(slots)
-        return True
+        self.unpark(op)
 
     def _stored(self, op: Operation, done: bool, fragments: Sequence[Fragment]) -> None:
         """Note what storage has of an operation that has ended. Some pages of a failed operation may be in storage even
@@ -369,32 +394,38 @@ class Transfers:
             if other.parent is not None and not other.root.dead:
                 self.unstored[other] = None
 
-    def _close_arrival(self, op: Operation, tier: int) -> bool:
-        """Close an operation that fills cells of ``tier``. Returns False, and changes nothing, if it must wait for an
-        operation above it."""
+    def _close_arrival(self, op: Operation, tier: int) -> None:
+        """Close an operation that fills cells of ``tier``, or park it if it must wait for an operation above it."""
         base = tier * self._count
         if op.status is Status.DONE and not op.doomed:
-            if any(self._waits_above(op, node, base) for node, _, _ in op.fragments):
-                return False
+            above = self._above(op, base)
+            if above is not None:
+                above.parked.append(op)
+                return
             self._arrived(op, tier, base)
-            return True
-        if not op.doomed:
-            self._fail_from_start(op)
-            self._doom_below(op, base)
-        self._failed(op, base)
-        return True
+        else:
+            if not op.doomed:
+                self._fail_from_start(op)
+                self._doom_below(op, base)
+            self._failed(op, base)
+        self.unpark(op)
 
-    def _waits_above(self, op: Operation, node: Node, base: int) -> bool:
-        """Return True if another operation still has to bring FULL for ``node`` or its parent, or the engine may still
-        be computing what a backup of ``node`` copies or stands on. ``base``: the place of the tier's first
+    def _above(self, op: Operation, base: int) -> Operation | None:
+        """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one; or,
+        if ``op`` is a backup, a COMPUTE of such a node; None if there is none. ``base``: the place of the tier's first
         component."""
-        parent = node.parent
-        assert parent is not None
-        for above in (node, parent):
-            arrives = above.state[base] == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops)
-            if arrives or (base and any(o.kind is COMPUTE and not o.doomed for o in above.ops)):
-                return True
-        return False
+        brings = {node for node, moves, _ in op.fragments if moves & 1}
+        for node, _, _ in op.fragments:
+            parent = node.parent
+            assert parent is not None
+            for above in (node, parent):
+                if above.state[base] == ARRIVING and above not in brings:
+                    return next(o for o in above.ops if o.kind is op.kind and _moves(o, above) & 1)
+                if base:
+                    computing = [o for o in above.ops if o.kind is COMPUTE and not o.doomed]
+                    if computing:
+                        return computing[0]
+        return None
 
     def _arrived(self, op: Operation, tier: int, base: int) -> None:
         world = self._world
@@ -432,14 +463,23 @@ class Transfers:
             for op in node.ops:
                 if op is not failed and not op.doomed and op.kind is failed.kind:
                     self._doom(op, base)
+            left = node.kids_host if base else node.kids_device  # none of them is PRESENT below what has just failed
+            if not left:
+                continue
             cut_off = [top for root in cut_roots for top in (root.children or {}).values() if top.parent is node]
-            for child in (*(node.children or {}).values(), *cut_off):
-                if id(child) not in seen and child.state[base] in (ARRIVING, LEAVING):
-                    seen.add(id(child))
-                    stack.append(child)
+            for child in chain(cut_off, (node.children or {}).values()):
+                if child.state[base] != ABSENT:
+                    left -= 1
+                    if id(child) not in seen:
+                        seen.add(id(child))
+                        stack.append(child)
+                    if not left:
+                        break
 
     def _doom(self, op: Operation, base: int) -> None:
         op.doomed = True
+        if op.status is not None:
+            self._unparked.append(op)  # it was parked, and waits no longer
         for node, moves, _ in op.fragments:
             for c in range(self._count):
                 if moves >> c & 1:
@@ -467,6 +507,7 @@ class Transfers:
         world, count, shelves = self._world, self._count, self._world.shelves
         src, dst = [b""] * count, [b""] * count
         for node, mask in chosen:
+            world.steps += 1
             world.cover(op, node, mask)
             for c in world.bits[mask]:
                 held, place = node.slots[source * count + c], target * count + c

@@ -72,19 +72,21 @@ class Root(Node):
 
     ``dead``: the namespace was invalidated, so nobody matches below this root any more. ``mute``: KV events tell no
     more of its pages, since all namespaces were invalidated together, or the pages were withdrawn before. ``holders``:
-    how many leases and prefetches may still hang something below it.
+    how many leases and prefetches may still hang something below it. ``left``: the hashes of nodes that have left since
+    somebody began to list the namespace's pages; None while nobody does.
 
     A node whose batch has failed gets a dead root of its own, of which it is the only child (``cut_off``). ``origin``:
     the root that it was below before, which counts its holders; of any other root, the root itself.
     """
 
-    __slots__ = ("dead", "holders", "mute", "origin")
+    __slots__ = ("dead", "holders", "left", "mute", "origin")
 
     def __init__(self, space: bytes, components: int) -> None:
         super().__init__(b"", 0, None, components)
         self.hashes = space
         self.dead = self.mute = False
         self.holders = 0
+        self.left: list[bytes] | None = None
         self.origin: Root = self
 
 

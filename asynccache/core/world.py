@@ -8,11 +8,16 @@ Pins. FULL: a node counts the pins that end at it plus its pinned children; the 
 leaves or returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node
 alone. A pin of component c comes with pins of all components before it. So a pinned cell never goes along with another
 cell that is evicted.
+
+Steps. Whatever a core call does for cells or nodes other than those on its request's own path, it counts in ``steps``:
+a cell that is looked at in an eviction order, a node that a pass visits, a node whose transfer begins or ends. A call
+may take ``slice_steps`` of them. Every loop takes at least one step, however much the call has done before, and ends
+when the call is ``spent``. So a call always gets on, and never takes long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from asynccache.core import components
@@ -32,6 +37,7 @@ EARLY: Final = 0
 LATE: Final = 1
 # The page number that stands for a border which does not exist. It is larger than every other.
 NOWHERE: Final = 1 << 60
+PASSED: Final = 16
 
 # How many bits of ``Node.stored`` are for components. The era stands above them.
 _BITS = len(ComponentKind)
@@ -85,7 +91,11 @@ class World:
     which is FULL's, if there is none. ``last_base``: the place of FULL on the last tier, where the policy of the cache
     chooses. ``bits[mask]``: the components whose bits are set in ``mask``. ``clean_pages``: how many pages of FULL are
     PRESENT on both tiers. ``condemned_pages``: how many pages of FULL are condemned. ``may_split``: False while a call
-    is made that must not split a node; the runtime sets it.
+    is made that must not split a node; the runtime sets it. ``steps``: how many steps all calls together have taken.
+    ``limit``: how many it may be at the end of this call. ``passed``: how many cells were passed over in the orders,
+    because they are no candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than
+    itself may take more steps: those cells are put back when the pins go, and must be passed over in the next slice,
+    too. ``behind``: True if work is left that ``follow_up`` does.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -118,6 +128,9 @@ class World:
         self.era = 0
         self.storage_is_late = False
         self.may_split = True
+        self.behind = False
+        self.steps = self.passed = 0
+        self.limit = config.slice_steps
         self._era_began = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []
@@ -135,8 +148,13 @@ class World:
         self._ended.append(Ended(op.id, status))
         self.freed = True
 
+    def spent(self) -> bool:
+        """Return True if this call has taken all the steps that it may take."""
+        return self.steps >= self.limit
+
     def plan(self) -> Plan:
-        """Return what this call decided. A new plan begins."""
+        """Return what this call decided. A new plan begins, for which the next call may take as many steps."""
+        self.limit = self.steps + self.config.slice_steps
         if not self._effects and not self._ended:
             if not self.freed:
                 return EMPTY
@@ -539,10 +557,13 @@ class World:
         """Take ``top`` and all below it out of reach: a batch that was to compute ``top`` has failed. What was
         announced of these pages is withdrawn. They leave as pages of a dead root do, when nothing pins them any
         more."""
-        if self.config.publish:
+        left = top.root.left
+        if self.config.publish or left is not None:
             todo = [top]
             while todo:
                 node = todo.pop()
+                if left is not None:
+                    left.append(node.hashes)
                 for medium, place in ((Medium.GPU, 0), (Medium.CPU, self.count)):
                     if node.state[place] == PRESENT:
                         self.publish(medium, False, node)
@@ -567,6 +588,8 @@ class World:
             if node.ops:
                 self.ledger.forget(node)
             parent = unlink(node, page)
+            if (left := node.root.left) is not None:
+                left.append(node.hashes)
             if self.ghosts is not None and not node.root.dead:
                 stored = node.stored & 1 and node.stored >> _BITS == self.era
                 self.ghosts.note(parent, page, 3 if stored else tier + 1)
@@ -615,3 +638,52 @@ class World:
 def split_at(world: World, node: Node, end: int) -> Node:
     """Split ``node`` at position ``end``, in pages from the root, and return the new prefix."""
     return world.split(node, end - node.parent.end)  # type: ignore[union-attr]
+
+
+# How many of a node's children are listed in a step. A list of them is one copy of a dictionary's keys.
+LISTED = 256
+
+
+class Walk:
+    """A walk over the nodes below ``roots``, a node at a time; between two steps the tree may change. A node that is in
+    the tree from the first step to the last is visited once, also if it was split or the node below it has left.
+
+    ``_levels``: where the nodes to visit hang: the nodes above, which have been visited, each with first pages. A node
+    by itself would not do: when it is split, the upper piece is a new object.
+    """
+
+    __slots__ = ("_levels", "_roots", "_world")
+
+    def __init__(self, world: World, roots: Iterable[Node]) -> None:
+        self._world = world
+        self._roots = list(roots)
+        self._levels: list[tuple[Node, list[bytes]]] = []
+        world.steps += len(self._roots) // LISTED
+
+    def over(self) -> bool:
+        """Return True if there is nothing left to visit."""
+        return not self._levels and not self._roots
+
+    def peek(self) -> Node | None:
+        """Return the node that ``step`` would visit; None if what hung there has left the tree, or it is a root."""
+        if not self._levels:
+            return None
+        above, pages = self._levels[-1]
+        return above.children.get(pages[-1]) if above.children is not None else None
+
+    def step(self) -> Node | None:
+        """Visit the next node, and return what ``peek`` returns."""
+        node = self.peek()
+        below: Node | None = node
+        if self._levels:
+            pages = self._levels[-1][1]
+            pages.pop()
+            if not pages:
+                self._levels.pop()
+        else:
+            below = self._roots.pop()
+        self._world.steps += 1
+        if below is not None and below.children is not None:
+            self._levels.append((below, list(below.children)))
+            self._world.steps += len(below.children) // LISTED
+        return node

@@ -72,14 +72,16 @@ class Announcing:
         known = self._named.get(space)
         return self._named_before.get(space) if known is None else known
 
-    def begin(self, store: int) -> None:
-        """Report the keys that this store has, and from now on those that it gains and loses."""
+    async def begin(self, store: int) -> None:
+        """Report the keys that this store gains and loses from now on, and those that it has. Returns when all that it
+        has are reported: a page that is published later would not be announced, if its key came after it. If it is
+        cancelled, ``end`` must follow."""
         if self._key_of is not None:
             self._keys[store] = set()
-            self._worker.stores.watch(store)
+            await self._worker.stores.watch(store)
 
     def end(self, store: int) -> None:
-        """Watch the store no more. ``forget`` must follow."""
+        """Watch the store no more. ``forget`` must follow. A second call does nothing."""
         self._worker.stores.unwatch(store)
 
     async def forget(self, store: int) -> None:

@@ -1,7 +1,8 @@
 """Stores come and go while requests are in flight.
 
 Laws:
-* A store is opened, and told of the host's memory, before the tree lock is taken. One core call makes it usable.
+* A store is opened, told of the host's memory, and asked for all of its keys if they are announced, before the tree
+  lock is taken. One core call makes it usable.
 * One core call ends its use, and with that call the tree forgets which pages are stored. Reads and writes that are
   under way finish; then a task of the cache closes the store.
 * Neither makes a request wait or fail. What a store cannot give any more is computed.
@@ -46,11 +47,11 @@ class StoreAttachments:
     def __repr__(self) -> str:
         return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores.entries)})"
 
-    def begin(self) -> None:
-        """Use the stores that were opened with the cache."""
+    async def begin(self) -> None:
+        """Use the stores that were opened with the cache. Cancelling it uses none."""
         for store in self._worker.stores.entries:
             if self._announcing is not None:
-                self._announcing.begin(store.number)
+                await self._announcing.begin(store.number)
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
@@ -65,14 +66,21 @@ class StoreAttachments:
     ) -> str:
         """See ``AsyncCache.attach_storage``."""
         self._check_host()
-        driver, worker = self._driver, self._worker
+        driver, worker, announcing = self._driver, self._worker, self._announcing
         opened = await worker.stores.open(storage, options, position)
         try:
             driver.check_ready()
+            if announcing is not None:
+                await announcing.begin(opened.number)
             await self._use(opened, position, backfill=backfill)
         finally:
             if not self._is_used(opened.number):
-                await worker.stores.drop(opened.number)
+                try:
+                    if announcing is not None:
+                        announcing.end(opened.number)
+                        await announcing.forget(opened.number)
+                finally:
+                    await worker.stores.drop(opened.number)
         return opened.options.name
 
     def _check_host(self) -> None:
@@ -87,8 +95,6 @@ class StoreAttachments:
             driver.apply_outcomes()
             self._worker.stores.use(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
-            if self._announcing is not None:
-                self._announcing.begin(opened.number)
             stores = backfill and options.write
             if stores or self._announcing is not None:
                 walk = driver.core.backfill(store=stores)

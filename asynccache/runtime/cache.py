@@ -1,8 +1,8 @@
 """``AsyncCache``, the public face of a cache. It checks arguments, forwards calls and closes the cache; other modules
 decide what happens.
 
-One cache belongs to one event loop and its thread. From any other thread its requests raise ``RuntimeError``; only a
-lease's ``*_threadsafe`` calls are for other threads.
+One cache belongs to one event loop and its thread. From any other thread its requests raise ``RuntimeError``. Calls
+that are awaited take their tokens when they are made, not when they are awaited.
 """
 
 from __future__ import annotations
@@ -10,30 +10,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import checks
 from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
-from asynccache.errors import CacheClosed, ConfigError
+from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.cache_parts import CacheParts, OnEvent
-from asynccache.runtime.closing import SavingLimit, save
+from asynccache.runtime.closing import SavingLimit, leave_behind, save
 from asynccache.runtime.driving import acquire
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.kept_prefixes import Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lease_wait import ask_for
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.prefetch import PrefetchHandle, check_serves
 from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, unsaved
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
 from asynccache.settle import completed
 from asynccache.worker.admitting_ranks import Workers
-from asynccache.worker.contract import MOMENT, Device, EmbedderParts, Storage, StoreOptions, check_device, check_storage
+from asynccache.worker.contract import (
+    LATE,
+    MOMENT,
+    Device,
+    EmbedderParts,
+    Storage,
+    StoreOptions,
+    check_device,
+    check_storage,
+)
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
@@ -127,6 +136,7 @@ class AsyncCache:
         self._parts: CacheParts | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
+        self._stopper: asyncio.Task[None] | None = None
         self._limit: SavingLimit
 
     def __repr__(self) -> str:
@@ -157,7 +167,7 @@ class AsyncCache:
         except asyncio.CancelledError as error:
             if self._parts is not None:  # cancelled after the opening had ended well, before this task went on
                 await completed(self.aclose(0.0))
-                self._parts = self._worker = self._closer = None
+                self._parts = self._worker = self._closer = self._stopper = None
             if opener.cancelling() > before:
                 raise
             raise CacheClosed(_CLOSED_EARLY) from error
@@ -222,6 +232,8 @@ class AsyncCache:
         Raises:
             ConfigError: ``deadline`` is no number of seconds; the cache stays open.
             BackendError: a store could not close cleanly, or a rank was lost while it closed; all the rest is closed.
+                Or a store had not let go of the host's memory three seconds after the deadline: that memory is left
+                behind, and a task closes it if the store lets go after all. The process can end all the same.
         """
         if deadline is not None:
             deadline = checks.number("deadline", deadline)
@@ -261,8 +273,35 @@ class AsyncCache:
                 await save(parts, self._limit)
             left = Unsaved(0, 0) if driver.broken else await unsaved(driver)
         finally:
-            await self._stop(parts, max(MOMENT, self._limit.left()))
+            stopped = await self._stop_in_time(parts)
+        if not stopped:
+            raise BackendError(
+                f"the cache is closed, but the host's memory is left behind, since it is still in use, by "
+                f"{', '.join(parts.worker.busy) or 'copies'}: what was stored last may be lost. Unsaved pages: "
+                f"{left.host} neither on the host nor stored, {left.storage} not stored"
+            )
         return CloseReport(left.host, left.storage, parts.supervisor.error)
+
+    async def _stop_in_time(self, parts: CacheParts) -> bool:
+        """Stop everything. Returns False if a store or a copy had not let go of its buffers ``LATE`` seconds after the
+        limit: then a task goes on with it."""
+        if self._stopper is None or self._stopper.done():
+            stop = self._stop(parts, max(MOMENT, self._limit.left()))
+            self._stopper = asyncio.get_running_loop().create_task(stop, name="asynccache-stop")
+        stopper = self._stopper
+        try:  # a group of workers gives up the one that is late by itself, and says which
+            await self._limit.keep(lambda: asyncio.wait([stopper]), LATE if self._workers is None else 2 * LATE)
+        except asyncio.CancelledError:
+            stopper.cancel()
+            await asyncio.wait([stopper], timeout=LATE)
+            raise
+        except TimeoutError:
+            stopper.add_done_callback(lambda done: done.cancelled() or done.exception())
+            parts.close(None)
+            leave_behind()
+            return False
+        stopper.result()
+        return True
 
     async def _stop(self, parts: CacheParts, patience: float) -> None:
         try:
@@ -270,7 +309,7 @@ class AsyncCache:
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
-            if parts.announcing is not None and parts.supervisor.error is None:
+            if parts.announcing is not None and parts.driver.closed is None:
                 try:
                     parts.announcing.hand_on()  # what the last acks announced
                 except Exception as error:  # as if the subscriber had raised earlier
@@ -290,15 +329,18 @@ class AsyncCache:
 
     # requests
 
-    async def match(self, tokens: Tokens, extra_key: ExtraKey = None) -> Match:
-        """Return how far ``tokens`` are cached on device and host. Nothing is pinned or loaded; cancelling it does
-        nothing.
+    def match(self, tokens: Tokens, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Match]:
+        """Return how far ``tokens`` are cached on device and host. To be awaited. Nothing is pinned or loaded;
+        cancelling it does nothing.
 
         Raises:
             ConfigError: the tokens are unusable.
         """
+        return self._match(as_key(tokens), extra_key)
+
+    async def _match(self, key: bytes, extra_key: ExtraKey) -> Match:
         parts = self._ready()
-        key, driver = as_key(tokens), parts.driver
+        driver = parts.driver
         if not driver.lock.take():
             await acquire(driver.lock)
         try:
@@ -308,7 +350,7 @@ class AsyncCache:
             driver.lock.release()
 
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
-        """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for a lease
+        """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for one lease
         of the same tokens. If ``tokens`` are whole pages, the last one is left out where there are windows or states.
         Call it when a request arrives.
 
@@ -319,11 +361,11 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable.
         """
-        parts = self._ready()
-        prefetch = parts.prefetching.begin(parts.namespaces.space(extra_key), as_key(tokens))
+        parts, key = self._ready(), as_key(tokens)
+        prefetch = parts.prefetching.begin(parts.namespaces.space(extra_key), key)
         if prefetch.done():
             prefetch.claim()
-        return PrefetchHandle(prefetch)
+        return PrefetchHandle(prefetch, key, extra_key)
 
     def lease(
         self,
@@ -344,7 +386,9 @@ class AsyncCache:
         matches ``tokens``, waits in line for room, reserves pages for the prompt and ``new_tokens`` more, and starts
         loads; it does all of this or nothing.
 
-        ``prefetch``: a handle for the same tokens; without one, a lease that may wait prefetches by itself.
+        ``prefetch``: a handle for the same tokens, or for the first of them, or for a text that begins with them;
+        nothing more is fetched then. Without one, a lease that may wait prefetches by itself. A handle that was
+        cancelled, or that another lease was granted with, counts as none.
         ``wait`` False: ``CacheFull`` instead of waiting. ``timeout``: seconds of waiting, then ``TimeoutError``.
         ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
@@ -365,19 +409,24 @@ class AsyncCache:
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
         ask = ask_for(parts, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
+        if prefetch is not None:
+            check_serves(prefetch, ask.key, extra_key)
         caller = sys._getframe(1)
         return Lease(parts, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
-    async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
-        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. Returns a ``Kept``,
-        whose ``tokens`` says how many are pinned. Never waits for pages. Cancelling it keeps nothing.
+    def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Kept]:
+        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. To be awaited.
+        Returns a ``Kept``, whose ``tokens`` says how many are pinned. Never waits for pages. Cancelling it keeps
+        nothing.
 
         Raises:
             ConfigError: the tokens are unusable, or ``ttl`` is no number of seconds above 0.
         """
+        return self._keep(as_key(tokens), checks.number("ttl", ttl, above=0), extra_key)
+
+    async def _keep(self, key: bytes, ttl: float, extra_key: ExtraKey) -> Kept:
         parts = self._ready()
-        ttl = checks.number("ttl", ttl, above=0)
-        return await parts.kept_prefixes.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
+        return await parts.kept_prefixes.keep(parts.namespaces.space(extra_key), key, ttl)
 
     # the engine's batches, where there are several workers
 
@@ -399,7 +448,10 @@ class AsyncCache:
             raise ConfigError(f"payload: {len(payload)} bytes are more than {MOST_PAYLOAD}")
         held = [checks.instance("leases", lease, Lease)._held() for lease in leases]
         loads = dict.fromkeys(op for core in held for op in core.loads if op in parts.driver.ops)
-        return parts.worker.send_batch(payload, tuple(loads))
+        number = parts.worker.send_batch(payload, tuple(loads))
+        for lease in leases:
+            lease._asked += 1  # by the ranks, which have the loads with the batch
+        return number
 
     async def batch_ended(self, number: int) -> None:
         """Return when batch ``number`` is over on every worker. Cancelling it stops the waiting.
@@ -491,22 +543,33 @@ class AsyncCache:
 
         Device and host forget the namespace. In storage, the pages that the tree knows are deleted. Pages that the tree
         had evicted stay in storage, out of reach of this cache, but a later process may find them: where that matters,
-        change ``extra_key`` or call ``reset``. Cancelling it may leave pages on every tier, out of reach of this cache.
+        change ``extra_key`` or call ``reset``. What this cache stores of the namespace from now on it stores under new
+        keys, which no later process looks for: to a process that opens the cache anew, these pages are dead bytes until
+        the store evicts them.
+
+        Writes of other namespaces are not waited for. Writes of its own pages are, for twice the longest ``timeout`` of
+        a store and a second at most; a page that is written later stays, like those that were evicted. Cancelling it
+        may leave pages on every tier, out of reach of this cache.
 
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
         parts = self._ready()
-        await forget(parts.driver, parts.worker, parts.prefetching, parts.namespaces.outdate(extra_key))
+        space = parts.namespaces.outdate(extra_key)
+        await forget(parts.driver, parts.worker, parts.prefetching, parts.outbox, space)
 
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
 
+        Writes that are under way are waited for, for twice the longest ``timeout`` of a store and a second at most, and
+        the clearing of a store for as long again.
+
         If it is cancelled while it waits for other calls that change the cache, no page is forgotten. Cancelling it
-        later leaves device and host empty, and may leave storage as it was.
+        later leaves nothing of device and host in reach, and may leave storage as it was.
 
         Raises:
-            BackendError: storage could not be cleared.
+            BackendError: storage could not be cleared, or a store still writes pages from before: they may be found in
+                it, and ``reset`` is to be called again.
         """
         parts = self._ready()
         parts.namespaces.reset()
@@ -555,17 +618,20 @@ class AsyncCache:
         entries = self._parts.worker.stores.entries if self._parts is not None else ()
         return {entry.options.name: entry.options for entry in entries}
 
-    async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:
-        """Return where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It
-        only reads, and changes no recency. Cancelling it does nothing.
+    def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Explained]:
+        """Return where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. To
+        be awaited. It only reads, and changes no recency. Cancelling it does nothing.
 
         Raises:
             ConfigError: the tokens are unusable.
         """
+        return self._explain(as_key(tokens), extra_key)
+
+    async def _explain(self, key: bytes, extra_key: ExtraKey) -> Explained:
         parts = self._ready()
         space = parts.namespaces.space(extra_key)
         parts.core.at(parts.driver.clock())
-        return await explain(parts.core, parts.worker, parts.pools, space, as_key(tokens))
+        return await explain(parts.core, parts.worker, parts.pools, space, key)
 
     def learned(self) -> Learned | None:
         """Return what the eviction policy has learned so far; None if it learns nothing, like ``lru``. It takes some

@@ -76,7 +76,7 @@ class CacheParts:
         driver.note_failures = self.engine.note_failures
         hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
         self.lease_parts = LeaseParts(
-            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, self.supervisor, hashes=hashes
+            driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, hashes=hashes
         )
         self.kept_prefixes = KeptPrefixes(config, self.lease_parts)
         self.stores = StoreAttachments(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
@@ -102,7 +102,7 @@ class CacheParts:
         reports = Reports(self.driver.ended, self.supervisor.fail, self._keys)
         for name, work in [*self.worker.start(reports), *self._tasks()]:
             self.supervisor.spawn(work, f"asynccache-{name}")
-        self.stores.begin()
+        await self.stores.begin()
 
     def _tasks(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         tasks: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._after_acks))]
@@ -136,8 +136,8 @@ class CacheParts:
         }  # fmt: skip
 
     def queues(self) -> Mapping[str, int]:
-        """Return how much waits in each queue: operations for their stages, prefetches, outcomes for the core, leases
-        in line, and backups in flight."""
+        """Return how much waits in each queue: operations for their stages, prefetches, acks for the core, leases in
+        line, and backups in flight."""
         return {
             **self.worker.queues(),
             "backup_storage": len(self.outbox),

@@ -1,4 +1,8 @@
-"""The end of a cache: what is saved, and until when."""
+"""The end of a cache: what is saved, and until when; and what is left behind if a store does not let go.
+
+Law: a cache that is closed frees no buffer that a store or a device still uses. So what a store uses that hangs is left
+behind: tasks go on, and close the rest if it lets go after all. Neither the loop nor the process waits for them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ class SavingLimit:
     def __init__(self, seconds: float) -> None:
         self._clock = asyncio.get_running_loop().time
         self._end = self._clock() + seconds
+        self._beyond = 0.0
         self._timeout: asyncio.Timeout | None = None
 
     def left(self) -> float:
@@ -29,19 +34,37 @@ class SavingLimit:
         """Move the end to ``seconds`` from now on, if that is earlier."""
         self._end = min(self._end, self._clock() + seconds)
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(self._end)
+            self._timeout.reschedule(self._end + self._beyond)
 
-    async def keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``work()`` within the limit. Cancelling it cancels the work.
+    async def keep(self, work: Callable[[], Coroutine[Any, Any, object]], beyond: float = 0.0) -> None:
+        """Run ``work()``, but no longer than until ``beyond`` seconds after the limit. Cancelling it cancels the work.
 
         Raises:
-            TimeoutError: the limit came first, and the work is cancelled.
+            TimeoutError: that time came first, and the work is cancelled.
         """
-        async with asyncio.timeout_at(self._end) as self._timeout:
+        self._beyond = beyond
+        async with asyncio.timeout_at(self._end + beyond) as self._timeout:
             try:
                 await work()
             finally:
                 self._timeout = None
+
+
+_LEFT: set[asyncio.Task[Any]] = set()
+_SERVE_STORES = ("asynccache.storage", "asynccache_backends")
+
+
+def leave_behind() -> None:
+    """Take the tasks that serve stores off the list of tasks that the loop's owner waits for: ``asyncio.run`` cancels
+    all tasks and waits until they have ended, and a call of a store that hangs never does. Tasks of other caches of
+    this loop are taken off, too, which nobody notices as long as they are closed."""
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        frame = getattr(task.get_coro(), "cr_frame", None)
+        module = "" if frame is None else str(frame.f_globals.get("__name__"))
+        if task.get_name().startswith("asynccache-") or module.startswith(_SERVE_STORES):
+            _LEFT.add(task)  # else the collector would end it, and with it the call
+            task.add_done_callback(_LEFT.discard)
+            asyncio.tasks._unregister_task(task)
 
 
 async def save(parts: CacheParts, limit: SavingLimit) -> None:

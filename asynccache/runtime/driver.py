@@ -8,7 +8,9 @@ Laws:
 * A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
   give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
   evict or back up to the next holder.
-* Whoever takes the lock applies the outcomes that wait before anything else is decided.
+* Whoever takes the lock applies what waits in the queue of acks before anything else is decided: the outcomes, and the
+  commits of fetches that have read their pages. A commit that must wait for an operation is queued again when that has
+  ended, and nothing waits behind it.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
   plan that cannot be performed, close the cache with that error. The core's books may be wrong then, so no core call
   is made again, not even for the next slice of a call that is under way.
@@ -24,7 +26,7 @@ Laws:
 * Each waiter awaits a future of its own, so cancelling one never touches another. An operation that is not among
   ``ops`` has ended. When the cache closes, every waiter gets the reason.
 
-Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
+Mutable state: the core, the acks that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``draining``, ``closed`` and ``broken``; who holds the lock, and who waits (in the lines and in ``growing``).
 """
 
@@ -38,6 +40,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
@@ -260,12 +263,16 @@ class Operations:
 
 
 class Nudge(Enum):
-    """An item of the queue of outcomes that stands for no operation."""
+    """An item of the queue of acks that stands for no operation."""
 
-    FOLLOW_UP = "something was given back without the lock: whoever takes it next follows up"
+    FOLLOW_UP = "the core has left work to do: whoever takes the lock next follows up"
 
 
-Ack = Outcome | Failing | Nudge
+FetchCommit = Callable[[], Sequence[int]]
+"""Hangs what a fetch has read into the tree, under the tree lock, and returns no operations. Or changes nothing, and
+returns operations of which one must end first."""
+
+Ack = Outcome | Failing | FetchCommit | Nudge
 
 
 def nothing(*_: object) -> None:
@@ -275,12 +282,12 @@ def nothing(*_: object) -> None:
 class Driver:
     """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
 
-    ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; the queue has no
-    bound of its own, because the core bounds the operations in flight. ``draining``: True once the cache is about to be
-    closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is closed.
-    ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation. ``line``,
-    ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those who wait for room
-    to grow a lease. ``clock``: returns seconds, which the core is told with each call.
+    ``lock``: the tree lock. ``acks``: what the transfer stages and the fetches report, on its way to the ack task; the
+    queue has no bound of its own, because the core bounds the operations in flight. ``draining``: True once the cache
+    is about to be closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is
+    closed. ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation.
+    ``line``, ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those
+    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call.
 
     Three functions take the effects of a plan, and none of them blocks or fails: ``copy`` takes all its copies,
     ``store`` one backup to storage, ``publish`` one KV event. ``note_failures`` posts which batches of the engine are
@@ -313,11 +320,11 @@ class Driver:
         core.world.may_split = False
 
     def __repr__(self) -> str:
-        return f"Driver({self.ops!r}, {self.line!r}, {self.unapplied} outcomes wait)"
+        return f"Driver({self.ops!r}, {self.line!r}, {self.unapplied} acks wait)"
 
     @property
     def unapplied(self) -> int:
-        """The number of outcomes that wait to be applied, including those in the hands of the ack task. A nudge counts,
+        """The number of acks that wait to be applied, including those in the hands of the ack task. A nudge counts,
         too."""
         return len(self._in_hand) + self.acks.qsize()
 
@@ -327,13 +334,19 @@ class Driver:
         self._waiting = True
         self.acks.put_nowait(outcome)
 
+    def post_commit(self, commit: FetchCommit) -> None:
+        """Queue the commit of a fetch that has read its pages. Whoever takes the lock next makes it."""
+        self._waiting = True
+        self.acks.put_nowait(commit)
+
     def ended(self, status: Status, ops: Sequence[int]) -> None:
         """Post the outcome ``status`` for each of the operations ``ops``."""
         for op in ops:
             self.post(Outcome(op, status))
 
     def apply_outcomes(self) -> None:
-        """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.
+        """Under the lock, before anything else: apply the acks that wait, and follow up what the core has left to do.
+        Of outcomes and of what is left, the core does a slice.
 
         Raises:
             CacheClosed: the cache is closed.
@@ -341,9 +354,7 @@ class Driver:
         if self.closed is not None:
             self.refuse()
         self.note_failures()
-        if self._waiting and (outcomes := self._take_acks()):
-            self.perform(self.locked(self.core.complete, outcomes))
-        if self.core.behind:
+        if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
     def take_in_hand(self, ack: Ack) -> None:
@@ -351,12 +362,37 @@ class Driver:
         lock, which may be another task, applies ``ack``."""
         self._in_hand.append(ack)
 
-    def _take_acks(self) -> list[Outcome | Failing]:
-        """Take and return all outcomes that wait, in the order in which they came."""
+    def _apply(self, acks: Sequence[Ack]) -> bool:
+        """Apply the outcomes among ``acks`` first, since a commit may wait for one of them; then make the commits.
+        Return True if there were outcomes: then the core has followed up, too."""
+        outcomes = [ack for ack in acks if isinstance(ack, (Outcome, Failing))]
+        if outcomes:
+            self.perform(self.locked(self.core.complete, outcomes))
+        for ack in acks:
+            if not isinstance(ack, (Outcome, Failing, Nudge)):
+                self._commit(ack)
+        return bool(outcomes)
+
+    def _commit(self, commit: FetchCommit) -> None:
+        ops = commit()
+        if ops:
+            waiter = self.ops.watch(ops)
+            if waiter is None:
+                self.post_commit(commit)
+            else:
+                waiter.add_done_callback(partial(self._commit_again, commit, ops))
+
+    def _commit_again(self, commit: FetchCommit, ops: Sequence[int], waiter: Waiter) -> None:
+        self.ops.unwatch(ops, waiter)
+        if waiter.exception() is None:  # else the cache is closed: those who wait for the fetch hear it elsewhere
+            self.post_commit(commit)
+
+    def _take_acks(self) -> list[Ack]:
+        """Take and return all acks that wait, in the order in which they came."""
         acks, self._in_hand, self._nudged, self._waiting = self._in_hand, [], False, False
         while not self.acks.empty():
             acks.append(self.acks.get_nowait())
-        return [ack for ack in acks if not isinstance(ack, Nudge)]
+        return acks
 
     # calls of the core
 
@@ -404,8 +440,6 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind:
-            self._nudge()
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
@@ -420,8 +454,6 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind:
-            self._nudge()
         return plan
 
     def lease_at_once(self, ask: LeaseRequest, granted: Callable[[Grant], None]) -> bool:
@@ -451,7 +483,8 @@ class Driver:
         self.perform(self.give_back(call, lease, ended=True) if ended else self.give_back(call, lease))
 
     def _nudge(self) -> None:
-        """Have the ack task take the lock and follow up, if nobody else comes first."""
+        """The core has left work to ``follow_up``: have the ack task take the lock and do a slice of it, if nobody else
+        comes first."""
         if not self._nudged:
             self._nudged = self._waiting = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
@@ -463,7 +496,7 @@ class Driver:
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect of ``plan`` to its stage, all copies at once, and wake whoever waits for what has ended or
-        was freed.
+        was freed. If the core call has left work to ``follow_up``, the ack task hears of it.
 
         ``retiring``: a list that gets the operations of ``Retire`` effects. The caller posts their outcomes itself,
         once the engine's events have fired; with None they are done at once.
@@ -477,6 +510,8 @@ class Driver:
                 self.ops.end(op, status)
             if freed or ended:
                 self.wake()
+            if self.core.behind:
+                self._nudge()
         except BaseException as error:  # an operation that nobody performs would never end
             self._break(error)
             raise
@@ -553,7 +588,8 @@ class Driver:
     def check_thread(self) -> None:
         """Raise ``RuntimeError`` in any thread but the loop's."""
         if threading.get_ident() != self._owner:
-            raise RuntimeError("the cache belongs to the thread of its loop; use the *_threadsafe calls of a lease")
+            raise RuntimeError("the cache belongs to the thread of its loop: from another thread, use "
+                               "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe")
 
     def check_ready(self) -> None:
         """Check that a new call may be made. Raises ``CacheClosed``, or ``RankFailure`` if a rank failed, if the cache

@@ -94,14 +94,39 @@ async def drive(
     return answer
 
 
+async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], *, reads: bool = False) -> T:
+    """Make the core call that ``begin`` returns until it answers, perform its plans, and return the answer. The lock is
+    held for a slice at a time, and others go on between two slices. ``begin`` is called under the lock, before the
+    first slice. ``reads``: the call changes nothing, so it is made also if the cache is closed. Cancelling it leaves
+    out the slices that were not made yet.
+
+    Raises:
+        CacheClosed: the cache is closed.
+    """
+    call: Callable[[], T | More] | None = None
+    while True:
+        async with holding(driver.lock):
+            if driver.closed is None or not reads:
+                driver.apply_outcomes()
+            if call is None:
+                call = begin()
+            result = driver.locked(call)
+            if isinstance(result, (Plan, More)):
+                driver.perform(result.plan if isinstance(result, More) else result)
+        if not isinstance(result, More):
+            return result
+        await asyncio.sleep(0)
+
+
 async def transact(driver: Driver, call: Callable[[], Plan | More]) -> None:
     """``drive``, for a core call whose answer is a plan."""
     await drive(driver, call, driver.perform)
 
 
 async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None:
-    """The ack task, which applies outcomes when nobody else comes by: for ever, wait for one, take the lock once, apply
-    all that wait by then, and call ``then``. An acquisition for each outcome would starve behind calls in slices.
+    """The ack task, which applies outcomes and makes the commits of fetches when nobody else comes by: for ever, wait
+    for an ack, take the lock once, apply all that wait by then, and call ``then``. An acquisition for each ack would
+    starve behind calls in slices. What the core leaves to the next slice is done after a turn of the loop.
     Cancelling it leaves what waits to the next holder of the lock.
 
     Raises:
@@ -112,6 +137,8 @@ async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None
         async with holding(driver.lock):
             driver.apply_outcomes()
         then()
+        if driver.core.behind:
+            await asyncio.sleep(0)
 
 
 async def woken(place: LinePlace, until: float | None = None) -> None:

@@ -40,6 +40,9 @@ Stamps = npt.NDArray[np.int64]
 SWEEP = 64
 """A sweep looks at all batches that commits named (or at all sets of batches), and forgets those that are over. The
 next sweep is made once there are ``2 * kept + SWEEP`` of them, where ``kept`` is how many the last sweep has kept."""
+SPARSE = 8
+"""After a sweep, sets are numbered anew if their numbers span more than ``SPARSE`` times the sets that the next sweep
+waits for. So that is rare: it takes time for each slot of the device."""
 
 
 class EngineBatches:
@@ -252,12 +255,26 @@ class Fences:
 
     def _forget(self) -> None:
         """Forget the oldest sets whose batches are all over. Once there are ``_sweep_at`` sets, look at all of them: an
-        old set that lasts may hide many that are over."""
+        old set that lasts may hide many that are over. If the numbers of those that are left lie far apart, they are
+        numbered anew, since ``_places`` takes time for each number from the first to the last."""
         while self._sets and not not_over(*self._sets[oldest := next(iter(self._sets))]):
             del self._sets[oldest]
         if len(self._sets) >= self._sweep_at:
             self._sets = {number: alive for number, batches in self._sets.items() if (alive := not_over(*batches))}
             self._sweep_at = 2 * len(self._sets) + SWEEP
+            if self._number - next(iter(self._sets), self._number) > SPARSE * self._sweep_at:
+                self._renumber()
+
+    def _renumber(self) -> None:
+        """Number the sets from 1 on, in the order that they have."""
+        base = next(iter(self._sets)) - 1
+        becomes = np.zeros(self._number - base + 1, np.int64)
+        for number, old in enumerate(self._sets, 1):
+            becomes[old - base] = number
+        for stamps in self._stamps.values():
+            stamps[:] = becomes[np.maximum(stamps - base, 0)]
+        self._sets = dict(enumerate(self._sets.values(), 1))
+        self._number = len(self._sets)
 
 
 def not_over(*batches: BatchInFlight | None) -> list[BatchInFlight]:

@@ -1,58 +1,78 @@
 """One fetch: storage to host, from the first question to commit or revoke.
 
-The steps: ask what is there; read FULL pages, some at a time; find the end that they allow; read FULL's sidecars; read
-the auxiliary components and their sidecars, for the end that is left; commit, or revoke.
+The steps: ask what is there; open an operation of the core for that (``Prefetching`` waits for room); read FULL pages,
+some at a time; find the end that they allow; read FULL's sidecars; read the auxiliary components and their sidecars,
+for the end that is left; put the commit into the queue of acks, or revoke.
 
 Laws:
-* Which pages the stores have is asked once and noted (``_present``). Whenever the end has to move (there is no room on
-  the host, a page failed, or the fetch is to stop), it becomes the longest shorter end at which every pool has what it
+* A question takes nothing: while a fetch asks, it has no page, pin or operation.
+* Which pages the stores have is asked once and noted (``_present``). Only pages that the tree has lost since then, and
+  that were not asked for, are asked for when the fetch has begun. Whenever the end has to move (there is no room on the
+  host, a page failed, or the fetch is to stop), it becomes the longest shorter end at which every pool has what it
   needs.
 * No slot is given back before the I/O that uses it has let go.
-* A fetch takes the tree lock to commit what it has read, as a lease does. Where another operation must end first (a
-  backup of the same pages), it waits for that without the lock, and tries again.
+* A fetch does not commit by itself. It puts its commit into the queue in which acks travel (``Driver.acks``) and is
+  done. Whoever takes the tree lock next makes the commit. Where another operation must end first (a backup of the same
+  pages), the driver queues the commit again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import Any, cast
 
 from asynccache.config import PoolSpec
-from asynccache.core.cache import PrefetchShape, Taken, needed_pages, usable_end
+from asynccache.core.cache import PrefetchBegun, PrefetchShape, Taken, needed_pages, usable_end
 from asynccache.core.plan import SLOT_BYTES, More, Wait
 from asynccache.core.settings import ComponentKind
+from asynccache.core.tree import common_pages
 from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import drive, first_ended, holding
+from asynccache.runtime.driving import drive
 from asynccache.runtime.outbox import Lateness, StoreCall
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
-from asynccache.runtime.tokens import HASH_BYTES, Chain
+from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES
 from asynccache.worker.contract import ReadOrder, Result, StoreQuestion, Worker
 from asynccache.worker.pool_layout import FULL, PoolLayout
 from asynccache.worker.stats import StageMeter
 
-if TYPE_CHECKING:
-    from asynccache.core.plan import Plan
-
 BATCH_BYTES = 4 << 20
 BATCH_PAGES = 128
 
+_HITS = bytes(result == Result.HIT for result in range(256))
+
 
 class Fetch:
-    """A prefetch operation, from its opening to commit or revoke. ``sharers``: the prefetches that it serves. ``wish``:
-    theirs, taken together. ``cut``: why it got less than storage had. ``end``: how far it was committed, in tokens; 0
-    before, or if it was revoked. ``threshold``: how many tokens it must add to be committed, at least."""
+    """What is fetched for one prefetch and for those that share it, from the first question to commit or revoke.
+
+    ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
+    storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less
+    than storage had. ``end``: how far it was committed, in tokens; 0 before, or if it was revoked. ``skipped``: why it
+    did not begin although storage had something; may be empty. ``asleep``: what it awaits until it may begin, and once
+    it has read its pages. ``over``: True once it was committed or revoked, or did not begin. ``first``: the prefetch
+    whose task runs it. ``threshold``: how many tokens it must add to be committed, at least.
+    """
 
     def __init__(
-        self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, lateness: Lateness, op: int,
+        self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, lateness: Lateness, first: Prefetch,
         shape: PrefetchShape, threshold: int,
     ) -> None:  # fmt: skip
-        self.op = op
+        self.op = 0
         self.shape = shape
         self.sharers: dict[Prefetch, None] = {}
         self.wish = Wish.RUN
         self.cut = Cut.NOTHING
         self.end = 0
+        self.skipped = ""
+        self.asleep: asyncio.Future[Any] | None = None
+        self.over = False
+        self._queued = False
+        self.space = first.space
+        self._first = first
+        self._key = first.key
+        self._chain = first.chain
+        self._wanted_end = shape.length
         self._driver = driver
         self._worker = worker
         self._pools = pools
@@ -63,10 +83,25 @@ class Fetch:
         self._slots = b""
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
-        self._open = True
+        self._asked_from: dict[int, int] = {}
+        self._hole = -1
+        self.join(first)
 
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
+
+    # who shares it
+
+    def brings(self, key: bytes, shape: PrefetchShape) -> bool:
+        """Return True if a prefetch of ``key``, which has ``shape``, should share this fetch: it is not given up, and
+        ``key`` has more pages in common with its key than the tree has, or all that it may bring."""
+        if self.over or self.wish is Wish.CANCEL:
+            return False
+        common = self._common(key) * shape.page_size
+        return common > shape.anchor or common == shape.length == shape.anchor
+
+    def _common(self, key: bytes) -> int:
+        return common_pages(self._key, 0, len(self._key), key, self.shape.page_size * TOKEN_BYTES)
 
     def join(self, handle: Prefetch) -> None:
         """Serve ``handle``, too."""
@@ -79,32 +114,97 @@ class Fetch:
         handle.fetch = None
         if not self.sharers:
             self.wish = Wish.CANCEL
+            if self._queued:  # all I/O has let go, and what the commit waits for may take long
+                self.close()
 
     def told(self, handle: Prefetch) -> None:
         """Act on the wish of ``handle``, one of the sharers, which has changed. A stop holds for all sharers, a
-        cancellation for ``handle`` alone."""
+        cancellation for ``handle`` alone. So does a stop before the fetch has begun: nothing was read that it could
+        keep. But the handle whose task runs the fetch can only stop it for all."""
         if handle.wish is Wish.CANCEL:
             self.leave(handle)
             if self.sharers:
                 handle.finish(PrefetchStatus.CANCELLED)
+        elif not self.op and handle is not self._first:
+            self.leave(handle)
         else:
             self.wish = max(self.wish, Wish.STOP)
+        if self.wish is not Wish.RUN:
+            self._wake()
 
-    async def run(self, chain: Chain, key: bytes) -> None:
-        """Fetch the pages and commit them, or revoke the operation. Cancelling it revokes, after the I/O has let go."""
-        try:
-            end = await self._transfer(chain, key)
-            if self._worth(end) and self._wanted():
-                await self._commit(end)
-        finally:
-            if self._open:
-                self._close(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
+    def _wake(self) -> None:
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
 
-    async def _transfer(self, chain: Chain, key: bytes) -> int:
+    def answer(self, handle: Prefetch) -> PrefetchStatus | None:
+        """Return how ``handle`` ends with this fetch, which is over; None if ``handle`` is to fetch the rest, or has
+        stopped before the fetch began. What storage lacks of the pages that two prefetches have in common, it lacks for
+        both."""
+        if handle.wish is Wish.CANCEL:
+            return PrefetchStatus.CANCELLED
+        if not self.op and handle.wish is Wish.STOP:
+            return None
+        if handle.wish is Wish.RUN:
+            alike = handle.key == self._key or 0 <= self._hole < self._common(handle.key)
+            if self.wish is not Wish.RUN or not alike:
+                return None
+        if self.skipped:
+            return PrefetchStatus.COMPLETE if handle.tokens() else PrefetchStatus.SKIPPED
+        if not self.end:
+            return PrefetchStatus.MISS
+        return PrefetchStatus.COMPLETE if self.end == self._wanted_end else PrefetchStatus.PARTIAL
+
+    # its course
+
+    async def ask(self) -> bytes:
+        """Ask the stores which pages there are. Returns the key up to the end that is worth fetching; empty if there is
+        none. Cancelling it stops the waiting for the answer."""
+        self._hashes = await self._chain.extend(self._key)
+        await self._ask()
+        end = self._usable(self.shape.length)
+        return self._key[: end * TOKEN_BYTES] if self._worth(end) and self.wish is Wish.RUN else b""
+
+    def begun(self, answer: PrefetchBegun) -> None:
+        """Note that the core has begun the operation."""
+        self.op, self.shape = answer.op, answer.shape
+
+    async def read(self) -> None:
+        """Read the pages, and queue their commit. If they are not worth it, or nobody wants them any more, nothing is
+        queued. To be called when it has begun. Cancelling it returns after the I/O has let go."""
+        if any(self._first_needed(component) < first for component, first in self._asked_from.items()):
+            await self._ask()
+        end = await self._transfer()
+        if self._worth(end) and self._wanted():
+            self._queued = True
+            self._driver.post_commit(partial(self._commit, end))
+
+    async def committed(self) -> None:
+        """Return when the commit that ``read`` has queued was made, or nobody wants it any more; at once if there is
+        none. Cancelling it stops the waiting only."""
+        while self._queued and not self.over:
+            self.asleep = asyncio.get_running_loop().create_future()
+            try:
+                await self.asleep
+            finally:
+                self.asleep = None
+
+    def close(self) -> None:
+        """Revoke the operation if it is under way, and let the sharers go. Does nothing if the fetch is over."""
+        if self.over:
+            return
+        self.over = True
+        self._wake()
+        if self.op and not self.end:
+            self._driver.perform(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
+        for sharer in self.sharers:
+            sharer.cut = self.cut
+            sharer.fetch = None
+            sharer.wake()
+        self.sharers.clear()
+
+    async def _transfer(self) -> int:
         """Read pages, and return the end of a match, in tokens, that has all pages it needs; 0 if no such end is worth
         it."""
-        self._hashes = await chain.extend(key)
-        await self._ask()
         end = self._usable(self.shape.length)
         if not self._worth(end) or not self._wanted():
             return 0
@@ -139,17 +239,18 @@ class Fetch:
     async def _ask(self) -> None:
         """Ask the stores which pages they have: FULL's, up to the first one that they lack or a stop, and the auxiliary
         pages up to there."""
-        first, last = self._pages_of(self.shape.anchor), self._pages_of(self.shape.length)
-        full_end = first
+        self._asked_from = {component: self._first_needed(component) for component in self._pools.components}
+        full_end, last = self._asked_from[FULL], self._pages_of(self.shape.length)
         while full_end < last and self.wish is Wish.RUN:
             stop = min(last, full_end + BATCH_PAGES)
             await self._ask_pools([(spec, range(full_end, stop)) for spec in self._pools.of[FULL]])
             held = self._run_of_full(full_end, stop)
             full_end += held
             if full_end < stop:
+                self._hole = full_end
                 break
         auxiliary = [
-            (spec, range(self._first_needed(component), full_end))
+            (spec, range(self._asked_from[component], full_end))
             for component in self._pools.components[1:] for spec in self._pools.of[component]
         ]  # fmt: skip
         if any(pages for _, pages in auxiliary):
@@ -158,6 +259,8 @@ class Fetch:
     def _first_needed(self, component: int) -> int:
         """Return the first page of ``component`` that an end of this fetch could need. It may lie before the anchor."""
         shape, anchor = self.shape, self._pages_of(self.shape.anchor)
+        if component == FULL:
+            return anchor
         first = self._pages_of(shape.covered)
         if component == ComponentKind.SWA:
             first = max(0, first + 1 - -(-shape.window // shape.page_size))
@@ -172,8 +275,7 @@ class Fetch:
             answers = await self._worker.ask(asked)
         for (spec, pages), results in zip(questions, answers, strict=True):
             self._look_at(results)
-            for page, result in zip(pages, results, strict=True):
-                self._present[spec.name][page] = result == Result.HIT
+            self._present[spec.name][pages.start : pages.stop] = results.translate(_HITS)
 
     def _look_at(self, results: bytes) -> None:
         """Note in ``cut`` if a page was damaged or a store failed. A page that is not there is neither."""
@@ -280,21 +382,12 @@ class Fetch:
     async def _take(self, call: Callable[[], Taken | More]) -> Taken:
         return await drive(self._driver, call, lambda taken: self._driver.perform(taken.plan))
 
-    async def _commit(self, end: int) -> None:
-        """Hang the pages up to ``end`` into the tree. Cancelling it commits everything or nothing."""
-        driver = self._driver
-        await asyncio.sleep(0)  # a store in memory answers at once: prefetches that came in the same turn join first
-        while True:
-            async with holding(driver.lock):
-                driver.apply_outcomes()
-                blockers = self._try_to_commit(end)
-            if not blockers:
-                return
-            await first_ended(driver.ops, blockers)
-
-    def _try_to_commit(self, end: int) -> Sequence[int]:
+    def _commit(self, end: int) -> Sequence[int]:
         """Under the lock: hang the pages up to ``end`` into the tree, and return no operations. If another operation
-        must end first, nothing changes; returned are the operations of which one has to end before the next attempt."""
+        must end first, nothing changes; returned are the operations of which one has to end before the next attempt.
+        Nothing is done if the fetch was closed meanwhile."""
+        if self.over:
+            return ()
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
         holders = [sharer.ticket for sharer in self.sharers]
         answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
@@ -302,15 +395,12 @@ class Fetch:
             self._driver.perform(answer.plan)
             return answer.ops
         self.end = end
-        self._close(answer)
+        self._driver.perform(answer)
         for sharer in self.sharers:
             sharer.claimed()
-            sharer.reach(self.shape.covered, end)
+            sharer.reach(self.shape.covered, min(end, self._common(sharer.key) * self.shape.page_size))
+        self.close()
         return ()
-
-    def _close(self, plan: Plan) -> None:
-        self._open = False
-        self._driver.perform(plan)
 
     def _hashes_of(self, pages: Sequence[int]) -> bytes:
         if isinstance(pages, range):

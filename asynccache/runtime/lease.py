@@ -5,6 +5,8 @@ Laws:
 * ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages whose load may still fail, and no slot is free while the engine may still touch it.
+* A lease with loads publishes nothing before somebody has waited for them: what was computed earlier is wrong.
+* A commit takes its tokens, its checkpoint and its ``ready`` event in the call itself, in whatever thread that is made.
 * A lease that is dropped without being released warns, and the loop gives back what it held.
 * A lease's commits are made in the order of the calls. A backup waits for the ``ready`` batch of the pages that it
   copies: ``EngineBatches`` hears of that batch before the commit's plan is performed.
@@ -19,17 +21,16 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
-from concurrent.futures import Future as ThreadFuture
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.checks import flag, integer, text
+from asynccache.checks import flag, integer, shown, text
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import Committed, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Plan, Wait
@@ -39,7 +40,6 @@ from asynccache.runtime.driving import drive, first_ended, holding
 from asynccache.runtime.engine_batches import not_over
 from asynccache.runtime.lease_wait import LeaseWait
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
-from asynccache.runtime.supervisor import hand_over
 from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
@@ -85,9 +85,8 @@ class Publishing:
     def __repr__(self) -> str:
         return f"Publishing({self._core!r}, {len(self._ready)} batches, {len(self._retiring)} retiring)"
 
-    def check(self, key: bytes, checkpoint: object) -> tuple[int, int] | None:
-        """Check that the lease may commit ``key`` and ``checkpoint``. Returns the checkpoint as two integers; None if
-        there is none.
+    def check(self, key: bytes, checkpoint: tuple[int, int] | None) -> None:
+        """Check that the lease may commit ``key`` and ``checkpoint``.
 
         Raises:
             ConfigError: the key does not continue what the lease holds, or the checkpoint is not one of its own.
@@ -99,7 +98,8 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
         if tokens > core.reserved:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
-        return None if checkpoint is None else self._parts.driver.core.check_checkpoint(core, tokens, checkpoint)
+        if checkpoint is not None:
+            self._parts.driver.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: BatchInFlight) -> None:
         """Note that the engine writes into the lease's pages until ``ready`` is over. From now on a release waits for
@@ -161,9 +161,9 @@ class Publishing:
             retiring, self._retiring = self._retiring, []
             self._parts.engine.retire(retiring, not_over(*self._ready))
 
-    def release(self, after: BatchInFlight | None, ended: bool) -> None:
-        """Give the lease's pages back when ``after`` and every ``ready`` are over."""
-        driver, batches = self._parts.driver, not_over(*self._ready, after)
+    def release(self, after: Sequence[BatchInFlight], ended: bool) -> None:
+        """Give the lease's pages back when all of ``after`` and every ``ready`` are over."""
+        driver, batches = self._parts.driver, not_over(*self._ready, *after)
         self._parts.engine.fence(self._core, *batches)
         plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
         driver.perform(plan, self._retiring)
@@ -185,12 +185,12 @@ NEW, ENTERING, HELD, RELEASED = LeaseState
 
 
 class Lease:
-    """A lease: the pages that one request holds. See ``AsyncCache.lease``. It belongs to the cache's loop and thread,
-    except for the ``*_threadsafe`` calls."""
+    """A lease: the pages that one request holds. See ``AsyncCache.lease``. It belongs to the cache's loop and thread;
+    ``commit`` says how other threads call it."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_entering", "_extra_key", "_handle", "_parts", "_publishing", "_since", "_state",
-        "_taken", "_timeout", "_wait",
+        "_arrival", "_ask", "_asked", "_core", "_entering", "_extra_key", "_handle", "_parts", "_publishing",
+        "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
     )  # fmt: skip
 
     def __init__(
@@ -210,6 +210,8 @@ class Lease:
         self._arrival: CachedOnArrival | None = None
         self._publishing: Publishing | None = None
         self._entering: asyncio.Task[object] | None = None
+        self._asked = 0                         # calls that wait, or have waited, for all loads
+        self._to_commit: list[object] = []      # the events of commits that were called and have not begun
 
     def __repr__(self) -> str:
         if self._state is not HELD:
@@ -237,6 +239,9 @@ class Lease:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
         if self._since != parts.namespaces.changes:
             self._renew_namespace()
+        handle = self._handle
+        if handle is not None and (handle.spent or handle.space != self._ask.space):
+            self._handle = None  # it has had its lease, or was given up: this lease prefetches by itself
         self._state = ENTERING
         try:
             if (
@@ -297,9 +302,10 @@ class Lease:
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
-        batch = None if after is None else parts.engine.batch("release: after", after)
+        event = parts.engine.event("release: after", after)
         self._state = RELEASED
-        _give_back(parts, self._core, self._publishing if batch is None else self._commits(), batch, ended)
+        events = self._to_commit if event is None else [event, *self._to_commit]
+        _give_back(parts, self._core, self._commits() if events else self._publishing, events, ended)
 
     def __del__(self) -> None:
         """Have the loop give back what the lease holds. The garbage collector calls this in any thread and at any
@@ -310,7 +316,8 @@ class Lease:
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
-            parts.loop.call_soon_threadsafe(_give_back, parts, self._core, self._publishing)
+            publishing = self._commits() if self._to_commit else self._publishing
+            parts.loop.call_soon_threadsafe(_give_back, parts, self._core, publishing, self._to_commit, False)
             warnings.warn(
                 f"{what}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
@@ -408,8 +415,13 @@ class Lease:
         """
         self._parts.driver.check_thread()
         core = self._held()
-        for op in core.loads:
-            await first_ended(self._parts.driver.ops, (op,))
+        self._asked += 1
+        try:
+            for op in core.loads:
+                await first_ended(self._parts.driver.ops, (op,))
+        except BaseException:
+            self._asked -= 1
+            raise
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
@@ -421,8 +433,8 @@ class Lease:
             self._parts.driver.refuse()
 
     async def layer(self, i: int) -> None:
-        """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
-        the waiting only.
+        """Return when layer ``i`` of every page is on the device, and with it all layers before ``i``; for engines
+        without streams. Cancelling it stops the waiting only.
 
         Raises:
             LoadFailed: a load failed, or a batch that was to compute pages of the lease; release and enter again.
@@ -432,11 +444,17 @@ class Lease:
         self._parts.driver.check_thread()
         i = self._check_layer(i)
         core = self._held()
-        for op in core.loads:
-            try:
-                await self._parts.worker.layer(op, i)
-            except CopyFailed:
-                await self.loaded()
+        asks = self._asks(i)
+        self._asked += asks
+        try:
+            for op in core.loads:
+                try:
+                    await self._parts.worker.layer(op, i)
+                except CopyFailed:
+                    await self.loaded()
+        except BaseException:
+            self._asked -= asks
+            raise
         self._check_loads(core)
 
     def wait_layer(self, stream: object, i: int) -> None:
@@ -451,7 +469,13 @@ class Lease:
             AsyncCacheError: the GPU's driver refused (a stream of another GPU, one that is captured); ``stream`` does
                 not wait.
         """
-        self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
+        i = self._check_layer(i)
+        self._parts.worker.wait_layers(stream, self._held().loads, i)
+        self._asked += self._asks(i)
+
+    def _asks(self, i: int) -> bool:
+        """Return True if to wait for layer ``i`` is to wait for all of them: the last one arrives last."""
+        return i == self._parts.worker.layers - 1
 
     def _check_layer(self, i: object) -> int:
         """Return ``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
@@ -537,13 +561,18 @@ class Lease:
 
     # committing
 
-    async def commit(
+    def commit(
         self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
-    ) -> Pages:
+    ) -> Coroutine[Any, Any, Pages]:
         """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
-        ``release``) fires. Returns the page table that the engine uses from now on. If others have published some of
-        these pages before, the table has theirs. If the namespace was invalidated since the lease was entered, nothing
-        is published, and the table is as it was.
+        ``release``) fires. To be awaited. Returns the page table that the engine uses from now on. If others have
+        published some of these pages before, the table has theirs. If the namespace was invalidated since the lease was
+        entered, nothing is published, and the table is as it was.
+
+        The arguments are taken in the call itself, before the coroutine is awaited: the caller may go on writing into
+        the buffer of ``tokens``, and from then on a release waits for ``ready``. So any thread may make the call, and
+        hand the coroutine to the cache's loop: ``asyncio.run_coroutine_threadsafe(lease.commit(tokens, event), loop)``.
+        Release the lease when the commit has ended; after a release it publishes nothing, and raises ``RuntimeError``.
 
         ``ready`` may fail: the event carries an error, or the engine of a rank could not run the batch. Then all that
         the commit has published, and all that hangs below it, leaves the cache: it is not served, saved or announced
@@ -557,22 +586,37 @@ class Lease:
         Raises:
             LoadFailed: a load of the lease, or a batch that was to compute its pages, failed.
             CacheClosed: the cache is closed.
+            RuntimeError: the lease is not held, or it has loads and nobody has waited for them.
             ConfigError: ``tokens`` do not continue what the lease holds, or the checkpoint's position is not the end of
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
                 published, and ``ready`` was not taken, unless another commit of the lease was under way.
         """
+        key, saved = as_key(tokens), None if checkpoint is None else _as_pair(checkpoint)
+        event = self._parts.engine.event("commit: ready", ready)
+        if event is not None:
+            self._to_commit.append(event)
+        return self._commit(key, event, saved)
+
+    async def _commit(self, key: bytes, event: object | None, checkpoint: tuple[int, int] | None) -> Pages:
         self._parts.driver.check_thread()
-        core, key = self._held(), as_key(tokens)
-        commits = self._commits()
-        checkpoint = commits.check(key, checkpoint)
-        batch = self._parts.engine.batch("commit: ready", ready)
-        if batch is not None:
-            commits.expect(batch)
+        try:
+            core = self._held()
+            if core.loads and not self._asked:
+                self._check_loads(core)
+                raise RuntimeError(_NOT_AWAITED)
+            commits = self._commits()
+            commits.check(key, checkpoint)
+            batch = None if event is None else self._parts.worker.batch(event)
+            if batch is not None:
+                commits.expect(batch)
+        finally:
+            if event is not None:
+                self._to_commit.remove(event)
         async with commits.order:
             if core.loads:
                 await self.loaded()
             if self._still_valid():
-                checkpoint = commits.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
+                commits.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
                 await commits.publish(key, checkpoint)
             return self.pages
 
@@ -589,42 +633,18 @@ class Lease:
         if self._publishing is not None:
             self._publishing.adopt(batch)
 
-    # from other threads
 
-    def commit_threadsafe(
-        self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
-    ) -> ThreadFuture[Pages]:
-        """Call ``commit`` from another thread. Returns a future of its result or its error.
+_NOT_AWAITED = (
+    "commit: nobody has waited for the pages that the lease loads to the device, so what was computed is wrong: before "
+    "the engine computes, await loaded(), or layer(i) or wait_layer(stream, i) up to the last layer, or name the lease "
+    "in send_batch"
+)
 
-        Raises:
-            ConfigError: the device cannot wait for ``ready``; nothing was handed over.
-        """
-        event = self._parts.engine.event("commit_threadsafe: ready", ready)
-        loop, supervisor = self._parts.loop, self._parts.supervisor
-        return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
-    def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
-        """Call ``release`` from another thread. It takes effect soon, behind the commits that were handed over before
-        it.
-
-        Raises:
-            ConfigError: the device cannot wait for ``after``; the lease holds what it held.
-        """
-        ended = flag("ended", ended)
-        event = self._parts.engine.event("release_threadsafe: after", after)
-        self._parts.loop.call_soon_threadsafe(self._release_soon, event, ended)
-
-    def _release_soon(self, after: object | None, ended: bool) -> None:
-        if self._parts.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
-            self.release(after, ended)
-
-    async def _release_in_order(self, after: object | None, ended: bool) -> None:
-        try:
-            if self._publishing is not None:
-                async with self._publishing.order:
-                    pass
-        finally:
-            self.release(after, ended)
+def _as_pair(checkpoint: object) -> tuple[int, int]:
+    if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
+        raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
+    return integer("checkpoint: position", checkpoint[0]), integer("checkpoint: slot", checkpoint[1])
 
 
 def _place(code: CodeType, at: int) -> str:
@@ -633,13 +653,12 @@ def _place(code: CodeType, at: int) -> str:
 
 
 def _give_back(
-    parts: LeaseParts, core: CoreLease, publishing: Publishing | None, after: BatchInFlight | None = None,
-    ended: bool = False,
+    parts: LeaseParts, core: CoreLease, publishing: Publishing | None, events: Sequence[object], ended: bool
 ) -> None:
-    """Give back all that a lease holds. ``publishing``: that of the lease; it may be None if ``after`` is None and the
-    lease has made no commit."""
+    """Give back all that a lease holds, when ``events`` have fired. ``publishing``: that of the lease; it may be None
+    if there are no events and the lease has made no commit."""
     del parts.holders[core]
     if publishing is None:
         parts.driver.release(core, ended)
     else:
-        publishing.release(after, ended)
+        publishing.release([parts.worker.batch(event) for event in events], ended)

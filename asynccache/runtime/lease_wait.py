@@ -36,7 +36,6 @@ from asynccache.worker.contract import Worker
 if TYPE_CHECKING:
     from asynccache.runtime.engine_batches import EngineBatches
     from asynccache.runtime.lookups import Lookups
-    from asynccache.runtime.supervisor import Supervisor
 
 Granted = Callable[[Grant], None]
 
@@ -77,14 +76,13 @@ class LeaseParts:
 
     def __init__(
         self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,
-        lookups: Lookups, supervisor: Supervisor, *, hashes: bool,
+        lookups: Lookups, *, hashes: bool,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.engine = engine
         self.hashes = hashes
         self.commits = 0
         self.lookups = lookups
-        self.supervisor = supervisor
         self.loop = asyncio.get_running_loop()
         self.worker = worker
         self.prefetching = prefetching
@@ -195,9 +193,11 @@ class LeaseWait:
         """Leave the line, and give up the prefetch if the lease has begun it itself."""
         self._step_aside()
         if self.handle is not None:
-            self.handle.let_go(self._granted)
+            counted = self.handle.let_go(self._granted)
             if self._own_handle:
                 self.handle.give_up()
+            if counted:
+                self.handle = self.arrival = None
 
     def _step_aside(self) -> None:
         place, self._place = self._place, None

@@ -22,7 +22,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
@@ -172,6 +172,7 @@ class Outbox:
         self._inbox: Inbox[QueuedBackup] = Inbox()
         self._changed = asyncio.Event()
         self._lateness = lateness
+        self._flying: dict[int, Sequence[QueuedBackup]] = {}
         self._too_late: set[int] = set()
 
     def __repr__(self) -> str:
@@ -210,11 +211,18 @@ class Outbox:
             self._clearings -= 1
             self._changed.set()
 
-    def outdate(self) -> None:
-        """Let the backups that wait fail: the tree that they belong to is being forgotten."""
+    def outdate(self, ops: Collection[int] | None = None) -> None:
+        """Let the backups ``ops`` (None: all) fail: the tree that they belong to is being forgotten. Those that wait
+        fail now. A batch of such backups alone ends after the call of a store that is under way."""
         for queued in self._inbox.take():
+            if ops is not None and queued.effect.op not in ops:
+                self._inbox.put(queued)
+                continue
             self.backlog.remove(queued.effect)
             self._post(Outcome(queued.effect.op, Status.FAILED))
+        for first, batch in self._flying.items():
+            if ops is None or all(queued.effect.op in ops for queued in batch):
+                self._worker.give_up(first)
 
     async def run(self) -> None:
         """Have the worker store batch after batch, for ever. Cancelling it returns after the stores have let go of the
@@ -253,6 +261,7 @@ class Outbox:
     async def _store_in_time(self, batch: Sequence[QueuedBackup]) -> None:
         first = batch[0].effect.op
         timer = asyncio.get_running_loop().call_later(TOO_LATE, self._note_too_late, first)
+        self._flying[first] = batch
         try:
             with self._lateness.call(StoreCall.WRITE):
                 stored = await self._worker.store([queued.effect for queued in batch])
@@ -260,6 +269,7 @@ class Outbox:
             for queued in batch:
                 self._end(queued, stored.failed)
         finally:
+            del self._flying[first]
             timer.cancel()
             self._too_late.discard(first)
 

@@ -146,9 +146,10 @@ class Prefetch:
 
     ``arrival``: what was cached when it was asked for; ``started``: when that was, in the loop's time. ``ticket``: its
     number, also in the prefetches' line. ``wish``, ``cut``: see ``Wish`` and ``Cut``. ``reached``: the end, in tokens,
-    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: the
-    future that its task awaits and that a new wish wakes. ``fetch``: the fetch that serves it now. ``grace``: returns
-    for how many seconds an end is waited for that was asked for now.
+    of the fetches for it that were committed. ``began``: when its task began, by the runtime's clock. ``asleep``: what
+    its task awaits while it shares the fetch of another. ``fetch``: the fetch that serves it now. ``grace``: returns
+    for how many seconds an end is waited for that was asked for now. ``spent``: True once a lease with it was granted,
+    or its holder has cancelled it.
 
     The user's handle, a lease and the task that serves the prefetch refer to it. When none of them does any more, its
     claim is dropped.
@@ -172,6 +173,8 @@ class Prefetch:
         self.asleep: asyncio.Future[Any] | None = None
         self.fetch: Fetch | None = None
         self._check = check
+        self.spent = False
+        self._granted = False
         self._claims = claims
         self._grace = grace
         self._elsewhere = 0
@@ -206,6 +209,7 @@ class Prefetch:
     def cancel(self) -> None:
         """See ``PrefetchHandle.cancel``."""
         self._check()
+        self.spent = True
         self.give_up()
 
     def stop(self) -> None:
@@ -228,10 +232,15 @@ class Prefetch:
 
     def _raise(self, wish: Wish) -> None:
         self.wish = wish
-        if self.asleep is not None and not self.asleep.done():
-            self.asleep.set_result(None)
         if self.fetch is not None:
             self.fetch.told(self)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the task that waits for the fetch which this prefetch shares: the fetch is over, or there is a new
+        wish."""
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
 
     def _end_without_answer(self) -> None:
         if self.wish is Wish.CANCEL:
@@ -260,13 +269,17 @@ class Prefetch:
         self._leases += 1
         self._note()
 
-    def let_go(self, granted: bool) -> None:
-        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up."""
+    def let_go(self, granted: bool) -> bool:
+        """Note that the lease of ``take`` was granted or, if ``granted`` is False, has given up. Returns True if
+        another lease with this prefetch was granted before: what it has brought counts as a hit once."""
         self._leases -= 1
+        before = self._granted
         if granted:
+            self.spent = self._granted = True
             self._claims.drop(self.ticket)
         else:
             self._note()
+        return before
 
     def _note(self) -> None:
         if self._claims.holds(self.ticket):
@@ -290,10 +303,11 @@ class Prefetch:
         """End the prefetch with ``status`` and ``reason``, and tell everybody who awaits it. Does nothing if it has
         ended."""
         if self.result is None:
-            self._end(PrefetchResult(status, self.tokens(), reason))
+            result = PrefetchResult(status, self.tokens(), reason)
+            self._end(result)
             for waiter in self._waiters:
                 if not waiter.done():
-                    waiter.set_result(self.result)
+                    waiter.set_result(result)
             self._claims.wake()
 
     def _end(self, result: PrefetchResult) -> None:
@@ -321,11 +335,13 @@ class PrefetchHandle:
     Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
     """
 
-    __slots__ = ("_prefetch",)
+    __slots__ = ("_extra_key", "_key", "_prefetch")
 
-    def __init__(self, prefetch: Prefetch) -> None:
-        """``AsyncCache.prefetch`` makes one."""
+    def __init__(self, prefetch: Prefetch, key: bytes, extra_key: str | bytes | None) -> None:
+        """``AsyncCache.prefetch`` makes one. ``key``: the tokens that it was called with."""
         self._prefetch = checks.instance("prefetch", prefetch, Prefetch)
+        self._key = key
+        self._extra_key = extra_key
 
     def __repr__(self) -> str:
         return f"PrefetchHandle({self._prefetch!r})"
@@ -364,3 +380,15 @@ def prefetch_of(handle: PrefetchHandle, claims: HandleClaims) -> Prefetch:
     if not prefetch.belongs_to(claims):
         raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
     return prefetch
+
+
+def check_serves(handle: PrefetchHandle, key: bytes, extra_key: str | bytes | None) -> None:
+    """Check that ``handle`` is of use for a lease of ``key``: it may stop before the lease's end, or go on behind it.
+
+    Raises:
+        ConfigError: it is a handle of another namespace, or of other tokens.
+    """
+    if handle._extra_key != extra_key:
+        raise ConfigError(f"prefetch={handle!r} is a handle of another namespace, extra_key={handle._extra_key!r}")
+    if not (key.startswith(handle._key) or handle._key.startswith(key)):
+        raise ConfigError(f"prefetch={handle!r} is a handle of other tokens")

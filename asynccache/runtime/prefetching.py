@@ -1,15 +1,18 @@
 """Prefetches, from storage to the host: a task for each, and the policy that says for how long a lease waits for one.
 
-A task opens a fetch, or joins one that is bringing the same pages, waits until the fetch ends, and ends the prefetch.
-In this module and in ``fetching`` a ``handle`` is a ``Prefetch``.
+A task runs a fetch, or shares one that is to bring the same pages. When the fetch is over, it ends the prefetch. In
+this module and in ``fetching`` a ``handle`` is a ``Prefetch``.
 
 Laws:
 * Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use. That lease
   leaves at least one token to be computed, so the window or state of a later end would be of no use. Pages of FULL are
   of use whatever the end is.
+* A prefetch asks before it takes: the stores first say which pages they have. A request of which they have nothing
+  never waits for the fetches of others.
 * A prefetch that the core refuses for want of room waits in the prefetches' line, first come, first served, and claims
-  nothing while it waits. When it is the first in line, it waits for room on the host for ``PATIENCE`` seconds. Then it
-  takes what it can get, since the room may be held by claims of requests that wait for leases themselves.
+  nothing while it waits. When it is the first in line, it waits for room on the host, and for others' fetches to leave
+  some of the quota, for ``PATIENCE`` seconds. Then it takes what it can get: the room may be held by claims of requests
+  that wait for leases themselves, and the quota by a fetch whose store hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from asynccache.config import CacheConfig
-from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip
-from asynccache.core.plan import Wait
+from asynccache.core.cache import Begin, PrefetchBegun, PrefetchShape, Skip
+from asynccache.core.plan import More, Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.driver import Driver, LinePlace
 from asynccache.runtime.driving import holding, woken
@@ -70,7 +73,7 @@ class Prefetching:
         self._spawn = spawn
         self._clock = clock
         self._time = asyncio.get_running_loop().time
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[Fetch, None] = {}
         self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = StageMeter()
@@ -138,8 +141,8 @@ class Prefetching:
         return {status.value: self.outcomes[status] for status in PrefetchStatus}
 
     def operations(self) -> tuple[int, ...]:
-        """Return the operations of the fetches that are under way."""
-        return tuple(self._fetches)
+        """Return the operations of the fetches that are under way and have begun."""
+        return tuple(fetch.op for fetch in self._fetches if fetch.op)
 
     def _start(self, handle: Prefetch) -> None:
         self.handles[handle] = None
@@ -185,119 +188,139 @@ class Prefetching:
 
     async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
-            answer = await self._open(handle)
-            if isinstance(answer, Skip):
-                return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, answer.reason)
-            if isinstance(answer, Join):
-                await self._share(handle, answer.op)
-            elif isinstance(answer, PrefetchBegun):
-                fetch = self._fetches[answer.op]
-                await self._own(handle, fetch)
-                if fetch.wish is Wish.RUN or handle.wish is not Wish.RUN:
-                    return _status(handle, fetch), ""
+            shape = self._driver.unlocked(self._driver.core.prefetch_look, handle.space, handle.key)
+            if isinstance(shape, Skip):
+                return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, shape.reason)
+            fetch = self._to_share(handle, shape)
+            if fetch is None:
+                fetch = await self._run(handle, shape)
+            else:
+                fetch.join(handle)
+                await self._share(handle, fetch)
+            status = fetch.answer(handle)
+            if status is not None:
+                return status, fetch.skipped if status is PrefetchStatus.SKIPPED else ""
         if handle.wish is Wish.CANCEL:
             return PrefetchStatus.CANCELLED, ""
         return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
 
-    async def _own(self, handle: Prefetch, fetch: Fetch) -> None:
-        """Run ``fetch`` to its end for everybody who shares it, even if ``handle``, which began it, has given up."""
+    def _to_share(self, handle: Prefetch, shape: PrefetchShape) -> Fetch | None:
+        """Return the fetch that is to bring pages of ``handle``; None if there is none."""
+        for fetch in self._fetches:
+            if fetch.space == handle.space and fetch.brings(handle.key, shape):
+                return fetch
+        return None
+
+    async def _run(self, handle: Prefetch, shape: PrefetchShape) -> Fetch:
+        """Run a fetch to its end for everybody who shares it, even if ``handle``, which begins it, gives up."""
+        fetch = Fetch(
+            self._driver, self._worker, self._pools, self.meter, self._lateness, handle, shape,
+            self._config.prefetch_threshold,
+        )
+        self._fetches[fetch] = None
         try:
-            await fetch.run(handle.chain, handle.key)
+            if (key := await fetch.ask()) and await self._open(fetch, key, handle.ticket):
+                await fetch.read()
+                await fetch.committed()
         finally:
-            del self._fetches[fetch.op]
-            for sharer in tuple(fetch.sharers):
-                sharer.cut = fetch.cut
-                sharer.fetch = None
+            fetch.close()
+            del self._fetches[fetch]
         self.meter.count(1, 0, 0, 0)
+        return fetch
 
-    async def _share(self, handle: Prefetch, op: int) -> None:
-        """Wait for the end of another handle's fetch, or until ``handle`` gives up."""
-        while op in self._driver.ops and handle.wish is not Wish.CANCEL:
-            await self._asleep(handle, (op,))
+    async def _share(self, handle: Prefetch, fetch: Fetch) -> None:
+        """Wait until another handle's ``fetch`` is over, or ``handle`` gives up."""
+        while handle.fetch is fetch:
+            handle.asleep = asyncio.get_running_loop().create_future()
+            try:
+                await handle.asleep
+            finally:
+                handle.asleep = None
 
-    async def _open(self, handle: Prefetch) -> PrefetchBegun | Join | Skip | None:
-        """Return the core's answer to ``handle``, after waiting for room and for backups; None if ``handle`` was told
-        to end first."""
+    async def _open(self, fetch: Fetch, key: bytes, ticket: int) -> bool:
+        """Have the core begin ``fetch`` for the pages of ``key``, after waiting for room and for backups. Returns False
+        if it does not begin, or was told to end first. ``ticket``: its number in the prefetches' line."""
         line = self._driver.prefetch_line
         place: LinePlace | None = None
         begin, until = Begin.NEXT, None
         saved = 0
         try:
-            while handle.wish is Wish.RUN:
+            while fetch.wish is Wish.RUN:
                 async with holding(self._driver.lock):
                     self._driver.apply_outcomes()
-                    if handle.wish is not Wish.RUN:  # told while it waited for the lock
-                        return None
-                    answer = self._try(handle, Begin.LATER if line.must_wait(handle.ticket) else begin)
-                    if not isinstance(answer, Wait):
-                        return answer
-                    place = self._give_way(handle, place, answer)
+                    if fetch.wish is not Wish.RUN:  # told while it waited for the lock
+                        return False
+                    answer = self._try(fetch, key, Begin.LATER if line.must_wait(ticket) else begin)
+                    if isinstance(answer, Wait):
+                        place = self._give_way(fetch, ticket, place, answer)
+                    elif not isinstance(answer, More):
+                        return isinstance(answer, PrefetchBegun)
+                if isinstance(answer, More):
+                    await asyncio.sleep(0)
+                    continue
                 if place is None:
                     saved += 1
                     if saved > MOST_SAVES:
-                        return Skip("the anchor does not stay on the host")
-                    await self._asleep(handle, answer.ops)
+                        fetch.skipped = "the anchor does not stay on the host"
+                        return False
+                    await self._asleep(fetch, answer.ops)
                     continue
                 if line.is_first(place) and until is None:
                     until = self._time() + PATIENCE
-                if not await self._in_line(handle, place, until if begin is Begin.NEXT else None):
+                if not await self._in_line(fetch, place, until if begin is Begin.NEXT else None):
                     begin = Begin.NOW
-            return None
+            return False
         finally:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: Prefetch, begin: Begin) -> PrefetchBegun | Join | Skip | Wait:
+    def _try(self, fetch: Fetch, key: bytes, begin: Begin) -> PrefetchBegun | Skip | Wait | More:
         """Ask the core once, and perform its plan. The caller holds the lock."""
-        answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
-        if isinstance(answer, (PrefetchBegun, Wait)):
-            self._driver.perform(answer.plan)
+        answer = self._driver.locked(self._driver.core.prefetch_open, fetch.space, key, begin)
+        if isinstance(answer, Skip):
+            fetch.skipped = answer.reason
+            return answer
+        self._driver.perform(answer.plan)
         if isinstance(answer, PrefetchBegun):
             self._driver.ops.open(answer.op)
-            fetch = Fetch(
-                self._driver, self._worker, self._pools, self.meter, self._lateness, answer.op, answer.shape,
-                self._config.prefetch_threshold,
-            )  # fmt: skip
-            fetch.join(handle)
-            self._fetches[answer.op] = fetch
-        elif isinstance(answer, Join):  # at once: the fetch may be committed as soon as the lock is free
-            self._fetches[answer.op].join(handle)
+            fetch.begun(answer)
         return answer
 
-    def _give_way(self, handle: Prefetch, place: LinePlace | None, answer: Wait) -> LinePlace | None:
-        """Return the place where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs;
+    def _give_way(self, fetch: Fetch, ticket: int, place: LinePlace | None, answer: Wait) -> LinePlace | None:
+        """Return the place where ``fetch`` waits after ``answer``: a place in line if anybody may free what it needs;
         None, and out of the line, if it waits for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
-            handle.unclaim()
-            place = place or line.join(handle.ticket)
+            for sharer in fetch.sharers:
+                sharer.unclaim()
+            place = place or line.join(ticket)
             line.sleep(place)
             return place
         if place is not None:
             line.leave(place)
         return None
 
-    async def _asleep(self, handle: Prefetch, ops: tuple[int, ...]) -> None:
-        """Return when one of ``ops`` has ended or ``handle`` was told something."""
+    async def _asleep(self, fetch: Fetch, ops: tuple[int, ...]) -> None:
+        """Return when one of ``ops`` has ended or ``fetch`` was told to end."""
         waiter = self._driver.ops.watch(ops)
         if waiter is None:
             return
-        handle.asleep = waiter
+        fetch.asleep = waiter
         try:
             await waiter
         finally:
-            handle.asleep = None
+            fetch.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: Prefetch, place: LinePlace, until: float | None) -> bool:
-        """Return True when ``place`` was woken or ``handle`` was told something; False if ``until`` came first."""
-        handle.asleep = place.signal
+    async def _in_line(self, fetch: Fetch, place: LinePlace, until: float | None) -> bool:
+        """Return True when ``place`` was woken or ``fetch`` was told to end; False if ``until`` came first."""
+        fetch.asleep = place.signal
         try:
             await woken(place, until)
         except TimeoutError:
             return False
         finally:
-            handle.asleep = None
+            fetch.asleep = None
         return True
 
 
@@ -306,11 +329,3 @@ def usable_by_a_lease(key: bytes, page_size: int) -> bytes:
     computed."""
     tokens = len(key) // TOKEN_BYTES
     return key[: max(0, tokens - 1) // page_size * page_size * TOKEN_BYTES]
-
-
-def _status(handle: Prefetch, fetch: Fetch) -> PrefetchStatus:
-    if handle.wish is Wish.CANCEL:
-        return PrefetchStatus.CANCELLED
-    if not fetch.end:
-        return PrefetchStatus.MISS
-    return PrefetchStatus.COMPLETE if fetch.end == fetch.shape.length else PrefetchStatus.PARTIAL

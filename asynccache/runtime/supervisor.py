@@ -1,30 +1,16 @@
-"""The supervisor, which owns all other tasks of a cache: a ``TaskGroup`` inside a task of the cache's own. It also owns
-the work that other threads hand to the cache's loop (``hand_over``).
+"""The supervisor, which owns all other tasks of a cache: a ``TaskGroup`` inside a task of the cache's own.
 
 Law: when a task of the group dies, its error ends the group, everybody who waits is told, and no task of the user is
 cancelled. The same happens when the supervisor's own task or one of the group is cancelled from outside, since its work
 would never be done. A ``TaskGroup`` that was opened in ``AsyncCache.__aenter__`` would belong to the user's task
 instead: it would cancel the body that runs there, and other tasks of the user would hang.
-
-Law of work from other threads: the thread gets a ``concurrent.futures.Future``, and every such future is answered,
-whatever happens: with the result, the error, or ``CacheClosed``. If a thread cancels the future before the work has
-begun, the work is not done; a later cancellation has no effect.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from typing import Any, TypeVar
-
-from asynccache.errors import CacheClosed
-
-T = TypeVar("T")
-
-HandedOver = Callable[[], Coroutine[Any, Any, T]]
-Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None] | None]
+from typing import Any
 
 
 class Supervisor:
@@ -120,36 +106,3 @@ class Supervisor:
             raise
         finally:
             self._group = None
-
-
-def hand_over(loop: asyncio.AbstractEventLoop, spawn: Spawn, work: HandedOver[T]) -> Future[T]:
-    """Have ``work`` run soon on ``loop``, in a task that ``spawn`` makes, after what was handed over before. For any
-    thread. Returns the future of its result."""
-    future: Future[T] = Future()
-    loop.call_soon_threadsafe(_spawn, spawn, work, future)
-    return future
-
-
-def _spawn(spawn: Spawn, work: HandedOver[T], future: Future[T]) -> None:
-    task = spawn(_deliver(work, future), "asynccache-handoff")
-    if task is None:
-        _closed(future)
-    else:
-        task.add_done_callback(lambda _: _closed(future))  # a task that is cancelled before it begins delivers nothing
-
-
-async def _deliver(work: HandedOver[T], future: Future[T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = await work()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-def _closed(future: Future[T]) -> None:
-    if not future.done():
-        with suppress(InvalidStateError):  # a thread has cancelled the future just now
-            future.set_exception(CacheClosed("the cache was closed before the work was done"))

@@ -6,6 +6,10 @@ is told at once that it failed, however it ends later. So a store that hangs is 
 
 Calls without keys (``clear``, ``flush``, ``scrub``) are made whatever the breaker says, and raise their errors.
 
+A call with buffers of its caller ends only when the backend has let go of them, however long that takes. Deletions and
+calls without keys use no such buffers. They end after twice ``timeout`` seconds (for a place, and for the answer), also
+if the backend ignores that it is cancelled.
+
 The breaker says when to stop calling a backend that fails, and when to try it again. It is a pure state machine:
 callers pass the time in.
 
@@ -42,9 +46,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from enum import Enum, IntEnum
-from typing import NewType, TypeVar
+from typing import Any, NewType, TypeVar
 
 from asynccache import checks
 from asynccache.errors import BackendError, Timeout
@@ -262,6 +266,8 @@ class CallSort(Enum):
         self.place = place
 
 
+LET_GO = 0.5
+"""Seconds for which a call without buffers may go on after it was cancelled. Then it is left behind."""
 RESULTS = tuple(Result)
 COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_calls", "crowded_calls")
 
@@ -288,6 +294,7 @@ class CallGuard:
         self._clock = clock
         self._counts: Counter[str] = Counter()
         self._probing: asyncio.Task[list[Result]] | None = None
+        self._left: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return f"CallGuard({self.breaker!r}, {self.places!r})"
@@ -303,10 +310,12 @@ class CallGuard:
         }
 
     async def aclose(self) -> None:
-        """Cancel the probe, if there is one, and wait for its end. Cancelling it does not shorten that."""
+        """Cancel the probe, if there is one, and wait for its end and that of the calls that were left behind.
+        Cancelling it does not shorten that."""
         if self._probing is not None:
             self._probing.cancel()
             await settled([self._probing])
+        await settled(list(self._left))
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
         """Return True if the breaker refuses a call for these keys now. If so the call is counted as refused, and a
@@ -346,6 +355,37 @@ class CallGuard:
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
+        return await self.without_buffers(name, self._on_request(name, act))
+
+    async def without_buffers(self, name: str, work: Coroutine[Any, Any, _T]) -> _T:
+        """Make the call ``work``, which uses no buffer of its caller, and return what it returns. If the backend does
+        not let go when its time is up or the caller is cancelled, the call is left behind after ``LET_GO`` seconds. It
+        keeps its place, and ``aclose`` waits for it.
+
+        Raises:
+            Timeout: the call was left behind.
+        """
+        task = asyncio.get_running_loop().create_task(work, name=f"asynccache-{name}")
+        try:
+            await asyncio.wait([task], timeout=2 * self._timeout + LET_GO)
+        except asyncio.CancelledError:
+            task.cancel()
+            self._left.add(task)
+            task.add_done_callback(self._ended)
+            await asyncio.wait([task], timeout=LET_GO)
+            raise
+        if not task.done():
+            self._left.add(task)
+            task.add_done_callback(self._ended)
+            raise Timeout(f"{name}: the store has not let go of the call after {2 * self._timeout} s")
+        return task.result()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._left.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio would log the error of a call that was left behind
+
+    async def _on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         place = CallSort.OTHER.place
         if not (self.places.take_now(place) or await self._has_place(place)):
             raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")

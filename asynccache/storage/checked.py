@@ -40,7 +40,7 @@ from xxhash import xxh3_128_digest
 
 from asynccache import checks
 from asynccache.config import PoolSpec
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, Timeout
 from asynccache.settle import MOST_THREADS, ThreadPool
 from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
 from asynccache.storage.contract import (
@@ -221,7 +221,11 @@ class CheckedStore:
         """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling
         it may leave any of them deleted. Raises as ``exists`` does."""
         _check_keys(keys)
-        return await self._guard.answers(CallSort.PUT, keys, self.backend.delete)
+        try:
+            call = self._guard.answers(CallSort.PUT, keys, self.backend.delete)
+            return await self._guard.without_buffers("delete", call)
+        except Timeout:
+            return [Result.FAILED] * len(keys)
 
     async def clear(self) -> None:
         """Delete every page. Cancelling it may leave the store cleared.

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from asynccache.errors import BackendError
+from asynccache.errors import BackendError, Timeout
 from asynccache.settle import ThreadPool
 from asynccache.storage.contract import PageKey, Result
 
@@ -162,35 +162,44 @@ class Promotions:
             await asyncio.wait(self._batches)
 
     @asynccontextmanager
-    async def paused(self, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
+    async def paused(self, patience: float, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
         """A context in which ``keys`` (None: all pages) can be deleted from the stores.
 
         A batch with one of these keys is cancelled, and the context begins when the stores have let go of it. In the
         context no page is taken up for promotion. After the context no page is promoted that was asked for before its
         end. Batches without any of these keys are promoted as usual.
+
+        Raises:
+            Timeout: a store has not let go after ``patience`` seconds. So what is deleted could come back.
         """
         self._pauses += 1
         try:
-            await self._cancel(None if keys is None else frozenset(keys))
+            if await self._cancel(None if keys is None else frozenset(keys), patience):
+                raise Timeout(f"a page that is being promoted: a store has not let go of it after {patience} s")
             yield
         finally:
             self._deletions += 1
             self._pauses -= 1
 
-    async def _cancel(self, keys: frozenset[PageKey] | None) -> None:
-        """Cancel every batch that has one of ``keys`` (None: every batch), and wait until these have ended."""
+    async def _cancel(self, keys: frozenset[PageKey] | None, patience: float | None = None) -> bool:
+        """Cancel every batch that has one of ``keys`` (None: every batch), and wait until these have ended, for
+        ``patience`` seconds at most. Returns True if one of them has not."""
         ending = [task for task, batch in self._batches.items() if keys is None or not keys.isdisjoint(batch.keys)]
         for task in ending:
             task.cancel()
-        if ending:
-            await asyncio.wait(ending)
+        if not ending:
+            return False
+        _, left = await asyncio.wait(ending, timeout=patience)
+        return bool(left)
 
     async def aclose(self) -> None:
         """Cancel the promotions under way, and return when they have ended. Calling it twice is fine. Cancelling it
-        only stops the waiting."""
+        only stops the waiting: the promotions end soon, and no thread stays."""
         self._closed = True
-        await self._cancel(None)
-        self._threads.close()
+        try:
+            await self._cancel(None)
+        finally:
+            self._threads.close()
 
 
 def _taken(size: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asynccache import checks
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, Timeout
 from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
@@ -104,6 +104,11 @@ class TieredStore:
     def writes(self) -> bool:
         """True if pages are written to at least one store."""
         return any(attached.options.write for attached in self._stores)
+
+    @property
+    def busy(self) -> list[str]:
+        """The names of the stores, attached or leaving, that have calls under way."""
+        return [one.options.name for one in (*self._stores, *self._leaving) if one.calls.running]
 
     def __bool__(self) -> bool:
         return bool(self._stores)
@@ -248,10 +253,13 @@ class TieredStore:
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key from all stores: FAILED where one of them could not, HIT where one had the page,
         else MISS. Cancelling it may leave any of them deleted."""
-        async with self.promotions.paused(keys):
-            answers = await _all([
-                attached.ask(len(keys), lambda store: store.delete(keys), Result.MISS) for attached in self._stores
-            ])  # fmt: skip
+        try:
+            async with self.promotions.paused(self._patience, keys):
+                answers = await _all([
+                    attached.ask(len(keys), lambda store: store.delete(keys), Result.MISS) for attached in self._stores
+                ])  # fmt: skip
+        except Timeout:
+            return [Result.FAILED] * len(keys)
         failed = [Result.FAILED in found for found in zip(*answers, strict=True)] or [False] * len(keys)
         found = _best(answers) if answers else [Result.MISS] * len(keys)
         return [Result.FAILED if bad else best for bad, best in zip(failed, found, strict=True)]
@@ -274,6 +282,11 @@ class TieredStore:
         if wanted:
             await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, deletions)
 
+    @property
+    def _patience(self) -> float:
+        """For how many seconds promotions that were cancelled are waited for."""
+        return max((attached.options.timeout for attached in self._stores), default=0.0)
+
     # the whole
 
     async def clear(self) -> None:
@@ -282,7 +295,7 @@ class TieredStore:
         Raises:
             BackendError: one of them failed; the others were cleared.
         """
-        async with self.promotions.paused():
+        async with self.promotions.paused(self._patience):
             await _all([attached.act(lambda store: store.clear()) for attached in self._stores])
 
     async def flush(self) -> None:

@@ -9,8 +9,8 @@ it, and gone once one of them has missed it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, is_shared
 
@@ -87,8 +87,10 @@ called on the event loop, in the order of the changes, and must return soon."""
 class Watchable(Protocol):
     """A backend that tells which keys it holds. Optional."""
 
-    def watch(self, tell: Tell | None) -> None:
-        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
+    def watch(self, tell: Tell | None) -> Iterable[Sequence[bytes]]:
+        """Call ``tell`` from now on at every change; None ends that. Return the keys that are stored now, a few
+        thousand at a time. The caller takes one part in each turn of the loop, so each part leaves out what is not
+        stored any more when it is taken."""
         ...
 
 
@@ -146,11 +148,18 @@ class WatchedBackend(WrappedBackend):
             self._tell(there, keys)
 
 
-def watch(backend: StorageBackend, tell: Tell) -> tuple[StorageBackend, Callable[[], None]]:
-    """Begin to tell ``tell`` which keys ``backend`` holds. Returns the backend to use from now on, which may be a
-    wrapper, and a function that ends the telling."""
+class Watched(NamedTuple):
+    """A backend that is watched. ``backend``: what to use from now on, which may be a wrapper. ``parts``: the keys that
+    it holds by now, which are not told by themselves. ``end``: ends the telling."""
+
+    backend: StorageBackend
+    parts: Iterable[Sequence[bytes]]
+    end: Callable[[], object]
+
+
+def watch(backend: StorageBackend, tell: Tell) -> Watched:
+    """Begin to tell ``tell`` of every change of the keys that ``backend`` holds."""
     if isinstance(backend, Watchable):
-        backend.watch(tell)
-        return backend, lambda: backend.watch(None)
+        return Watched(backend, backend.watch(tell), lambda: backend.watch(None))
     watched = WatchedBackend(backend, tell)
-    return watched, watched.stop
+    return Watched(watched, (), watched.stop)

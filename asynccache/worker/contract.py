@@ -142,8 +142,10 @@ class WorkerStores(Protocol):
         could not close cleanly."""
         ...
 
-    def watch(self, number: int) -> None:
-        """Tell ``Reports.keys`` from now on which keys the store has."""
+    async def watch(self, number: int) -> None:
+        """Tell ``Reports.keys`` from now on which keys the store has. Returns when it was told of all that the store
+        has by now, which takes a turn of the loop for every few thousand. Cancelling it leaves some of them untold;
+        ``unwatch`` must follow."""
         ...
 
     def unwatch(self, number: int) -> None:
@@ -292,6 +294,11 @@ class Worker(Protocol):
         ...
 
     @property
+    def busy(self) -> Sequence[str]:
+        """The names of the stores that have calls under way, as far as the worker is in this process."""
+        ...
+
+    @property
     def takes_stores(self) -> bool:
         """True if there is a host tier, which stores need."""
         ...
@@ -344,6 +351,8 @@ __all__ = [
 
 MOMENT = 1.0
 """Seconds that a closing cache waits for copies on the embedder's device, at least, whatever the deadline."""
+LATE = 3.0
+"""Seconds beyond its deadline that a closing cache still waits for its worker, or for the workers of all ranks."""
 
 
 class EmbedderParts:

@@ -28,6 +28,7 @@ from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigErro
 from asynccache.worker import combined_answers
 from asynccache.worker import messages as m
 from asynccache.worker.contract import (
+    LATE,
     CopyKind,
     ReadOrder,
     Reports,
@@ -52,10 +53,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPENING = 600.0
-"""Seconds of silence that are a failure while pools or stores are opened: pinning memory may keep an interpreter from
-answering."""
-LATE = 3.0
-"""Seconds beyond its deadline that a closing cache still waits for workers."""
+"""Seconds that an opening which was cancelled may take to end: memory that is being pinned is pinned first."""
+PINNING = 30.0
+"""Seconds of silence that are a failure while pools or stores are opened, or the group's time-out if that is longer: a
+chunk of memory (4 GiB) that is being pinned may keep an interpreter from answering."""
 UNABLE = 1024
 """The most batches that are remembered as not run by their engine, for questions after they are over."""
 DELETED = 4096
@@ -291,7 +292,7 @@ class WorkerGroup:
             elif not reported:
                 raise self._again()
         except RankFailure as failure:
-            raise BackendError(f"{failure}: it may have lost what it had stored last") from None
+            raise BackendError(f"{failure}: it may have lost what it had stored last") from failure
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -700,6 +701,11 @@ class WorkerGroup:
         """See ``Worker``. True if all stores of any worker refuse calls."""
         return bool(self._shut)
 
+    @property
+    def busy(self) -> Sequence[str]:
+        """See ``Worker``. Unknown: the ranks are given up instead."""
+        return ()
+
     def _health(self, rank: int, news: m.StoreHealth) -> None:
         (self._shut.add if news.shut else self._shut.discard)(rank)
 
@@ -709,11 +715,11 @@ class WorkerGroup:
         return bool(self.stores.entries)
 
     def _be_patient(self, more: int) -> None:
-        """Allow ``OPENING`` seconds of silence while pools or stores are opened, because that may pin the host's
+        """Allow ``PINNING`` seconds of silence while pools or stores are opened, because that may pin the host's
         memory. ``more``: 1 when an opening begins, -1 when it ends."""
         self._opening += more
         for link in self._links.values():
-            link.patience(OPENING if self._opening else None)
+            link.patience(PINNING if self._opening else None)
 
     def _keys(self, rank: int, news: m.StoreKeys) -> None:
         self.stores.keys.told(news.store, rank, news.there, news.keys)

@@ -130,12 +130,12 @@ class GroupStores:
         self._open.pop(number, None)
         await self._call(lambda call: m.CloseStore(call, number), m.CallDone)
 
-    def watch(self, number: int) -> None:
+    async def watch(self, number: int) -> None:
         """See ``WorkerStores``."""
         self.keys.watch(number, shared=self._open[number][1])
-        self._put(m.WatchStore(number, True))
+        await self._call(lambda call: m.WatchStore(call, number), m.CallDone)
 
     def unwatch(self, number: int) -> None:
         """See ``WorkerStores``."""
         if self.keys.unwatch(number):
-            self._put(m.WatchStore(number, False))
+            self._put(m.UnwatchStore(number))

@@ -86,8 +86,9 @@ class RankLink(Protocol):
         ...
 
     def patience(self, seconds: float | None) -> None:
-        """Let silence be a failure after ``seconds``, from now on; with None, after the link's own time-out again. A
-        peer whose interpreter is held for long, as by pinning memory, cannot send its signs of life."""
+        """Let silence be a failure after ``seconds`` or the link's own time-out, whichever is longer, from now on; with
+        None, after the time-out again. A peer whose interpreter is held for long, as by pinning memory, cannot send its
+        signs of life."""
         ...
 
     async def aclose(self) -> None:
@@ -223,7 +224,7 @@ class StreamLink(asyncio.Protocol):
 
     def patience(self, seconds: float | None) -> None:
         """See ``RankLink``."""
-        self._patience = self._timeout if seconds is None else seconds
+        self._patience = max(self._timeout, seconds or 0.0)
         if self._timer is not None:
             self._watch()
 

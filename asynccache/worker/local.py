@@ -91,18 +91,27 @@ async def close_all(
 ) -> None:
     """Close the stores, the pools and, if the worker has opened it (``own``), the device. A device that the worker has
     opened waits for its copies as long as they take. On the embedder's device they are waited for ``patience``
-    seconds. Raises ``BackendError``: a store could not close cleanly; all the rest is closed."""
+    seconds. If it is cancelled while a store still has calls, pools and device stay as they are, for the store may use
+    them. Raises ``BackendError``: a store could not close cleanly; all the rest is closed."""
     try:
         await tiers.aclose()
+    except asyncio.CancelledError:
+        raise
+    except BaseException:
+        await _close_memory(mover, device, patience, own=own)
+        raise
+    await _close_memory(mover, device, patience, own=own)
+
+
+async def _close_memory(mover: Mover | None, device: Device | None, patience: float, *, own: bool) -> None:
+    try:
+        if mover is not None and not own:
+            await mover.drain(patience)
     finally:
-        try:
-            if mover is not None and not own:
-                await mover.drain(patience)
-        finally:
-            if mover is not None:
-                mover.close()
-            if device is not None and own:
-                await device.aclose()
+        if mover is not None:
+            mover.close()
+        if device is not None and own:
+            await device.aclose()
 
 
 SWEEP = 64
@@ -227,7 +236,7 @@ class LocalWorker:
         ]
 
     def close_by(self, seconds: float) -> None:
-        """See ``Worker``. Does nothing: a worker in this process cannot be given up."""
+        """See ``Worker``. Does nothing: the cache itself leaves a worker of its own process behind."""
 
     async def aclose(self, patience: float) -> None:
         """Close stores, pools and the device. ``patience``: how many seconds to wait for copies on a device that
@@ -310,6 +319,11 @@ class LocalWorker:
     def shut(self) -> bool:
         """See ``Worker``."""
         return self._tiers.shut
+
+    @property
+    def busy(self) -> Sequence[str]:
+        """See ``Worker``."""
+        return self._tiers.busy
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:

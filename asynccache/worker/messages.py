@@ -200,11 +200,17 @@ class CloseStore(Call, tag=20):
     number: int
 
 
-class WatchStore(Message, tag=21):
-    """Tell by ``StoreKeys`` which keys this store has: from now on or, if ``on`` is False, no more."""
+class WatchStore(Call, tag=21):
+    """Tell by ``StoreKeys`` from now on which keys this store has. Answered by ``CallDone``, when all that it has by
+    now were told."""
 
     number: int
-    on: bool
+
+
+class UnwatchStore(Message, tag=25):
+    """Tell no more which keys this store has."""
+
+    number: int
 
 
 class CancelCall(Message, tag=22):
@@ -235,7 +241,7 @@ class GroupLost(Message, tag=24):
 HeadMessage = (
     OpenWorker | AllOpen | PerformWork | ForgetLoad | SendBatch | WritePages | GiveUp | AskPages | ReadPages
     | DeletePages | ClearStores | FlushStores | ProbeStores | OpenStore | UseStore | DropStore | LeaveStore | CloseStore
-    | WatchStore | CancelCall | CloseWorker | GroupLost
+    | WatchStore | UnwatchStore | CancelCall | CloseWorker | GroupLost
 )  # fmt: skip
 """Any message from a head, after the handshake."""
 

@@ -9,7 +9,7 @@ that derive from FULL (``follow``) are stored before it and read after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,8 +22,6 @@ from asynccache.storage import PageKey
 from asynccache.storage.checked import pool_digest, storage_key
 
 FULL = int(ComponentKind.FULL)
-
-Entry = tuple[PageKey, memoryview]
 
 
 class PoolLayout:
@@ -119,6 +117,3 @@ class PoolMap(PoolLayout):
         """Return the host bytes of each page of ``pool`` in ``slots`` (int32)."""
         return list(map(self._host[pool].page, np.frombuffer(slots, np.int32).tolist()))
 
-    def entries(self, pool: str, hashes: bytes, slots: bytes) -> Iterator[Entry]:
-        """Return the storage key and host bytes of each page: page i has the i-th hash and lies in the i-th slot."""
-        return zip(self.keys(pool, hashes), self.payloads(pool, slots), strict=True)

@@ -96,6 +96,7 @@ class Performer:
             m.OpenStore: lambda o: self._open_store(o),
             m.DropStore: lambda o: self._drop_store(o),
             m.CloseStore: lambda o: self._own.stores.close(o.number),
+            m.WatchStore: lambda o: self._own.stores.watch(o.number),
             m.CloseWorker: lambda o: self.aclose(o.patience),
         }
         self._take: dict[type, Callable[[Any], object]] = {
@@ -109,7 +110,7 @@ class Performer:
             m.ProbeStores: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
             m.LeaveStore: self._leave_store,
-            m.WatchStore: lambda o: (self._own.stores.watch if o.on else self._own.stores.unwatch)(o.number),
+            m.UnwatchStore: lambda o: self._own.stores.unwatch(o.number),
             m.CancelCall: self._cancel,
         }
 

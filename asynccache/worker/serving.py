@@ -18,7 +18,7 @@ from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import messages as m
 from asynccache.worker.contract import EmbedderParts
-from asynccache.worker.group import OPENING
+from asynccache.worker.group import PINNING
 from asynccache.worker.link import Wire
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.rank_worker import RankWorker
@@ -69,7 +69,7 @@ class WorkerEnd:
         Raises:
             RankFailure: a worker could not open, or the head is gone.
         """
-        self._link.patience(OPENING)
+        self._link.patience(PINNING)
         self._link.begin(self._heard, self._lost)
         await self._opened
 
@@ -114,7 +114,7 @@ class WorkerEnd:
     def _wait_for_stores(self, order: m.OpenStore | m.UseStore | m.DropStore) -> None:
         """Be patient while the head opens a store: its own worker may pin the host's memory meanwhile."""
         (self._opening.add if isinstance(order, m.OpenStore) else self._opening.discard)(order.number)
-        self._link.patience(OPENING if self._opening else None)
+        self._link.patience(PINNING if self._opening else None)
 
     def _tell(self, message: m.Message) -> None:
         self._wire.put(message)

@@ -26,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import aiofiles
+
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink, StreamLink
@@ -88,7 +90,7 @@ def parse_address(address: str) -> ListenAddress:
     return ListenAddress(host, checks.integer("address: port", int(port), 0, 65535))
 
 
-def find_secret(secret: bytes | None = None) -> bytes:
+async def find_secret(secret: bytes | None = None) -> bytes:
     """Return the secret that both ends of a link must know: ``secret``, or the value of ``ASYNCCACHE_SECRET``, or what
     is in the file that ``ASYNCCACHE_SECRET_FILE`` names. White space at the ends of the latter two is cut off.
 
@@ -104,7 +106,8 @@ def find_secret(secret: bytes | None = None) -> bytes:
     elif SECRET_FILE in os.environ:
         where = f"{SECRET_FILE}={os.environ[SECRET_FILE]}"
         try:
-            found = Path(os.environ[SECRET_FILE]).read_bytes().strip()
+            async with aiofiles.open(os.environ[SECRET_FILE], "rb") as file:
+                found = (await file.read()).strip()
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error}") from None
     else:
@@ -133,7 +136,7 @@ async def open_link(
         RankFailure: there was no head in time, the head does not know the secret, or it refused; the text has its
             reason.
     """
-    where, key = parse_address(address), find_secret(secret)
+    where, key = parse_address(address), await find_secret(secret)
     if len(hello) > MOST_HELLO:
         raise ConfigError(f"a hello has at most {MOST_HELLO} bytes, and this one {len(hello)}")
     checks.number("timeout", timeout, above=0)
@@ -333,7 +336,7 @@ async def open_listener(address: str, secret: bytes | None, answer: Answer, *, t
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.
     """
-    where, key = parse_address(address), find_secret(secret)
+    where, key = parse_address(address), await find_secret(secret)
     checks.function("answer", answer)
     listener = Listener(key, answer, checks.number("timeout", timeout, above=0))
     try:

@@ -264,7 +264,8 @@ async def _copied(*events: Event | None) -> Status:
 
 
 BATCH_PAGES = 128
-"""The most pages of one call of a store."""
+"""The most pages of one call of a store, and of one step of the loop. A store that knows its index, or has its pages in
+memory, answers without suspending, so these stages give the loop a turn after each call."""
 
 
 class WritableStore(Protocol):
@@ -329,6 +330,7 @@ class _Batch:
         for pools in self._pools.written:
             for part in self._parts(pools):
                 await self._put(part)
+                await asyncio.sleep(0)
                 if given_up():
                     self.failed.update(op for op, left in self.left.items() if left)
         return StoredBatch(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
@@ -421,9 +423,10 @@ class ReadingStage:
         if not self._pools.has(asked.pool):
             return _nothing_lacks(asked.hashes)
         answers = bytearray()
-        keys = self._pools.keys(*asked)
-        for at in range(0, len(keys), BATCH_PAGES):
-            answers += bytes(await self._store.exists(keys[at : at + BATCH_PAGES]))
+        for at in range(0, len(asked.hashes), BATCH_PAGES * HASH_BYTES):
+            keys = self._pools.keys(asked.pool, asked.hashes[at : at + BATCH_PAGES * HASH_BYTES])
+            answers += bytes(await self._store.exists(keys))
+            await asyncio.sleep(0)
         return bytes(answers)
 
     async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
@@ -438,10 +441,12 @@ class ReadingStage:
         if not self._pools.has(pool):
             return _nothing_lacks(hashes)
         answers = bytearray()
-        entries = list(self._pools.entries(pool, hashes, slots))
-        for at in range(0, len(entries), BATCH_PAGES):
-            part = entries[at : at + BATCH_PAGES]
-            answers += bytes(await self._store.get([key for key, _ in part], [payload for _, payload in part]))
+        for at in range(0, len(hashes) // HASH_BYTES, BATCH_PAGES):
+            end = at + BATCH_PAGES
+            keys = self._pools.keys(pool, hashes[at * HASH_BYTES : end * HASH_BYTES])
+            payloads = self._pools.payloads(pool, slots[at * SLOT_BYTES : end * SLOT_BYTES])
+            answers += bytes(await self._store.get(keys, payloads))
+            await asyncio.sleep(0)
         return bytes(answers)
 
 

@@ -5,6 +5,7 @@ Law: a store is told where the host's pages lie before its first read or write.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -112,17 +113,23 @@ class OpenStores:
         """See ``WorkerStores``."""
         await self.tiers.aclose_detached(self._open.pop(number))
 
-    def watch(self, number: int) -> None:
+    async def watch(self, number: int) -> None:
         """See ``WorkerStores``."""
         store = self._open[number].store
         own = store.backend
-        store.backend, end = watch(own, partial(self.tell, number))
+        watched = watch(own, partial(self.tell, number))
+        store.backend = watched.backend
 
         def give_back() -> None:
-            end()
+            watched.end()
             store.backend = own
 
         self._watched[number] = give_back
+        for keys in watched.parts:
+            if number not in self._watched:
+                return
+            self.tell(number, True, keys)
+            await asyncio.sleep(0)
 
     def unwatch(self, number: int) -> None:
         """See ``WorkerStores``."""

@@ -5,12 +5,13 @@ page once it has the page's hash. So the keys that workers tell are kept, and co
 which is when it asks for the page, reads it or has stored it.
 
 Law: a page is there when every *writer* of the store has it, and gone when one of them has lost it. Every worker with
-bytes of FULL is a writer; in a shared store, workers that hold the same bytes are one writer.
+bytes of FULL is a writer; in a shared store, workers that hold the same bytes are one writer. Such a writer has a page
+as long as one of its ranks says so: what one of them has lost, another may have stored anew before that was heard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from asynccache.core.keys import HASH_BYTES
 from asynccache.storage.checked import storage_key
@@ -19,14 +20,21 @@ Report = Callable[[int, bool, Sequence[bytes]], None]
 
 
 class _Store:
-    """One watched store. ``writers``: the digest of each writer. ``has``: the keys that each writer has. ``told``: the
-    keys of the pages that were reported as being there."""
+    """One watched store. ``writers``: for each writer its digest, and its ranks. ``has``: the keys that each rank has,
+    as it says; the only rank of the only writer is believed without. ``told``: the keys of the pages that were reported
+    as being there."""
 
-    def __init__(self, writers: dict[Hashable, bytes], *, shared: bool) -> None:
-        self.shared = shared
-        self.writers = writers
-        self.has: dict[Hashable, set[bytes]] = {writer: set() for writer in writers}
+    def __init__(self, digests: Mapping[int, bytes], *, shared: bool) -> None:
+        ranks: dict[Hashable, list[int]] = {}
+        for rank, digest in sorted(digests.items()):
+            ranks.setdefault(digest if shared else rank, []).append(rank)
+        self.writers = [(digests[own[0]], own) for own in ranks.values()]
+        self.has: dict[int, set[bytes]] = {rank: set() for rank in digests}
         self.told: set[bytes] = set()
+
+    def holds(self, ranks: Sequence[int], key: bytes) -> bool:
+        """Return True if one of ``ranks`` has ``key``."""
+        return any(key in self.has[rank] for rank in ranks)
 
 
 class WatchedKeys:
@@ -59,10 +67,7 @@ class WatchedKeys:
 
     def watch(self, store: int, *, shared: bool) -> None:
         """Begin to keep what workers tell of this store. ``shared``: see ``is_shared``."""
-        writers: dict[Hashable, bytes] = {}
-        for rank, digest in sorted(self.digests.items()):
-            writers[digest if shared else rank] = digest
-        self._stores[store] = _Store(writers, shared=shared)
+        self._stores[store] = _Store(self.digests, shared=shared)
 
     def unwatch(self, store: int) -> bool:
         """Forget what was told of this store. Returns True if it was watched."""
@@ -77,14 +82,18 @@ class WatchedKeys:
 
     def told(self, store: int, rank: int, there: bool, keys: Sequence[bytes]) -> None:
         """Note that ``rank`` has these keys in this store or, if ``there`` is False, has lost them."""
-        own, digest = self._stores.get(store), self.digests.get(rank)
-        if own is None or digest is None:
+        own = self._stores.get(store)
+        if own is None or rank not in own.has:
             return
+        if len(own.has) > 1:
+            held = own.has[rank]
+            (held.update if there else held.difference_update)(keys)
         if len(own.writers) == 1:
-            self._report(store, there, keys)
+            ranks = own.writers[0][1]
+            news = keys if there or len(ranks) == 1 else [key for key in keys if not own.holds(ranks, key)]
+            if news:
+                self._report(store, there, news)
             return
-        held = own.has[digest if own.shared else rank]
-        (held.update if there else held.difference_update)(keys)
         self._look(store, own, dict.fromkeys(self._named[key] for key in keys if key in self._named))
 
     def name(self, hashes: Iterable[bytes]) -> None:
@@ -108,7 +117,7 @@ class WatchedKeys:
         come, gone = [], []
         for page in pages:
             key = key_of(page)
-            there = all(storage_key(page, digest) in own.has[writer] for writer, digest in own.writers.items())
+            there = all(own.holds(ranks, storage_key(page, digest)) for digest, ranks in own.writers)
             if there and key not in own.told:
                 own.told.add(key)
                 come.append(key)

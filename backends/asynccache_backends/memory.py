@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -103,10 +103,11 @@ class MemoryBackend:
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: this store copies from and into any memory."""
 
-    def watch(self, tell: Tell | None) -> None:
-        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
+    def watch(self, tell: Tell | None) -> Iterable[Sequence[bytes]]:
+        """Call ``tell`` from now on at every change; None ends that. Returns the keys that are stored now, in parts."""
         self._tell = tell
-        self._changed(True, list(self._stored))
+        keys = list(self._stored)
+        return ([key for key in keys[at : at + LISTED] if key in self._stored] for at in range(0, len(keys), LISTED))
 
     def stats(self) -> Mapping[str, int | float]:
         """Return how many pages and bytes are stored, and how many records were evicted."""

@@ -7,12 +7,23 @@ integer takes less memory than a pair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from asynccache.storage import PageKey, Tell
 
-H = TypeVar("H")
+PART = 4096
+
+
+class Holder(Protocol):
+    """What has pages: a group, a pack."""
+
+    def keys(self) -> Iterable[bytes]:
+        """The key of each page, by position, also of those that are dead."""
+        ...
+
+
+H = TypeVar("H", bound=Holder)
 
 
 class PageIndex(Generic[H]):
@@ -37,9 +48,26 @@ class PageIndex(Generic[H]):
         """How many pages are stored."""
         return len(self._locations)
 
-    def keys(self) -> list[bytes]:
-        """Return all stored keys."""
-        return list(self._locations)
+    def watched(self, tell: Tell | None) -> Iterator[list[bytes]]:
+        """Call ``tell`` from now on at every change; None ends that. Returns the keys that are stored now, about
+        ``PART`` at a time. Each part is right when it is taken, however the index changes from one to the next."""
+        self.tell = tell
+        return self._parts() if tell is not None else iter(())
+
+    def _parts(self) -> Iterator[list[bytes]]:
+        part: list[bytes] = []
+        last = -1
+        while new := [number for number in self.holders if number > last]:  # again: pages may move to new holders
+            for number in new:
+                holder, base = self.holders.get(number), number << self.position_bits
+                for location, key in enumerate(() if holder is None else holder.keys(), base):
+                    if self._locations.get(key) == location:
+                        part.append(key)
+                        if len(part) == PART:
+                            yield part
+                            part = []
+            last = new[-1]
+        yield part
 
     def locate(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
         """Return, for each key that is stored, its location and its position in ``keys``. Pages that lie next to each

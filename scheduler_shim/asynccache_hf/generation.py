@@ -6,14 +6,15 @@ Law: no page goes back while a forward call may still touch it. A cancellation w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from asynccache_shim.model import Batch, Checkpoint, Chunk
+from asynccache_shim.request import Tokens, as_tokens
 from asynccache_shim.thread import ModelThread, returned
 
 from asynccache import AsyncCache, Hits, Lease, LoadFailed, PrefetchHandle, checks
@@ -42,7 +43,7 @@ def due(lease: Lease, prompt: int, page_size: int) -> set[int]:
 
 
 async def loaded_lease(
-    cache: AsyncCache, tokens: Sequence[int], new_tokens: int, extra_key: str | bytes | None,
+    cache: AsyncCache, tokens: Sequence[int] | Tokens, new_tokens: int, extra_key: str | bytes | None,
     handle: PrefetchHandle | None = None,
 ) -> Lease:  # fmt: skip
     """Return a granted lease for ``tokens`` and ``new_tokens`` more, whose cached pages are on the device. ``handle``:
@@ -81,11 +82,11 @@ class Generator:
         """End the thread. Blocks until the calls that were started have returned."""
         self._thread.close(wait=True)
 
-    async def generate(
+    def generate(
         self, tokens: Sequence[int], new_tokens: int, *, extra_key: str | bytes | None = None
-    ) -> Generated:
-        """Generate ``new_tokens`` (1 or more) tokens that follow ``tokens``, and return them. Cancelling waits for the
-        forward call that runs, and then gives everything back.
+    ) -> Coroutine[Any, Any, Generated]:
+        """Generate ``new_tokens`` (1 or more) tokens that follow ``tokens``, and return them. To be awaited. Cancelling
+        waits for the forward call that runs, and then gives everything back.
 
         Raises:
             CacheFull: the pages can never be had.
@@ -93,7 +94,9 @@ class Generator:
             CacheClosed: the cache is closed.
             ConfigError: an argument is unusable.
         """
-        new_tokens = checks.integer("new_tokens", new_tokens, 1)
+        return self._generate(as_tokens(tokens), checks.integer("new_tokens", new_tokens, 1), extra_key)
+
+    async def _generate(self, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None) -> Generated:
         self._model.layout.check_length(len(tokens) + new_tokens - 1)
         lease, request_id = await loaded_lease(self._cache, tokens, new_tokens, extra_key), next(self._ids)
         try:
@@ -103,10 +106,10 @@ class Generator:
             with suppress(RuntimeError):  # ``close`` has ended the thread
                 self._thread.start(self._model.forward, Batch((), (request_id,)))
 
-    async def _run(self, lease: Lease, request_id: int, tokens: Sequence[int], new_tokens: int) -> Generated:
+    async def _run(self, lease: Lease, request_id: int, tokens: Tokens, new_tokens: int) -> Generated:
         """Compute the prompt up to each of its stops, publish its whole pages, and then compute token by token."""
         layout, prompt = self._model.layout, len(tokens)
-        own = np.concatenate([np.asarray(tokens, np.int32), np.zeros(new_tokens, np.int32)])
+        own = np.concatenate([tokens, np.zeros(new_tokens, np.int32)])
         wanted = due(lease, prompt, layout.page_size) if layout.recurrent else set()
         stops = sorted(at for at in {prompt, *range(0, prompt, self._chunk), *wanted} if at > lease.cached)
         at, saved, logits = lease.cached, None, []

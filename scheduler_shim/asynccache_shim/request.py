@@ -11,7 +11,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -245,7 +245,7 @@ class _OutputReader:
         return token
 
 
-def as_tokens(tokens: list[int] | Tokens) -> Tokens:
+def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     """The tokens as a private int32 array.
 
     Raises:

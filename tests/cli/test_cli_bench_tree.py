@@ -50,10 +50,15 @@ def test_an_await_is_compared_with_the_call_of_the_core(tmp_path: Path) -> None:
 
 
 def test_growth_has_a_row_for_each_size(figures: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures("growth", "--nodes", "100,200")["growth"]
+    measured = figures("growth", "--nodes", "100,200")
+    found, slowest = measured["growth"], measured["slowest"]
     assert [row["nodes"] for row in found["full"]] == [row["nodes"] for row in found["all"]] == [100, 200]
     assert found["all"][0]["worst_call"]["evict_slice"]["wall_ms"] > 0
-    assert "200 nodes" in capsys.readouterr().out
+    assert all({"lease", "release"} <= calls.keys() for calls in slowest.values())
+    assert slowest["unsaved, 200 leaves of 1 pages"]["drain"]["steps"] > 0
+    table = capsys.readouterr().out
+    assert "200 nodes" in table
+    assert "The slowest call of each kind, refused, 4 leaves of 1,000 pages" in table
 
 
 def test_nodes_that_left_are_weighed(figures: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import zlib
@@ -19,11 +18,11 @@ from asynccache.cli.main import main
 from asynccache.cli.reports import page, run, svg
 from asynccache.cli.reports.svg import Axis, Drawing
 from asynccache.cli.text import milliseconds
+from tests.stores.server import CannotStart, NowhereRequired, path_of
 
 HTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), "")
 QUESTIONS = ["hits", "first-token", "filling", "lag"]
 
 
@@ -210,10 +209,10 @@ def _unfilter(kind: int, line: bytearray, up: bytearray, depth: int) -> None:
         line[i] = (line[i] + guess) & 255
 
 
-def screenshot(file: Path, width: int, *, dark: bool) -> set[bytes]:
+def screenshot(browser: str, file: Path, width: int, *, dark: bool) -> set[bytes]:
     """The colours that a browser shows."""
     shot = file.with_suffix(".png")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                f"--user-data-dir={file.parent / 'profile'}", f"--window-size={width},900", f"--screenshot={shot}",
                f"--blink-settings=preferredColorScheme={0 if dark else 1}", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
@@ -225,20 +224,18 @@ def screenshot(file: Path, width: int, *, dark: bool) -> set[bytes]:
 @pytest.fixture
 def browser() -> str:
     """Where it is. Without one a person's tests go on, and those of CI do not."""
-    if not BROWSER:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium or chrome is installed")
-    return BROWSER
+    missing = CannotStart if os.environ.get("CI") else NowhereRequired
+    return path_of(*BROWSERS, install="apt-get install chromium", missing=missing)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("browser")
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_a_browser_draws_it_in_light_and_dark(
-    width: int, dark: bool, stress: tuple[dict[str, Any], str], tmp_path: Path
+    width: int, dark: bool, browser: str, stress: tuple[dict[str, Any], str], tmp_path: Path
 ) -> None:
     file = tmp_path / "report.html"
     file.write_text(stress[1])
-    seen = screenshot(file, width, dark=dark)
+    seen = screenshot(browser, file, width, dark=dark)
     paper, ink, line = ("15161a", "ececf0", "62b4f0") if dark else ("fcfcfb", "1c1d20", "0067ac")
     for colour in (paper, ink, line):
         assert bytes.fromhex(colour) in seen, colour
@@ -253,10 +250,10 @@ LOOK = """<script>document.documentElement.setAttribute("data-cut",
   .join("|") + (document.documentElement.scrollWidth > innerWidth ? "page" : ""));</script></body>"""
 
 
-def cut_off(text: str, width: int, file: Path) -> str:
+def cut_off(browser: str, text: str, width: int, file: Path) -> str:
     """What a browser cannot show whole when its window is so wide."""
     file.write_text(text.replace("</body>", LOOK))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={file.parent / 'profile'}",
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={file.parent / 'profile'}",
                f"--window-size={width},900", "--hide-scrollbars", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     found = re.search('data-cut="([^"]*)"', done.stdout)
@@ -265,22 +262,22 @@ def cut_off(text: str, width: int, file: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("browser")
-def test_nothing_is_cut_off_on_a_screen_or_on_paper(stress: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+def test_nothing_is_cut_off_on_a_screen_or_on_paper(
+    browser: str, stress: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
     text = stress[1]
-    assert cut_off(text, 1280, tmp_path / "wide.html") == ""
+    assert cut_off(browser, text, 1280, tmp_path / "wide.html") == ""
     printed = text.replace("@media print", "@media all")
     assert printed != text
-    assert cut_off(printed, PAPER, tmp_path / "paper.html") == ""
+    assert cut_off(browser, printed, PAPER, tmp_path / "paper.html") == ""
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("browser")
-def test_it_prints_on_a_few_sheets(stress: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+def test_it_prints_on_a_few_sheets(browser: str, stress: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     """Two figures a sheet, in light colours whatever the screen is, none broken across sheets."""
     file, paper = tmp_path / "report.html", tmp_path / "report.pdf"
     file.write_text(stress[1])
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
                "--no-pdf-header-footer", "--blink-settings=preferredColorScheme=0", f"--print-to-pdf={paper}",
                file.as_uri()]
     subprocess.run(command, capture_output=True, timeout=90, check=False)

@@ -3,6 +3,7 @@ and pipes that cannot be used. The effects of a closed pipe or a full disk on a 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def asynccache(arguments: list[str], folder: Path, shell: str = "") -> subproces
     command = [sys.executable, "-m", "asynccache.cli", *arguments]
     if shell:
         command = ["bash", "-c", shell, "bash", *command]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}     # as users have it
+    return subprocess.run(command, cwd=folder, env=buffered, capture_output=True, text=True, timeout=180, check=False)
 
 
 def said(everything: str) -> str:

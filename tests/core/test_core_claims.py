@@ -127,13 +127,10 @@ def test_one_that_waited_long_enough_takes_what_it_can_get() -> None:
     run.audit(idle=True)
 
 
-def test_whose_turn_it_is_not_may_still_share() -> None:
+def test_whose_turn_it_is_not_waits_although_there_is_room() -> None:
     run = stored()
-    opened = open_fetch(run, spell("abcd"))
-    assert isinstance(opened, Fetch)
-    assert isinstance(open_fetch(run, spell("efgh"), begin=Begin.LATER), Wait)
-    assert not isinstance(open_fetch(run, spell("abcd"), begin=Begin.LATER), (Wait, Fetch))
-    opened.revoke()
+    assert open_fetch(run, spell("efgh"), begin=Begin.LATER) == Wait()
+    run.audit(idle=True)
 
 
 def test_a_lease_takes_claims_before_an_only_copy_is_lost() -> None:

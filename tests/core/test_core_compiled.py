@@ -158,9 +158,10 @@ OBJECTS = {
 }  # fmt: skip
 """Names by which the compiled modules compare identity. Each stands for objects of a class that is no value: nothing
 makes a second one that is equal, or takes it apart."""
-MEMBERS = {"Access", "Begin", "ComponentKind", "Cost", "Room", "Status", "WritePolicy", "kind"}
+MEMBERS = {"Access", "Begin", "ComponentKind", "Cost", "Room", "Status", "Verdict", "WritePolicy", "kind"}
 """Enumerations whose members are compared by identity; ``kind`` is that of an operation."""
-KINDS = {"BACKUP_HOST", "LOAD_BACK", "BACKUP_STORAGE", "CLONE", "PREFETCH", "_SELECTIVE", "_WRITE_BACK"}
+KINDS = {"BACKUP_HOST", "LOAD_BACK", "BACKUP_STORAGE", "CLONE", "PREFETCH", "_SELECTIVE", "_WRITE_BACK",
+         "FREE", "SHORT", "SAVING", "SLICE", "EXPENDABLE", "OUTDONE", "UNSAVED", "OPEN"}  # fmt: skip
 """Members of enumerations that have a name of their own."""
 
 

@@ -6,11 +6,10 @@ from random import Random
 
 import pytest
 
-from asynccache.core import transfers
-from asynccache.core.cache import Skip
-from asynccache.core.plan import More
+from asynccache.core.cache import Skip, Unsaved
+from asynccache.core.plan import BackupStorage, More
 from tests.simulated.fetching import open_fetch
-from tests.simulated.synchronous import SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, _stored, core_config, spell
 
 
 def pages_with_a_tail_that_no_host_holds(run: SynchronousRuntime) -> None:
@@ -110,16 +109,64 @@ def test_pages_that_storage_has_are_not_unsaved() -> None:
 
 
 @pytest.mark.slow(1)
-def test_a_drain_of_a_large_tree_comes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_SLICE", 16)        # fewer than there are nodes
-    run = SynchronousRuntime(core_config(device=512, host=512, write_policy="write_back", write_back_watermark=0.0))
+def test_a_drain_of_a_large_tree_comes_in_slices() -> None:
+    run = SynchronousRuntime(core_config(
+        device=512, host=512, write_policy="write_back", write_back_watermark=0.0, slice_steps=16,
+    ))  # fmt: skip
     for number in range(60):
         run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
-    slices = 0
-    while isinstance(answer := run.core.drain(), More):
+    slices, walk = 0, run.core.walk()
+    while isinstance(answer := run.core.drain(walk), More):
         run.perform(answer.plan)
         slices += 1
     run.perform(answer)
     assert slices > 1
     run.flush()
     assert run.unsaved() == (0, 0)
+
+
+def drain_with(run: SynchronousRuntime, refused: set[bytes]) -> Unsaved:
+    """Save what can be saved, as the runtime does, in a store that takes no page of ``refused``."""
+    hopeless = 0
+    while hopeless < 3:
+        run.drain()
+        if not run.jobs:
+            break
+        done = False
+        for op in run.in_flight():
+            effect = run.jobs[op].effect
+            if isinstance(effect, BackupStorage) and any(digest in refused for _, digest in _stored(effect)):
+                run.fail(op)
+            else:
+                run.complete(op)
+                done = True
+        hopeless = 0 if done else hopeless + 1
+    return run.unsaved()
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.25])
+@pytest.mark.parametrize("host", [4, 8])
+def test_a_page_that_storage_always_refuses_does_not_stop_the_drain_of_the_others(
+    host: int, watermark: float
+) -> None:
+    config = core_config(device=16, host=host, write_policy="write_back", write_back_watermark=watermark)
+    run = SynchronousRuntime(config)
+    run.insert("x")
+    refused = set(run.chain(SPACE, spell("x")))
+    assert drain_with(run, refused) == (0, 1)  # from now on it is the coldest on the host
+    for text in "abcdefghijklmn":
+        run.insert(text)
+    assert drain_with(run, refused) == (0, 1)
+    run.audit(idle=True)
+
+
+def test_nor_do_a_few_such_pages_that_are_the_coldest_of_the_host() -> None:
+    run = SynchronousRuntime(core_config(device=16, host=6, write_policy="write_back", write_back_watermark=0.0))
+    for text in "abcd":
+        run.insert(text)
+    refused = {page for text in "abcd" for page in run.chain(SPACE, spell(text))}
+    assert drain_with(run, refused) == (0, 4)
+    for text in "efghijklm":
+        run.insert(text)
+    assert drain_with(run, refused) == (0, 4)
+    run.audit(idle=True)

@@ -13,6 +13,7 @@ from asynccache.core.duel import HEAT, Duel, _Usual
 from asynccache.core.eviction import EvictionPolicy, Lru, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import _EDGES, BINS, CLASSES, P2c
+from asynccache.core.room import Verdict
 from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node, Root, cut, link, walk
@@ -466,9 +467,11 @@ class Sooner(Lru):
 
 
 @pytest.mark.source
-@pytest.mark.parametrize(("wanted", "outdone"), [((), True), ((1,), False), ((2,), True)])
+@pytest.mark.parametrize(
+    ("wanted", "verdict"), [((), Verdict.OUTDONE), ((1,), Verdict.UNSAVED), ((2,), Verdict.OUTDONE)]
+)
 def test_of_a_leaf_the_first_component_without_a_copy_says_whether_it_is_copied(
-    wanted: Sequence[int], outdone: bool
+    wanted: Sequence[int], verdict: Verdict
 ) -> None:
     """A state whose own copy would go first takes its window along, which the host would keep. A state that the host
     would keep goes there with the window before it."""
@@ -476,7 +479,7 @@ def test_of_a_leaf_the_first_component_without_a_copy_says_whether_it_is_copied(
     leaf = leaf_with_a_copy_of_full_alone(run)
     for shelf in run.core.world.shelves:
         shelf.policy = Sooner(wanted)
-    assert run.core._transfers.room.is_outdone(leaf, 2) is outdone
+    assert run.core._transfers.room.judge(leaf, 2) is verdict
 
 
 def test_what_goes_with_a_cell_that_was_given_up_is_not_lost_either() -> None:

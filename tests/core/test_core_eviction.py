@@ -16,7 +16,7 @@ import pytest
 from asynccache.core.cache import Grant
 from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
-from asynccache.core.room import Cost, RoomMaker
+from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node, Root
@@ -453,6 +453,7 @@ def all_nodes(world: World) -> Iterator[Node]:
 def one_by_one(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
     """Evict the coldest cell, and the next, until there is room; False if one may not go gently."""
     world = room._world
+    world.limit = 1 << 60
     for place, need in enumerate(needs, world.count):
         while world.shelves[place].slots.left < need:
             node = room.coldest(place, EARLY) or room.coldest(place, LATE)
@@ -475,14 +476,15 @@ def test_what_goes_for_a_copy_that_can_wait_is_what_would_be_evicted_one_by_one(
     seen = Counter[bool]()
     make = RoomMaker.make_gently
 
-    def compared(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
+    def compared(room: RoomMaker, needs: Sequence[int], cost: Cost) -> Room:
         other = copy.deepcopy(room)
         before = on_host(room._world)
-        made = make(room, needs, cost)
+        answer = make(room, needs, cost)
+        made = answer is Room.FREE
         assert one_by_one(other, needs, cost) is made
         assert on_host(room._world) == (on_host(other._world) if made else before)
         seen[made] += 1
-        return made
+        return answer
 
     monkeypatch.setattr(RoomMaker, "make_gently", compared)
     for seed in range(4):
@@ -515,7 +517,7 @@ def test_a_refusal_holds_until_something_changes(monkeypatch: pytest.MonkeyPatch
     chosen = Counter[str]()
     choose = RoomMaker._choose_gently
 
-    def counted(room: RoomMaker, *more: Any) -> tuple[bool, Node | None]:
+    def counted(room: RoomMaker, *more: Any) -> Room:
         chosen["times"] += 1
         return choose(room, *more)
 
@@ -523,8 +525,8 @@ def test_a_refusal_holds_until_something_changes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node, cost: node is not refused)
     needs = [run.core.world.shelves[1].reachable()]
     for _ in range(5):
-        assert not room.make_gently(needs, Cost.SPARE)
+        assert room.make_gently(needs, Cost.SPARE) is Room.SHORT
     assert chosen["times"] == 1
-    assert not room.make_gently([needs[0] - 1], Cost.SPARE) or chosen["times"] == 2
+    assert room.make_gently([needs[0] - 1], Cost.SPARE) is Room.SHORT or chosen["times"] == 2
     monkeypatch.setattr(RoomMaker, "_may_go_gently", lambda room, node, cost: True)
-    assert room.make_gently(needs, Cost.SPARE)
+    assert room.make_gently(needs, Cost.SPARE) is Room.FREE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from asynccache.core import passes
 from asynccache.core.cache import Grant, LeaseRequest, Skip
 from asynccache.core.plan import BackupHost, Clone, LoadBack, More, Status
 from tests.simulated.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
@@ -36,9 +35,8 @@ def test_a_checkpoint_that_is_not_the_leases_own_changes_nothing() -> None:
     run.audit(idle=True)
 
 
-def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "_SWEEP_SLICE", 32)    # fewer than there are pinned nodes
-    run = runtime(device=1024, host=0)
+def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned() -> None:
+    run = runtime(device=1024, host=0, slice_steps=32)  # fewer than there are pinned nodes
     held = []
     for i in range(40):
         request = granted(run, chr(300 + i) + "x")

@@ -4,13 +4,15 @@ page leaks."""
 from __future__ import annotations
 
 import dataclasses
+import sys
+from random import Random
 from typing import Any
 
 import pytest
 
-from asynccache.core.cache import Begin, Grant, Join, PrefetchShape, Skip, needed_pages, usable_end
+from asynccache.core.cache import Begin, Grant, PrefetchShape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, Plan, Status, Wait
-from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.fetching import MISS, Fetch, open_fetch
 from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
 TEXT = "abcdefgh"
@@ -104,6 +106,55 @@ def test_usable_end_is_the_longest_where_every_pool_agrees(
     assert usable_end(SHAPE, [("full", FULL), ("swa", SWA), ("mamba", MAMBA)], present, limit) == end
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_usable_end_is_what_one_finds_who_tries_every_end(seed: int) -> None:
+    random = Random(seed)
+    pools = [("full", FULL), ("sidecar", FULL), ("swa", SWA), ("swa too", SWA), ("mamba", MAMBA)]
+    for _ in range(40):
+        pages, size = random.randint(1, 24), random.choice((1, 4))
+        covered = random.randint(0, pages - 1)
+        anchor = random.randint(covered, pages - 1)
+        cuts = sorted(random.sample(range(anchor + 1), min(anchor + 1, random.choice((0, 2, 4)))))
+        swa = tuple((start * size, stop * size) for start, stop in zip(cuts[::2], cuts[1::2], strict=False))
+        window = random.choice((0, 1, 3 * size, 8 * size, 99 * size))
+        mamba = random.random() < 0.5
+        shape = PrefetchShape(size, anchor * size, covered * size, pages * size, window, swa, mamba)
+        share = random.choice((0.5, 0.9, 0.97))
+        present = {name: [random.random() < share for _ in range(pages)] for name, _ in pools}
+        limit = random.randint(0, pages * size)
+        ends = [
+            end * size for end in range(covered + 1, limit // size + 1)
+            if all(present[name][page] for name, kind in pools for page in needed_pages(shape, kind, end * size))
+        ]  # fmt: skip
+        assert usable_end(shape, pools, present, limit) == max(ends, default=covered * size)
+
+
+@pytest.mark.source
+def test_usable_end_takes_no_more_steps_for_a_million_tokens_than_for_a_thousand() -> None:
+    """However the windows and states lie: here no end has both."""
+
+    def steps(pages: int) -> int:
+        shape = PrefetchShape(16, 0, 0, 16 * pages, 64, (), True)
+        windows, states = b"\0\1\1\1\1" * (pages // 5), b"\1\1\1\1\0" * (pages // 5)
+        present = {"full": b"\1" * pages, "swa": windows, "mamba": states}
+        count = 0
+
+        def line(frame: object, event: str, _: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            return line
+
+        sys.settrace(line)
+        try:
+            end = usable_end(shape, [("full", FULL), ("swa", SWA), ("mamba", MAMBA)], present, 16 * pages)
+        finally:
+            sys.settrace(None)
+        assert end == 0
+        return count
+
+    assert steps(65_535) <= steps(1_000) + 8 < 100
+
+
 # the way back
 
 
@@ -131,21 +182,54 @@ def test_it_is_skipped_below_the_threshold() -> None:
 
 
 def test_it_is_refused_above_the_quota_and_goes_later() -> None:
-    run = fresh(stored(), max_prefetch_pages=10)
+    run = fresh(two_texts(), max_prefetch_pages=10)
     first = opened(run)
     assert isinstance(open_fetch(run, spell("stuvwxyz")), Wait)
     first.finish()
     assert isinstance(open_fetch(run, spell("stuvwxyz")), Fetch)
 
 
-def test_two_that_want_the_same_pages_share_one_fetch() -> None:
+def two_texts() -> SynchronousRuntime:
+    """A process whose store has two texts of eight pages."""
     run = stored()
-    first = opened(run)
-    joined = open_fetch(run, spell("abcdXY"))
-    assert joined == Join(first.op)
-    first.finish()
-    assert run.ended[first.op] is Status.DONE
-    assert run.reach("abcdXY") == (0, 4)
+    run.insert("stuvwxyz")
+    run.flush()
+    return run
+
+
+def test_one_that_waited_long_enough_passes_the_quota_and_no_other_does() -> None:
+    run = fresh(two_texts(), max_prefetch_pages=10)
+    hung = opened(run)
+    assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.LATER), Wait)
+    assert isinstance(open_fetch(run, spell("stuvwxyz"), begin=Begin.NEXT), Wait)
+    assert opened(run, "stuvwxyz", begin=Begin.NOW).finish() == 32
+    hung.revoke()
+    assert_idle(run)
+
+
+def test_one_is_asked_about_before_it_takes_or_begins_anything() -> None:
+    """Also where its anchor is on the device alone: no backup of the anchor is made for a prefetch of nothing."""
+    run = stored(write_policy="write_back")
+    run.insert("abcdX")
+    before = host_free(run), run.core.statistics()
+    shape = run.core.prefetch_look(SPACE, spell(TEXT))
+    assert isinstance(shape, PrefetchShape)
+    assert (shape.anchor, shape.covered, shape.length) == (16, 16, 32)
+    assert (host_free(run), run.core.statistics()) == before
+    assert run.core.prefetch_look(b"another namespace" * 2, spell(TEXT)) == shape._replace(anchor=0, covered=0)
+    assert b"another namespace" * 2 not in run.core.world.roots
+    assert_idle(run)
+
+
+def test_of_two_that_fetch_the_same_pages_the_second_gives_its_own_back() -> None:
+    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
+    before = host_free(run)
+    first, second = opened(run), opened(run)
+    assert (first.finish(), second.finish()) == (32, 32)
+    assert run.ended[second.op] is Status.DONE
+    assert host_free(run) == [before[0] - 8, before[1] - 2, before[2] - 1]
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
 
 
 def test_a_revoke_gives_everything_back() -> None:
@@ -320,7 +404,7 @@ def test_swa_the_whole_window() -> None:
 def test_swa_one_page_short(page: int) -> None:
     run = swa_store(missing=tuple({0, 1, 2, 3, 7, page}))
     before = host_free(run)
-    assert opened(run).finish() == 0
+    assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
     assert_idle(run)
 
@@ -346,7 +430,7 @@ def test_swa_a_prompt_shorter_than_the_window() -> None:
     assert opened(run, "abc").finish() == 12
     read_back(run, "abc", 3).release()
     run = swa_store(window=400, text="abc", missing=(0,))
-    assert opened(run, "abc").finish() == 0
+    assert open_fetch(run, spell("abc")) == MISS
     assert_idle(run)
 
 
@@ -384,6 +468,35 @@ def test_swa_the_anchors_part_is_pinned_meanwhile() -> None:
     fetch.commit(24)
     assert run.reach("abcdef")[1] == 6
     read_back(run, "abcdef", 6).release()
+    assert_idle(run)
+
+
+def test_a_fetch_that_hangs_keeps_no_page_of_the_device_from_a_lease() -> None:
+    """Also where a part of the window that it would complete is on the device alone."""
+    run = swa_store(window=16)
+    run.insert("abcd")
+    run.settle()
+    (node,) = run.core.world.roots[SPACE].children.values()  # type: ignore[union-attr]
+    run.core.world.vacate(node, SWA + run.core.world.count)
+    hung = opened(run, "abcdef")
+    assert hung.shape.swa == ((0, 16),)
+    everything = run.lease(b"", new=64 * run.page)
+    assert everything is not None
+    everything.release()
+    hung.finish()
+    assert_idle(run)
+
+
+def test_a_fetch_that_hangs_keeps_no_lease_from_going_without_its_match() -> None:
+    run = stored("mnop", "full,mamba", states=3, checkpoint=4)
+    run.insert("ab", checkpoint=2)
+    run.settle()
+    hung = opened(run, "mnop")
+    request = run.lease(spell("abc"), states=3)  # its match's state is one of the three
+    assert request is not None
+    assert request.lease.cached == 0
+    request.release()
+    hung.revoke()
     assert_idle(run)
 
 
@@ -450,7 +563,7 @@ def test_mamba_needs_the_state_at_its_end() -> None:
 def test_mamba_without_any_state_fetches_nothing() -> None:
     run = stored(components="full,mamba")
     before = host_free(run)
-    assert opened(run).finish() == 0
+    assert open_fetch(run, spell(TEXT)) == MISS
     assert host_free(run) == before
     assert_idle(run)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from asynccache.core.cache import Grant, LeaseRequest
-from asynccache.core.passes import _SURVEY_SLICE
+from asynccache.core.passes import Listed, Listing
 from asynccache.core.plan import Clone, More
+from asynccache.core.settings import SLICE_STEPS
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
-TEXTS = 2 * _SURVEY_SLICE + 1
+TEXTS = 2 * SLICE_STEPS + 1
 
 
 def wide(**options: int) -> SynchronousRuntime:
@@ -30,16 +31,37 @@ def test_what_is_unsaved_is_counted_in_slices() -> None:
     assert answer == (TEXTS, 0)
 
 
-def test_hashes_are_listed_in_slices_though_nodes_leave_between_them() -> None:
+def listed(run: SynchronousRuntime, listing: Listing) -> Listed:
+    while isinstance(answer := listing.some(), More):
+        run.perform(answer.plan)
+    return answer
+
+
+def test_all_pages_are_listed_in_slices_also_those_that_leave_between_them() -> None:
     run = wide(write_policy="write_back")  # type: ignore[arg-type]
-    survey = run.core.survey(SPACE)
-    assert isinstance(survey.hashes(), More)
+    listing = run.core.listing(SPACE)
+    assert isinstance(listing.some(), More)
     while isinstance(run.core.invalidate(SPACE), More):
         pass
-    while isinstance(answer := survey.hashes(), More):
-        pass
-    assert _SURVEY_SLICE <= len(answer) == len(set(answer)) < TEXTS
-    assert wide(write_policy="write_back").core.survey(b"other".ljust(32)).hashes() == []  # type: ignore[arg-type]
+    answer = listed(run, listing)
+    assert sorted(answer.hashes) == sorted(i.to_bytes(32, "little") for i in range(TEXTS))
+    assert answer.writes == set()
+    assert listed(run, run.core.listing(b"other".ljust(32))) == ([], set())
+
+
+def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_one_leaves() -> None:
+    run = SynchronousRuntime(core_config(device=32, host=0))
+    run.insert("abcdef")
+    run.settle()
+    survey = run.core.survey()  # the walk has found the node, and has not visited it
+    run.insert("abcX")
+    run.settle()
+    lower = run.core.world.find(SPACE, spell("abcdef"))[0][-1]
+    run.core._transfers.room.evict(lower, 0)
+    upper = run.core.world.find(SPACE, spell("abcdef"))[0]
+    assert [node.end for node in upper] == [3]
+    assert survey.unsaved() == (4, 0)
+    run.core.world.plan()
 
 
 def test_a_probe_copies_nothing() -> None:

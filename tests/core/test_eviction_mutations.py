@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from asynccache.core.room import Cost, RoomMaker
+from asynccache.core.room import Cost, Room, RoomMaker
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node
@@ -82,7 +82,7 @@ def what_is_saved_for_somebody_who_waits_is_not_marked(patch: Patch) -> None:
         if not inside[0]:
             condemn(world, node, c)
 
-    def watched(room: RoomMaker, place: int, need: int) -> bool:
+    def watched(room: RoomMaker, place: int, need: int) -> Room:
         inside[0] = True
         try:
             return saving(room, place, need)
@@ -105,17 +105,17 @@ def a_drain_spares_a_copy_that_was_made_for_somebody_who_waits(patch: Patch) -> 
 
 
 def what_can_wait_goes_as_far_as_it_may_whether_that_is_enough_or_not(patch: Patch) -> None:
-    def step_by_step(room: RoomMaker, needs: Sequence[int], cost: Cost) -> bool:
+    def step_by_step(room: RoomMaker, needs: Sequence[int], cost: Cost) -> Room:
         for place, need in enumerate(needs, room._world.count):
             while room._world.shelves[place].slots.left < need:
                 node = room.coldest(place, EARLY) or room.coldest(place, LATE)
                 if node is None:
-                    return False
+                    return Room.SHORT
                 room._world.offer(node, place)
                 if not room._may_go_gently(node, cost):
-                    return False
+                    return Room.SHORT
                 room.evict(node, place)
-        return True
+        return Room.FREE
 
     patch.setattr(RoomMaker, "make_gently", step_by_step)
 

@@ -7,18 +7,19 @@ has the real ones.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from asynccache.errors import ConfigError
+from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.streams import ADOPTED_AT_MOST
 from asynccache.memory.pools import Mover
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, submitted
+from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import fill_device, move, pool
 from tests.runtime.runtime_kit import PAGE, compute, opened, push_out, serve, settings, settled, text, turns, until
@@ -195,7 +196,7 @@ async def test_one_event_that_was_adopted_can_be_named_for_many_leases(simulated
     await device.aclose()
 
 
-@pytest.mark.parametrize("call", ["release", "commit", "release_threadsafe", "commit_threadsafe"])
+@pytest.mark.parametrize("call", ["release", "commit"])
 @pytest.mark.parametrize("what", ["a stream of torch", "a stream of cupy", "a captured event", "refused", "another's"])
 async def test_what_cannot_be_waited_for_is_refused_and_the_lease_goes_on(
     simulated_device: Make, what: str, call: str
@@ -229,12 +230,8 @@ async def test_what_cannot_be_waited_for_is_refused_and_the_lease_goes_on(
 async def _call(lease: Lease, call: str, event: object) -> None:
     if call == "release":
         lease.release(after=event)
-    elif call == "commit":
-        await lease.commit(text(2), ready=event)
-    elif call == "release_threadsafe":
-        await asyncio.to_thread(lease.release_threadsafe, after=event)
     else:
-        await asyncio.wrap_future(await asyncio.to_thread(lease.commit_threadsafe, text(2), ready=event))
+        await lease.commit(text(2), ready=event)
 
 
 async def test_engines_threads_name_their_events_too(simulated_device: Make) -> None:
@@ -244,11 +241,12 @@ async def test_engines_threads_name_their_events_too(simulated_device: Make) -> 
         engine = SimulatedEngine(device)
         engine.driver.hold(engine.handle)
         lease = await cache.lease(text(2), new_tokens=6 * PAGE).__aenter__()
+        loop = asyncio.get_running_loop()
 
         def work() -> None:
             event = recorded(engine, CupyEvent)
-            lease.commit_threadsafe(text(2), ready=event)
-            lease.release_threadsafe(after=event)
+            asyncio.run_coroutine_threadsafe(lease.commit(text(2), ready=event), loop).result(10)
+            loop.call_soon_threadsafe(lease.release, event)
 
         await asyncio.to_thread(work)
         await turns(50)
@@ -295,3 +293,29 @@ async def test_a_device_that_failed_or_is_closed_waits_for_nothing(simulated_dev
         assert device.engine_event(event).done()
         engine.driver.resume()
         await device.aclose()
+
+
+async def test_an_event_that_is_recorded_while_the_device_closes_fires_or_is_refused(simulated_device: Make) -> None:
+    device: CudaDevice = simulated_device()
+    driver = driver_of(device)
+    handle_of_the_engine = driver.stream_create()
+    stream = device.engine_stream(TorchStream(handle_of_the_engine))
+    inside, go, record = threading.Event(), threading.Event(), driver.event_record
+
+    def slow(event: int, handle: int) -> None:
+        if handle == handle_of_the_engine:
+            inside.set()
+            assert go.wait(30)  # after it was asked whether the stream is closed, and before the waiter has the event
+        record(event, handle)
+
+    driver.event_record = slow  # type: ignore[assignment, method-assign]
+    recording = asyncio.get_running_loop().run_in_executor(None, stream.record)
+    await asyncio.to_thread(inside.wait, 30)
+    closing = asyncio.create_task(device.aclose())
+    await asyncio.sleep(0.05)
+    go.set()
+    event = await recording
+    await asyncio.wait_for(event.wait(), 5)
+    await closing
+    with pytest.raises(CacheClosed):
+        stream.record()

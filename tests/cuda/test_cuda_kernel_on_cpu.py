@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path as FilePath
@@ -18,10 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from asynccache.memory.cuda import kernels
-
-COMPILER = shutil.which("g++") or shutil.which("c++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+from tests.stores.server import NowhereRequired, path_of
 
 BEFORE = """
 #include <cstddef>
@@ -57,11 +53,12 @@ Bytes = npt.NDArray[np.uint8]
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel, as ``run`` of the geometry and of its parameter, and where the parameter's fields are."""
+    compiler = path_of("g++", "c++", install="apt-get install g++", missing=NowhereRequired)
     folder: FilePath = tmp_path_factory.mktemp("kernel")
     body, replaced = re.subn(r"__device__ __forceinline__ .*?\n}\n", "", kernels.SOURCE, flags=re.DOTALL)
     assert replaced == 2
     (folder / "k.cpp").write_text(BEFORE + body + AFTER)
-    command = [str(COMPILER), "-O1", "-fPIC", "-shared", "-w", "k.cpp", "-o", "k.so"]
+    command = [compiler, "-O1", "-fPIC", "-shared", "-w", "k.cpp", "-o", "k.so"]
     subprocess.run(command, cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "k.so"))
     library.run.argtypes, library.run.restype = (ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p), None

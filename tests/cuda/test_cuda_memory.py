@@ -163,3 +163,8 @@ def test_a_pool_that_cannot_be_pinned_says_so_by_name(simulated_device: Make) ->
         Mover(device, [big(1, 2)])
     gc.collect()
     assert driver_of(device).pinned == {}
+
+
+def test_a_chunk_is_so_small_that_a_rank_which_pins_is_heard_within_the_time_out() -> None:
+    assert pinned.CHUNK <= 4 << 30
+    assert pinned.chunk_of(3 * MIB) <= pinned.CHUNK

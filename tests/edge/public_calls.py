@@ -527,22 +527,6 @@ async def _commit_slot(world: World, given: Given) -> None:
         await called(commit, {"slot": good}, given)
 
 
-async def _commit_threadsafe(world: World, given: Given) -> None:
-    async with world.lease() as lease:
-
-        async def committed(**arguments: Any) -> None:
-            await asyncio.wrap_future(lease.commit_threadsafe(**arguments))
-
-        await called(committed, _commits(world, lease), given)
-
-
-async def _release_threadsafe(world: World, given: Given) -> None:
-    async with world.lease() as lease:
-        await called(lease.release_threadsafe, {}, given)
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-
 class _Stream:
     name = "engine"
 
@@ -611,7 +595,12 @@ CALLS: dict[str, Case] = {
         _detach, {"name": Depends(Text(optional=True)), "drain": OneOf(Flag(), Number(0))}, books=True,
         names={"name": "store"},
     ),
-    "asynccache.PrefetchHandle": plain(PrefetchHandle, {"prefetch": Thing()}),
+    "asynccache.PrefetchHandle": plain(
+        PrefetchHandle,
+        {"prefetch": Thing(), "key": Unchecked("cache.prefetch has checked it"),
+         "extra_key": Unchecked("cache.prefetch has checked it")},
+        key=b"", extra_key=None,
+    ),
     # a lease
     "asynccache.Lease.advance": of_lease(
         "advance", {"position": Integer(0, 20), "after": EVENT}, lambda world, lease: {"position": 8}
@@ -622,7 +611,6 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.Lease.adopt": of_lease("adopt", {"after": EVENT}),
     "asynccache.Lease.release": of_lease("release", {"after": EVENT, "ended": Flag()}),
-    "asynccache.Lease.release_threadsafe": Case(_release_threadsafe, {"after": EVENT, "ended": Flag()}, books=True),
     "asynccache.Lease.extend": of_lease(
         "extend", {"tokens": Integer(0), "states": Integer(0), "wait": Flag()}, lambda world, lease: {"tokens": 1}
     ),
@@ -639,10 +627,6 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.Lease.commit (checkpoint)": Case(_commit_position, {"position": Integer(8, 8)}, books=True),
     "asynccache.Lease.commit (state)": Case(_commit_slot, {"slot": Depends(Integer(0, 7))}, books=True),
-    "asynccache.Lease.commit_threadsafe": Case(
-        _commit_threadsafe, {"tokens": Tokens(3 * PAGE + 1), "ready": EVENT, "checkpoint": Thing(optional=True)},
-        books=True,
-    ),
     # the scheduler
     "asynccache_shim.Limits": plain(
         Limits, {"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}")}

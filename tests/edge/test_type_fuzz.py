@@ -122,7 +122,7 @@ REMOVED = [
     ("integer", "tokens", "asynccache.Lease.extend"),
     ("integer", "position", "asynccache.Lease.advance"),
     ("integer", "length", "asynccache.Lease.truncate"),
-    ("flag", "ended", "asynccache.Lease.release_threadsafe"),
+    ("flag", "ended", "asynccache.Lease.release"),
     ("integer", "checkpoint: slot", "asynccache.Lease.commit (state)"),
     ("integer", "checkpoint: position", "asynccache.Lease.commit (checkpoint)"),
     ("integer", "page_size", "asynccache.CacheConfig"),

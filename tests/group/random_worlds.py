@@ -378,10 +378,13 @@ class RandomWorld:
 
     def _begin(self, number: int) -> asyncio.Task[None]:
         random = self.loop.entropy(f"request {number} at {self.loop.time()}")
-        task = self.loop.create_task(Request(self, random).run(), name=f"request {number}")
+        task = self.loop.create_task(self._request(random).run(), name=f"request {number}")
         if self.random.random() < self.climate.cancel:
             self.loop.cancel_at(task, self.random.randint(1, 30))
         return task
+
+    def _request(self, random: Random) -> Request:
+        return Request(self, random)
 
     def _ends(self, done: set[asyncio.Task[None]]) -> list[BaseException]:
         failed = []
@@ -464,7 +467,10 @@ def _nodes(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 class Request:
-    """One request, from its arrival to its end, as often as loads fail."""
+    """One request, from its arrival to its end, as often as loads fail. ``awaits``: the share of prefetches that it
+    waits for to their end."""
+
+    awaits = 0.5
 
     def __init__(self, owner: RandomWorld, random: Random) -> None:
         self.owner = owner
@@ -517,7 +523,7 @@ class Request:
         random = self.random
         if random.random() < self.owner.climate.pressure:
             await self._empty_the_device()
-        if handle is not None and random.random() < 0.5:
+        if handle is not None and random.random() < self.awaits:
             await handle
         lease = self.cache.lease(
             self.prompt, new_tokens=self.new, extra_key=self.space, prefetch=handle, wait=random.random() < 0.9,

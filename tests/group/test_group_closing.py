@@ -14,7 +14,8 @@ from asynccache.errors import BackendError
 from asynccache.memory.host_copies import Faults
 from asynccache.settle import completed
 from asynccache.worker import RankWorker, Topology
-from asynccache.worker.group import LATE, OPENING
+from asynccache.worker.contract import LATE
+from asynccache.worker.group import OPENING, PINNING
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
@@ -319,6 +320,39 @@ def test_a_worker_whose_store_hangs_while_it_is_closed_ends_within_the_time_out(
             await cache.aclose(deadline=1.0)
         await world.group.ended()
         await asyncio.sleep(1.0)
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_falls_silent_while_a_store_is_opened_is_found_by_the_time_out(victim: int) -> None:
+    """Memory is pinned in pieces, so nothing keeps a rank that is well from saying that it is alive."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40), timeout=TIMEOUT)
+        world.begin()
+        told: RankFailure | None = None
+        try:
+            async with world.cache as cache:
+
+                async def hang(*_: object, **__: object) -> None:
+                    await asyncio.Event().wait()
+
+                world.local(victim).stores.open = hang  # type: ignore[assignment]
+                attaching = asyncio.create_task(cache.attach_storage(GUEST))
+                await asyncio.sleep(0.1)
+                world.process(victim).link.fall_silent()
+                begun = loop.time()
+                await asyncio.wait([attaching])
+                assert loop.time() - begun <= max(TIMEOUT, PINNING) + 1.0
+                attaching.exception()
+        except RankFailure as failure:
+            told = failure
+        assert told is not None
+        assert told.rank == victim
+        world.process(victim).task.cancel()
+        await asyncio.wait([process.task for process in world.group.processes.values()])
         await world.aclose()
 
     play(main)

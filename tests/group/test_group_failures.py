@@ -17,7 +17,7 @@ from asynccache.memory.pools import check_room
 from asynccache.storage import Result
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
-from asynccache.worker.group import LATE
+from asynccache.worker.contract import LATE
 from tests.group.group_kit import GroupWorld, RankDevice, play, settings, text
 from tests.group.striking import EFFECTS, FATES, Fate
 from tests.simulated.device import SimulatedStream

@@ -9,7 +9,7 @@ import pytest
 
 from asynccache.errors import Unavailable
 from asynccache.worker import Topology
-from asynccache.worker.group import OPENING
+from asynccache.worker.group import PINNING
 from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
@@ -63,7 +63,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
                 with pytest.raises(Unavailable, match="rank 1: locked"):
                     await cache.attach_storage(GUEST)
             await asyncio.sleep(0.1)
-            assert seen == [(OPENING, OPENING)]
+            assert seen == [(max(PINNING, world.timeout),) * 2]
             assert (link._patience, link.peer._patience) == (world.timeout, world.timeout)
         await world.aclose()
 

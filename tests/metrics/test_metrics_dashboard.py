@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,6 +16,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry
 
 from asynccache.metrics import CacheCollector, LoopLag
+from tests.stores.server import NowhereRequired, path_of
 
 ROOT = Path(__file__).parents[2]
 KV = Full(bytes_per_token=64, device_tokens=1024, host_tokens=4096)
@@ -65,14 +65,14 @@ def test_every_kind_of_figure_is_on_it() -> None:
         assert f"asynccache_{name}" in asked
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool, of Debian's package prometheus, is not installed")
 def test_prometheus_understands_every_query(tmp_path: Path) -> None:
     """Each expression is a recording rule, with what Grafana puts in for its variables."""
+    promtool = path_of("promtool", install="apt-get install prometheus", missing=NowhereRequired)
     asked = [expression for expression, legend in queries() if not expression.startswith("label_values")]
     asked = [each.replace("$cache", ".*").replace("$__rate_interval", "1m") for each in asked]
     rules = [{"record": f"q{number}", "expr": expression} for number, expression in enumerate(asked)]
     file = tmp_path / "rules.yml"
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([promtool, "check", "rules", str(file)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules)} rules found" in done.stdout

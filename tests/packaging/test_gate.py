@@ -194,7 +194,10 @@ def test_a_campaign_plays_what_is_right() -> None:
 
 MAKE = """#!/bin/sh
 case "$1" in
-    test) echo 'a dot'; echo '3 passed, 1 skipped in 0.01s'; exit $TESTS ;;
+    test-bare) echo '5 passed in 7.77s'; exit $BARE ;;
+    stores-install) echo 'a server is installed' ;;
+    test) echo 'skipped 1 test: no tea' >build/skipped
+        echo 'a dot'; cat build/skipped; echo '3 passed, 1 skipped in 0.01s'; cat build/skipped; exit $TESTS ;;
     build/kernels/.installed) exit $DOWNLOAD ;;
     test-kernels) echo '2 passed in 9.99s'; exit $KERNELS ;;
     build/vllm/.installed) exit $NO_VLLM ;;
@@ -204,7 +207,7 @@ esac
 
 
 @pytest.mark.parametrize(("bad", "status"), [
-    ("", 0), ("TESTS", 1), ("KERNELS", 1), ("DOWNLOAD", 0), ("NO_VLLM", 0), ("TIER", 1), ("TIME", 0),
+    ("", 0), ("BARE", 1), ("TESTS", 1), ("KERNELS", 1), ("DOWNLOAD", 0), ("NO_VLLM", 0), ("TIER", 1), ("TIME", 0),
 ])  # fmt: skip
 def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, tmp_path: Path) -> None:
     programs = tmp_path / "programs"
@@ -216,17 +219,31 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, tmp_path: 
     script = Path(shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci"))
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}",
                    **{name: str(int(name == bad))
-                      for name in ("TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER")},
+                      for name in ("BARE", "TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER")},
                    "CI_SECONDS": "300" if bad == "TIME" else "1700"}
     done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == status, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[-1] == "3 passed, 1 skipped in 0.01s"
+    assert lines[-2:] == ["skipped 1 test: no tea", "3 passed, 1 skipped in 0.01s"]
+    assert lines.index("5 passed in 7.77s") < lines.index("a server is installed") < lines.index("a dot")
+    assert ("tests failed as on a bare machine" in done.stdout) == (bad == "BARE")
     assert ("2 passed in 9.99s" in lines) == (bad != "DOWNLOAD")
     assert ("the CUDA kernel was not compiled" in done.stdout) == (bad == "DOWNLOAD")
     untried = bad in ("NO_VLLM", "TIME")
     assert ("4 passed in 8.88s" in lines) == (not untried)
     assert ("our tier was not tried under vLLM" in done.stdout) == untried
+
+
+def test_the_last_lines_of_the_gate_say_what_was_skipped(tmp_path: Path) -> None:
+    """Below what runs beside the tests, and nothing of an earlier run."""
+    beside = "aside:\n\techo the other part\nprobe:\n\t$(call beside,aside,not soak)\n"
+    (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\n{beside}")
+    said = "skipped 2 tests: redis-server is not installed: make stores-install"
+    for lines, last in ((f"{said}\\n", said), ("", "aside: the other part")):
+        settings = [f"PYTEST=sh -c 'test ! -e build/skipped && printf \"{lines}\" >build/skipped'", "SPREAD="]
+        done = subprocess.run(["make", "-s", "-C", tmp_path, "probe", *settings], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == last
 
 
 @pytest.mark.parametrize(("tests", "again", "status"), [

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import asynccache
+from tests.stores.server import NowhereRequired, path_of
 from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +120,9 @@ def compiled_clean(tmp_path_factory: pytest.TempPathFactory) -> Clean:
     """The same with the compiled core."""
     for tool in ("hatchling", "mypyc", "setuptools"):
         pytest.importorskip(tool)
-    if shutil.which("cc") is None and shutil.which("gcc") is None:
-        pytest.skip("there is no C compiler")
+    path_of("cc", "gcc", install="apt-get install gcc libc6-dev", missing=NowhereRequired)
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise NowhereRequired("Python's headers are not installed: apt-get install python3-dev")
     place = made_once(tmp_path_factory, "compiled", build_compiled)
     return Clean(*(place / name / "venv" for name in Clean._fields))
 
@@ -146,20 +148,25 @@ def test_every_package_says_that_it_has_types() -> None:
         assert (ROOT / folder / "py.typed").is_file()
 
 
+def tracked() -> set[str]:
+    """The files that git has here: none, if this is no clone."""
+    git = path_of("git", install="apt-get install git", missing=NowhereRequired)
+    names = run(git, "ls-files", cwd=ROOT, check=False).stdout.split()
+    return {name for name in names if (ROOT / name).is_file()}
+
+
 @pytest.mark.slow
 def test_the_sdist_has_what_builds_tests_and_explains_it(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    tracked = {path for path in run("git", "ls-files", cwd=ROOT, check=False).stdout.split() if (ROOT / path).is_file()}
-    assert names >= tracked | {"pyproject.toml", "README.md", "tests/packaging/test_release.py"}
+    assert names >= tracked() | {"pyproject.toml", "README.md", "tests/packaging/test_release.py"}
     assert not [name for name in names if "__pycache__" in name or name.startswith((".git/", ".venv/", "build/"))]
 
 
 @pytest.mark.slow
 def test_the_wheel_has_every_module_and_mark_of_types_and_nothing_else(built: Built) -> None:
     names = {name for name in zipfile.ZipFile(built.wheel).namelist() if ".dist-info/" not in name}
-    tracked = run("git", "ls-files", cwd=ROOT, check=False).stdout.split()
-    sources = {re.sub(r"^(backends|scheduler_shim)/", "", path) for path in tracked if (ROOT / path).is_file()}
+    sources = {re.sub(r"^(backends|scheduler_shim)/", "", path) for path in tracked()}
     assert names >= {path for path in sources if path.split("/")[0] in PACKAGES}
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
     for package in PACKAGES:

@@ -298,13 +298,13 @@ async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it
         ready, tokens = device.gate(), text(2, seed=1, extra=1) + text(3, seed=2)
 
         async def engine(lease: Lease) -> None:
-            for layer in range(LAYERS):
-                await lease.layer(layer)
+            await asyncio.gather(*(lease.layer(layer) for layer in range(LAYERS)))
             ready.open()
 
         async with cache.lease(tokens) as lease:
             assert lease.loading
             computing = asyncio.create_task(engine(lease))
+            await turns(2)
             async with asyncio.timeout(60):
                 await lease.commit(tokens, ready=ready)
             await computing

@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from asynccache.runtime import engine_batches
 from asynccache.runtime.engine_batches import SWEEP, Fences
 
 FULL, SWA = 0, 1
@@ -93,8 +94,26 @@ def test_behind_one_that_lasts_the_others_are_forgotten() -> None:
     assert len(fences) == 0
 
 
+def test_behind_one_that_never_ends_a_fence_costs_as_much_after_many_batches_as_after_few() -> None:
+    """What a fence costs grows with the numbers from the first set to the last."""
+    fences, stuck = Fences(SLOTS), Told()
+    fences.add(stuck, {FULL: table([0])})
+    spans = []
+    for number in range(200 * SWEEP):
+        event = Told()
+        fences.add(event, {FULL: table([1 + number % 8]), SWA: table([2])})
+        event.fired = True
+        spans.append(fences._number - next(iter(fences._sets)))
+    assert max(spans[len(spans) // 2 :]) <= max(spans[: 20 * SWEEP])
+    assert fences.before([(FULL, table(range(9)))]) == [stuck]
+
+
+@pytest.mark.parametrize("renumbers", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_against_a_model(seed: int) -> None:
+def test_against_a_model(seed: int, renumbers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if renumbers:
+        monkeypatch.setattr(engine_batches, "SWEEP", 2)
+        monkeypatch.setattr(engine_batches, "SPARSE", 0)
     rng, fences = Random(seed), Fences(SLOTS)
     model: dict[tuple[int, int], set[Told]] = {(c, s): set() for c, count in SLOTS.items() for s in range(count)}
     events: list[Told] = []

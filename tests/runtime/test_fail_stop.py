@@ -37,6 +37,7 @@ UNREACHED = {
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
+    r"Prefetches\.commit: (self\.revoke\(op\)|return \(\))": "the runtime gives a fetch up before that",
     r"_choose_gently: return \(False, None\)": "what could be reached waits, or does when its children were taken",
 }  # fmt: skip
 """Statements that no world reaches, by what they look like in a line of ``Point``, and why."""

@@ -47,10 +47,6 @@ async def _release(lease: Lease, event: Any) -> None:
     lease.release(after=event)
 
 
-async def _release_threadsafe(lease: Lease, event: Any) -> None:
-    await asyncio.to_thread(lease.release_threadsafe, after=event)
-
-
 async def _advance(lease: Lease, event: Any) -> None:
     lease.advance(3 * PAGE, after=event)
 
@@ -67,12 +63,7 @@ async def _commit(lease: Lease, event: Any) -> None:
     await lease.commit(text(3), ready=event)
 
 
-async def _commit_threadsafe(lease: Lease, event: Any) -> None:
-    future = await asyncio.to_thread(lease.commit_threadsafe, text(3), ready=event)
-    await asyncio.wrap_future(future)
-
-
-CALLS = [_release, _release_threadsafe, _advance, _truncate, _adopt, _commit, _commit_threadsafe]
+CALLS = [_release, _advance, _truncate, _adopt, _commit]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__[1:])

@@ -27,6 +27,7 @@ from tests.runtime.runtime_kit import (
     settled,
     text,
     turns,
+    until,
 )
 
 
@@ -34,41 +35,81 @@ from tests.runtime.runtime_kit import (
 async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
     store, pages = MemoryBackend(), 1200
     async with opened(settings(2048, host=2048), storage=store) as cache:
-        tokens = text(pages)
+        tokens, loop = text(pages), asyncio.get_running_loop()
         async with cache.lease(tokens, wait=False) as lease:
             compute(cache, lease, tokens)
-            futures = [lease.commit_threadsafe(part) for part in (tokens[: PAGE * (pages - 100)], tokens)]
-            for future in futures:
-                await asyncio.wrap_future(future)
+
+            def engine() -> None:
+                ends = (PAGE * (pages - 100), PAGE * pages)
+                futures = [asyncio.run_coroutine_threadsafe(lease.commit(tokens[:end]), loop) for end in ends]
+                for future in futures:
+                    future.result(10)
+
+            await asyncio.to_thread(engine)
             key, space = as_key(tokens), lease._ask.space
             assert parts(cache).core.known_hashes(space, key) == b"".join(page_hashes(tokens))
 
 
 @pytest.mark.asyncio
-async def test_a_release_handed_over_does_not_overtake_the_commit_before_it() -> None:
-    store = MemoryBackend()
-    async with opened(settings(2048, host=2048), storage=store) as cache:
-        tokens = text(1200)
-        lease = await cache.lease(tokens, wait=False).__aenter__()
-        compute(cache, lease, tokens)
-        future = lease.commit_threadsafe(tokens)
-        lease.release_threadsafe()
-        await asyncio.wrap_future(future)
+async def test_a_release_that_overtakes_a_commit_waits_for_the_commits_event() -> None:
+    """Both are handed over, as by a thread. The commit has not begun when the release runs: it publishes nothing, and
+    nobody gets the pages that the engine still writes."""
+    device = CpuDevice()
+    async with opened(settings(8), device=device) as cache:
+        tokens, loop, gate = text(4), asyncio.get_running_loop(), device.gate()
+        lease = await cache.lease(tokens).__aenter__()
+        future = asyncio.run_coroutine_threadsafe(lease.commit(tokens, ready=gate), loop)
+        loop.call_soon_threadsafe(lease.release)  # it runs before the first step of the commit's task
+        with pytest.raises(RuntimeError, match="the lease is released"):
+            await asyncio.wrap_future(future)
         await turns()
-        assert (await cache.match(tokens)).device == 1200 * PAGE
+        assert cache.statistics().leases == 0
+        assert cache.statistics().device["full"].free == 4, "the engine still writes into the pages of the lease"
+        assert (await cache.match(tokens)).device == 0
+        gate.open()
+        await until(lambda: cache.statistics().device["full"].free == 8)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_commit_that_nobody_awaits_does_not_free_the_pages_that_its_event_guards() -> None:
+    device = CpuDevice()
+    async with opened(settings(8), device=device) as cache:
+        gate = device.gate()
+        async with cache.lease(text(4)) as lease:
+            lease.commit(text(4), ready=gate).close()
+        await turns()
+        assert cache.statistics().device["full"].free == 4
+        gate.open()
+        await until(lambda: cache.statistics().device["full"].free == 8)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_release_during_a_commit_lets_it_publish_nothing() -> None:
+    async with opened(settings()) as cache:
+        tokens = text(2)
+        lease = await cache.lease(tokens).__aenter__()
+        compute(cache, lease, tokens)
+        async with holding(parts(cache).driver.lock):
+            committing = asyncio.ensure_future(lease.commit(tokens))
+            await turns()
+            lease.release()
+        with pytest.raises(RuntimeError, match="the lease is released"):
+            await committing
+        assert (await cache.match(tokens)).device == 0
 
 
 @pytest.mark.asyncio
 async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> None:
     async with opened(settings()) as cache:
-        tokens = text(2)
+        tokens, loop = text(2), asyncio.get_running_loop()
         async with cache.lease(tokens) as lease:
             compute(cache, lease, tokens)
             await acquire(parts(cache).driver.lock)
-            before, after = lease.commit_threadsafe(tokens), lease.commit_threadsafe(tokens)
-            assert before.cancel()
+            before, after = (asyncio.run_coroutine_threadsafe(lease.commit(tokens), loop) for _ in range(2))
             await turns(5)
-            assert not after.cancel(), "it has begun, and its result is due"
+            assert before.cancel()
             parts(cache).driver.lock.release()
             await asyncio.wrap_future(after)
         assert await serve(cache, [*tokens, 1]) == 2 * PAGE

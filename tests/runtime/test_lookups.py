@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,8 @@ from asynccache import AsyncCache, SlidingWindow
 from asynccache.runtime.lookups import LookupStats, Miss
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, turns, until
+from tests.runtime.test_prefetching import HeldBackend
 
 
 class Hostile(WrappedBackend):
@@ -155,13 +157,17 @@ async def test_too_short_to_be_fetched() -> None:
 
 @pytest.mark.asyncio
 async def test_too_late() -> None:
-    backend = MemoryBackend()
+    backend = HeldBackend()
     async with opened(settings(device=6, host=6), storage=backend) as cache:
         await fill_and_push_out(cache)
+        backend.hold()
         handle = cache.prefetch(prompt(4))
+        await until(lambda: backend.waiting == 1)
+        entering = asyncio.create_task(cache.lease(prompt(4), prefetch=handle).__aenter__())
+        await turns()
         handle.cancel()
-        async with cache.lease(prompt(4), prefetch=handle):
-            pass
+        backend.let()
+        (await entering).release()
         assert missed(cache)["prefetch_too_late"] == 4 * PAGE
     await backend.aclose()
 
@@ -176,3 +182,25 @@ async def test_no_state_was_kept() -> None:
 
 def test_every_reason_has_a_name_of_its_own() -> None:
     assert len({reason.name for reason in Miss}) == len(Miss) == 12
+
+
+@pytest.mark.asyncio
+async def test_what_a_prefetch_has_brought_counts_once_however_many_leases_come_with_it() -> None:
+    """One after the other, or at the same time: the others find it on the host."""
+    backend = MemoryBackend()
+    async with opened(settings(16, 32), storage=backend) as cache:
+        await serve(cache, prompt(4))
+        await cache.flush()
+    config = settings(32, 32, prefetch_policy="wait_complete")
+    async with opened(config, storage=backend) as cache:
+        handle = cache.prefetch(prompt(4))
+        leases = [cache.lease(prompt(4), prefetch=handle) for _ in range(3)]
+        await asyncio.gather(*(lease.__aenter__() for lease in leases))
+        late = await cache.lease(prompt(4), prefetch=handle).__aenter__()
+        assert [lease.cached for lease in (*leases, late)] == [4 * PAGE] * 4
+        assert sorted(lease.hits.storage for lease in (*leases, late)) == [0, 0, 0, 4 * PAGE]
+        found = stats(cache)
+        assert (found.hits["storage"], found.tokens) == (4 * PAGE, 4 * 4 * PAGE)
+        for lease in (*leases, late):
+            lease.release()
+    await backend.aclose()

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from asynccache import AsyncCache, CacheFull, PrefetchStatus
-from asynccache.core.cache import Begin, Join, PrefetchBegun, Skip, Wait
+from asynccache.core.cache import Begin, More, PrefetchBegun, Skip, Wait
 from asynccache.runtime import prefetching as prefetch
 from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend
@@ -199,7 +199,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         tries: list[bytes] = []
         core, ask = parts(cache).core, parts(cache).core.prefetch_open
 
-        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Join | Skip:
+        def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> PrefetchBegun | Wait | Skip | More:
             tries.append(key)
             return ask(space, key, begin)
 
@@ -221,6 +221,7 @@ async def test_a_lease_gets_claims_out_of_its_way() -> None:
         await serve(cache, text(8, seed=8))  # the host has no room for it: the only copy
         await settled(cache)
         await push_out(cache, 8)
+        await settled(cache)
         assert cache.statistics().core.lost_pages == 0
         assert pinned(cache) == 0
         handle.cancel()

@@ -1,5 +1,5 @@
-"""A prefetch that is told to stop while it waits for the lock fetches nothing, and stops nobody else's fetch. A
-prefetch gives up when its anchor leaves the host. A store that raises anything is a miss."""
+"""A prefetch that is told to stop before its fetch has begun reads nothing, and stops nobody else's fetch. A prefetch
+gives up when its anchor leaves the host. A store that raises anything is a miss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asynccache.core.plan import EMPTY, Wait
 from asynccache.runtime.driving import holding
 from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result
-from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns
 from tests.runtime.test_prefetching import HeldBackend, stored
 
 
@@ -21,44 +21,39 @@ from tests.runtime.test_prefetching import HeldBackend, stored
 @pytest.mark.parametrize(
     ("wish", "status"), [(Wish.STOP, PrefetchStatus.MISS), (Wish.CANCEL, PrefetchStatus.CANCELLED)]
 )
-async def test_a_handle_that_is_told_while_it_waits_for_the_lock_fetches_nothing(
+async def test_a_handle_that_is_told_while_it_waits_for_the_lock_reads_nothing(
     wish: Wish, status: PrefetchStatus
 ) -> None:
     config = settings(device=16, host=32, prefetch_policy=PrefetchPolicy.BEST_EFFORT)
     async with stored() as storage, opened(config, storage=storage) as cache:
-        storage.hold()
-        asked = storage.asked
         async with holding(parts(cache).driver.lock):
             handle = cache.prefetch(text(6))
             await turns()
             parts(cache).prefetching.own(handle).tell(wish)
         await turns()
         ended, result = handle.done(), handle.result
-        storage.let()
         await settled(cache)
         assert ended
         assert result is not None
         assert result.status is status
-        assert storage.asked == asked
+        assert cache.statistics().stages["prefetch"].pages == 0
+        assert cache.statistics().host["full"].free == 32
 
 
 @pytest.mark.asyncio
-async def test_a_handle_that_is_stopped_while_it_waits_for_the_lock_stops_nobody_elses_fetch() -> None:
+@pytest.mark.parametrize("wish", [Wish.STOP, Wish.CANCEL])
+async def test_a_handle_that_ends_while_another_asks_for_it_stops_nobody_elses_fetch(wish: Wish) -> None:
     config = settings(device=16, host=32, prefetch_policy=PrefetchPolicy.BEST_EFFORT)
     async with stored() as storage, opened(config, storage=storage) as cache:
-        storage.hold()
-        first = cache.prefetch(text(6))
-        await until(lambda: storage.waiting == 1)
         async with holding(parts(cache).driver.lock):
-            second = cache.prefetch(text(6))
+            first, second = cache.prefetch(text(6)), cache.prefetch(text(6))
             await turns()
-            parts(cache).prefetching.own(second).tell(Wish.STOP)
-        await turns()
-        ended = second.done()
-        storage.let()
+            parts(cache).prefetching.own(second).tell(wish)
+            await turns()
+            assert second.done()
         assert (await first).tokens == 24
-        assert ended
-        assert (await second).status is PrefetchStatus.MISS
+        assert (await second).status is (PrefetchStatus.MISS if wish is Wish.STOP else PrefetchStatus.CANCELLED)
+        assert storage.asked == 2, "one asked for both; before them, the request that computed it"
 
 
 class Buggy(HeldBackend):

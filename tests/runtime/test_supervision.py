@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -155,37 +154,16 @@ async def test_another_threads_call_raises() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_hand_off_that_is_cancelled_before_it_began_is_answered() -> None:
-    async with CpuDeviceOf() as device:
-        cache = await AsyncCache(settings(), device=device).__aenter__()
-        async with cache.lease(text(2)) as lease:
-            spawn = parts(cache).supervisor.spawn
-
-            def stillborn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
-                task = spawn(work, name)
-                assert task is not None
-                task.cancel()
-                return task
-
-            parts(cache).supervisor.spawn = stillborn  # type: ignore[method-assign]
-            future = lease.commit_threadsafe(text(2))
-            await until(future.done)
-            assert isinstance(future.exception(), CacheClosed)
-        await cache.aclose()
-
-
-@pytest.mark.asyncio
 async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> None:
     async with opened(settings()) as cache:
         tokens = text(3)
         lease = await cache.lease(tokens).__aenter__()
         compute(cache, lease, tokens)
-        done = threading.Event()
+        loop = asyncio.get_running_loop()
 
         def engine() -> list[int]:
-            pages = lease.commit_threadsafe(tokens).result(10).tolist()
-            lease.release_threadsafe()
-            done.set()
+            pages = asyncio.run_coroutine_threadsafe(lease.commit(tokens), loop).result(10).tolist()
+            loop.call_soon_threadsafe(lease.release)
             return list(pages)
 
         pages = await asyncio.to_thread(engine)
@@ -198,10 +176,11 @@ async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> No
 @pytest.mark.asyncio
 async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> None:
     async with opened(settings()) as cache:
+        loop = asyncio.get_running_loop()
         async with cache.lease(text(2)) as lease:
 
             def engine() -> BaseException | None:
-                return lease.commit_threadsafe(text(2, seed=7)).exception(10)
+                return asyncio.run_coroutine_threadsafe(lease.commit(text(2, seed=7)), loop).exception(10)
 
             error = await asyncio.to_thread(engine)
             assert "do not begin with the prompt" in str(error)

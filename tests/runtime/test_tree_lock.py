@@ -53,7 +53,7 @@ async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
     with pytest.raises(InvariantViolation, match="nobody holds the tree lock"):
-        parts(cache).driver.locked(parts(cache).core.drain)
+        parts(cache).driver.locked(parts(cache).core.drain, parts(cache).core.walk())
     assert cache.closed is not None
     await cache.aclose()
     await device.aclose()

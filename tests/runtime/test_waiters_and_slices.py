@@ -26,7 +26,7 @@ from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, setti
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
     claims = HandleClaims(Driver(CacheCore(settings().core())))
     prefetch = Prefetch(b"", b"", Chain(b"", PAGE), CachedOnArrival(0, 0), 0.0, 1, lambda: None, claims, lambda: GRACE)
-    handle = PrefetchHandle(prefetch)
+    handle = PrefetchHandle(prefetch, b"", None)
 
     async def wait() -> PrefetchResult:
         return await handle

@@ -162,7 +162,7 @@ class World:
                 for rank in self.silent:  # a process that hears nothing is killed in the end
                     self.followers[rank].cancel()
                     self.group.processes[rank].task.cancel()
-                await asyncio.wait(self.followers.values())
+                await asyncio.gather(*self.followers.values(), return_exceptions=True)
                 assert all(task.cancelled() or task.exception() is None for task in self.followers.values())
                 await self.group.ended()  # a process that has lost the head lets its stores' calls finish
                 await self.group.aclose()

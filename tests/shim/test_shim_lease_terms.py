@@ -13,6 +13,7 @@ from asynccache import AsyncCache, CacheFull, ConfigError
 from asynccache.core.audit import check
 from asynccache.testing.slow_backend import SlowBackend
 from tests.shim.shim_kit import PAGE, config, push_out, text
+from tests.waiting import turns
 
 
 async def put(cache: AsyncCache, tokens: list[int]) -> None:
@@ -137,11 +138,14 @@ async def test_growing_never_waits_for_another_lease() -> None:
 
 @pytest.mark.asyncio
 async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
-    store = SlowBackend(MemoryBackend(), 30.0)
+    pages = MemoryBackend()
+    async with AsyncCache(config(12, 64), storage=pages) as cache:
+        await put(cache, text(8, seed=3))
+    store = SlowBackend(pages, 0.0, bandwidth=1.0)
     async with AsyncCache(config(12, 64), storage=store) as cache:
         handle = cache.prefetch(text(8, seed=3))
         async with cache.lease(text(1), new_tokens=11 * PAGE, wait=False) as growing:
-            await asyncio.sleep(0.001)
+            await turns()
             assert cache.statistics().core.operations["prefetch"] == 1
             async with asyncio.timeout(5):
                 with pytest.raises(CacheFull):

@@ -3,6 +3,8 @@
 It is as hostile as the contract allows. Bytes move in two halves with time between them, so a buffer that is
 used too early, or a page that changes while it is written, shows. What was begun cannot be stopped: a cancelled call
 returns when it is over. Lies go beyond the contract; ``CheckedStore`` must see through each of them.
+
+It may also hang: see ``Hang``.
 """
 
 from __future__ import annotations
@@ -10,19 +12,33 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from asynccache.errors import Unavailable
 from asynccache.storage import PageKey, Record, Result, settled
+
+
+class Hang(NamedTuple):
+    """From ``begin`` on, for ``length`` seconds, calls of ``verbs`` are not answered; the seconds are counted from
+    ``SimulatedBackend.hang``. ``stubborn``: calls that are under way at ``begin`` hang, too, and those who are cancelled
+    wait, as for a client whose thread is stuck."""
+
+    verbs: frozenset[str]
+    begin: float
+    length: float
+    stubborn: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hostility:
     """Shares between 0 and 1. Per call: ``unavailable`` raises. Per page: ``failed`` answers FAILED; the lies of
     ``get`` are ``wrong`` (a flipped bit), ``short`` (the first half only), ``empty`` (nothing written), each claimed as
-    HIT; ``vanished``: ``exists`` says HIT and the page is gone. ``delay``: seconds at most, for each half of a call."""
+    HIT; ``vanished``: ``exists`` says HIT and the page is gone. ``delay``: seconds at most, for each half of a call.
+    ``hangs``: when which calls hang."""
 
     delay: float = 0.01
     unavailable: float = 0.0
@@ -31,6 +47,7 @@ class Hostility:
     short: float = 0.0
     empty: float = 0.0
     vanished: float = 0.0
+    hangs: tuple[Hang, ...] = ()
 
 
 HONEST = Hostility()
@@ -39,7 +56,7 @@ HONEST = Hostility()
 class SimulatedBackend:
     """``pages`` is what is stored; it may be shared by one backend after another, as a store that outlives a process.
     ``shared``: other workers have it at the same time.
-    ``lies`` counts lies by name, ``holding`` the calls that hold buffers now."""
+    ``lies`` counts lies by name, ``hung`` the calls that hung, ``holding`` those that hold buffers now."""
 
     def __init__(
         self, random: Random, hostility: Hostility = HONEST, pages: dict[PageKey, tuple[bytes, bytes]] | None = None,
@@ -50,9 +67,12 @@ class SimulatedBackend:
         self.pages = {} if pages is None else pages
         self.lies: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.hung: Counter[str] = Counter()
         self.holding = 0
         self.closed = False
         self._random = random
+        self._since = inf
+        self._answers = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"SimulatedBackend(pages={len(self.pages)}, holding={self.holding})"
@@ -73,8 +93,19 @@ class SimulatedBackend:
         """Forget the keys. Cancelling it returns when it is over."""
         return await self._whole("delete", self._delete(keys))
 
+    def hang(self) -> None:
+        """From now on the seconds of ``Hostility.hangs`` are counted."""
+        self._since = asyncio.get_running_loop().time()
+        self._answers.clear()
+
+    def answer(self) -> None:
+        """Answer all calls that hang, and let none hang until ``hang`` is called again."""
+        self._since = inf
+        self._answers.set()
+
     async def clear(self) -> None:
         """Forget everything."""
+        await self._held("clear")
         self.pages.clear()
 
     def register(self, pool: str, memory: memoryview) -> None:
@@ -87,6 +118,7 @@ class SimulatedBackend:
 
     async def flush(self) -> None:
         """Takes time."""
+        await self._held("flush")
         await self._pause()
 
     async def aclose(self) -> None:
@@ -98,8 +130,14 @@ class SimulatedBackend:
             work.close()
             raise Unavailable("the simulated backend is closed")
         self.calls[name] += 1
-        task = asyncio.get_running_loop().create_task(work, name=f"simulated-backend-{name}")
         self.holding += 1
+        try:
+            await self._held(name)
+        except BaseException:
+            self.holding -= 1
+            work.close()
+            raise
+        task = asyncio.get_running_loop().create_task(work, name=f"simulated-backend-{name}")
         try:
             await settled([task])
         finally:
@@ -108,6 +146,25 @@ class SimulatedBackend:
         if failed is not None:
             raise failed
         return task.result()
+
+    async def _held(self, verb: str, under_way: bool = False) -> None:
+        """Return at once, or when a hang is over that ``verb`` is in. ``under_way``: the call has begun."""
+        loop = asyncio.get_running_loop()
+        for hang in self.hostility.hangs:
+            if under_way and not hang.stubborn:
+                continue
+            if verb in hang.verbs and 0 <= loop.time() - self._since - hang.begin < hang.length:
+                self.hung[verb] += 1
+                over = loop.create_task(self._over(self._since + hang.begin + hang.length), name=f"hanging-{verb}")
+                try:
+                    await (settled([over]) if hang.stubborn else over)
+                finally:
+                    over.cancel()
+
+    async def _over(self, end: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(None if end == inf else end):
+                await self._answers.wait()
 
     async def _exists(self, keys: Sequence[PageKey]) -> list[Result]:
         await self._begin()
@@ -123,6 +180,7 @@ class SimulatedBackend:
         lies = [self._lie() if page else "" for page in found]
         self._fill(found, records, lies, _first_half)
         await self._pause()
+        await self._held("get", under_way=True)
         self._fill(found, records, lies, _second_half)
         return [self._answer(page, record) for page, record in zip(found, records, strict=True)]
 
@@ -131,6 +189,7 @@ class SimulatedBackend:
         results = [self._or_failed(Result.HIT) for _ in keys]
         first = [bytes(record.payload[: record.payload.nbytes // 2]) for record in records]
         await self._pause()
+        await self._held("put", under_way=True)
         for key, record, half, result in zip(keys, records, first, results, strict=True):
             if result is Result.HIT:
                 self.pages.setdefault(key, (bytes(record.header), half + bytes(record.payload[len(half) :])))

@@ -1,14 +1,15 @@
 """A prefetch without time: the storage side of ``SynchronousRuntime``, one step at a time.
 
-A fetch asks which pages are stored, takes host slots, fills them, and commits or revokes. Between any two steps the
-test may do anything else to the tree. Slots hold garbage until their page was read, so adopting an unread one shows.
+A fetch asks which pages are stored, is opened for these, takes host slots, fills them, and commits or revokes. Between
+any two steps the test may do anything else to the tree. Slots hold garbage until their page was read, so adopting an
+unread one shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from asynccache.core.cache import Begin, Join, PrefetchBegun, PrefetchShape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.cache import Begin, PrefetchBegun, PrefetchShape, Skip, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Plan, Wait
 from tests.simulated.synchronous import FULL, HOST, MAMBA, SPACE, SWA, Slots, SynchronousRuntime
 
@@ -29,9 +30,7 @@ class Fetch:
         self.unreadable = unreadable
         self.full = Slots()
         self.pools = [(NAMES[kind], int(kind)) for kind in runtime.kinds]
-        self.present = {
-            name: [(component, digest) in runtime.storage for digest in self.chain] for name, component in self.pools
-        }
+        self.present = stored_pages(runtime, space, key)
 
     @property
     def anchor(self) -> int:
@@ -112,12 +111,31 @@ class Fetch:
         self.runtime.perform(self.runtime.core.prefetch_revoke(self.op))
 
 
+def stored_pages(runtime: SynchronousRuntime, space: bytes, key: bytes) -> dict[str, list[bool]]:
+    """Which pages of ``key`` storage has, by the name of the component."""
+    chain = runtime.chain(space, key)
+    return {NAMES[kind]: [(kind, digest) in runtime.storage for digest in chain] for kind in runtime.kinds}
+
+
+MISS = Skip("storage has nothing of it")
+
+
 def open_fetch(
     runtime: SynchronousRuntime, key: bytes, space: bytes = SPACE, unreadable: Collection[tuple[int, int]] = (),
     begin: Begin = Begin.NEXT,
-) -> Fetch | Wait | Join | Skip:
-    """Open a prefetch; if it does not begin, returns the core's answer."""
-    answer = runtime.core.prefetch_open(space, key, begin)
+) -> Fetch | Wait | Skip:
+    """Ask what storage has of ``key``, and open a prefetch for that. If none begins, returns ``MISS`` or the core's
+    answer."""
+    shape = runtime.core.prefetch_look(space, key)
+    if isinstance(shape, Skip):
+        return shape
+    pools = [(NAMES[kind], int(kind)) for kind in runtime.kinds]
+    end = usable_end(shape, pools, stored_pages(runtime, space, key), shape.length)
+    if end <= shape.covered:
+        return MISS
+    key = key[: end // shape.page_size * runtime.core.world.page_bytes]
+    while isinstance(answer := runtime.core.prefetch_open(space, key, begin), More):
+        runtime.perform(answer.plan)
     if isinstance(answer, PrefetchBegun):
         fetch = Fetch(runtime, answer, key, space, unreadable)
         runtime.perform(answer.plan)

@@ -123,7 +123,7 @@ class SimulatedLink:
 
     def patience(self, seconds: float | None) -> None:
         """See ``RankLink``."""
-        self._patience = self.timeout if seconds is None else seconds
+        self._patience = max(self.timeout, seconds or 0.0)
 
     async def aclose(self) -> None:
         """See ``RankLink``."""

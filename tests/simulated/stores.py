@@ -7,7 +7,7 @@ they come is drawn from sources of their own, so the rest of the world is the on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from random import Random
 from typing import Any
 
@@ -20,12 +20,13 @@ _SHARE = 0.5
 
 
 class Guests:
-    """The stores of one world. ``changes``: how often one came or went."""
+    """The stores of one world. ``changes``: how often one came or went. ``options``: with which they come."""
 
     def __init__(self, loop: SimulatedLoop, hostility: Hostility) -> None:
         self._loop = loop
         self._random = loop.entropy("guests")
         self.changes = 0
+        self.options: Mapping[str, str] = {}
         self.backends = {
             f"guest{i}": SimulatedBackend(loop.entropy(f"guest {i}"), hostility)
             for i in range(_COUNT if self._random.random() < _SHARE else 0)
@@ -42,7 +43,7 @@ class Guests:
         random = self._random
         if name in cache.stores:
             return cache.detach_storage(name, drain=random.choice((True, False, 0.05)))
-        options = {"write": _yes(random, 0.7), "promote": _yes(random, 0.7), "name": name}
+        options = {"write": _yes(random, 0.7), "promote": _yes(random, 0.7), "name": name, **self.options}
         position = random.choice((None, 0))
         return cache.attach_storage(
             self.backends[name], options=options, position=position, backfill=random.random() < 0.5

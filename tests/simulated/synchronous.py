@@ -375,6 +375,11 @@ class SynchronousRuntime:
 
     def perform(self, plan: Plan) -> None:
         """Start a plan's effects, note what ended, audit."""
+        self._perform(plan)
+        while self.prompt and self.core.behind:
+            self._perform(self.core.follow_up())
+
+    def _perform(self, plan: Plan) -> None:
         self.log.extend(plan.effects)
         for op, status in plan.ended:
             self.ended[op] = status
@@ -383,8 +388,6 @@ class SynchronousRuntime:
         self.audit()
         for running in self.running:
             running.verify()
-        if self.prompt and self.core.behind:
-            self.perform(self.core.follow_up())
 
     def audit(self, idle: bool = False) -> None:
         """Check every law of the core."""
@@ -494,7 +497,8 @@ class SynchronousRuntime:
 
     def drain(self) -> None:
         """Start whatever can be saved now, slice by slice."""
-        while isinstance(answer := self.core.drain(), More):
+        walk = self.core.walk()
+        while isinstance(answer := self.core.drain(walk), More):
             self.perform(answer.plan)
         self.perform(answer)
 

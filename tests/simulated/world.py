@@ -210,7 +210,7 @@ class _World:
         return self.report
 
     async def _live(self) -> None:
-        self.cache = AsyncCache(self.climate.config, device=self.device, storage=self.backend)
+        self.cache = self._cache()
         async with self.cache:
             over = asyncio.Event()
             coming = self.guests.come_and_go(self.cache, over) if self.guests is not None else asyncio.sleep(0)
@@ -221,6 +221,9 @@ class _World:
             await self._disturb_last()
             await self._settle()
             self._nothing_is_left()
+
+    def _cache(self) -> AsyncCache:
+        return AsyncCache(self.climate.config, device=self.device, storage=self.backend)
 
     async def _requests(self) -> None:
         """Make the requests, some at a time; when one ends the next begins."""
@@ -238,11 +241,14 @@ class _World:
             self._collect(done)
 
     def _begin(self, number: int) -> asyncio.Task[None]:
-        request = Request(self, self.loop.entropy(f"request {number} at {self.loop.time()}"))
+        request = self._request(self.loop.entropy(f"request {number} at {self.loop.time()}"))
         task = self.loop.create_task(request.run(), name=f"request {number}")
         if self.random.random() < self.climate.cancel:
             self.loop.cancel_at(task, self.random.randint(1, 40))
         return task
+
+    def _request(self, random: Random) -> Request:
+        return Request(self, random)
 
     def _collect(self, done: set[asyncio.Task[Any]]) -> None:
         for task in done:
@@ -353,7 +359,10 @@ class _World:
 
 
 class Request:
-    """One request, from its arrival to its release, as often as loads fail."""
+    """One request, from its arrival to its release, as often as loads fail. ``grows``: before which share of its steps
+    it extends its lease."""
+
+    grows = 0.1
 
     def __init__(self, world: _World, random: Random) -> None:
         self.world = world
@@ -438,7 +447,7 @@ class Request:
             await self._compute(lease, text, done, upto)
             done = upto
         for _ in range(new):
-            if self.random.random() < 0.1:
+            if self.random.random() < self.grows:
                 await self._extend(lease)
             text.append(self.random.randrange(self.world.climate.alphabet))
             await self._compute(lease, text, len(text) - 1, len(text))

@@ -53,6 +53,13 @@ def worlds(seed: int) -> None:
         seen(seed, patch)
 
 
+def hanging(seed: int) -> None:
+    """The runtime, the scheduler and groups of ranks, with stores that hang: nobody waits longer than he must."""
+    from tests.worlds.hanging import play
+
+    play(seed)
+
+
 def core(seed: int) -> None:
     """Calls of the core in any order, at length, over a random setting."""
     from tests.core.test_core_machine import COMPONENTS, OPTIONS, play
@@ -105,7 +112,7 @@ def groups(seed: int) -> None:
 
 
 CAMPAIGNS: Mapping[str, Callable[[int], None]] = {
-    "worlds": worlds, "core": core, "scheduler": scheduler, "engine": engine, "file-store": file_store, "ranks": ranks,
+    "worlds": worlds, "hanging": hanging, "core": core, "scheduler": scheduler, "engine": engine, "file-store": file_store, "ranks": ranks,
     "groups": groups,
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, ThreadIO
@@ -290,3 +291,25 @@ async def test_capacity_and_segment_size_may_change_from_run_to_run(tmp_path: Pa
         assert stats["errors"] == 0
         there += 200
         await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest, the notes, the snapshot and the log of deletions: what is neither pages nor an entry of a log."""
+    seen, opened = set[tuple[str, str]](), aiofiles.open
+
+    def noted(name: str, mode: Any, **options: Any) -> Any:
+        seen.add((name, mode))
+        return opened(name, mode, **options)
+
+    monkeypatch.setattr(aiofiles, "open", noted)
+    options = "capacity=8MiB&segment=1MiB"
+    store = await open_at(tmp_path / "s", options)
+    await put(store, [page_key("a"), page_key("b")])
+    await store.delete([page_key("b")])
+    await store.aclose()
+    assert seen >= {("manifest.json.new", "wb"), ("capacity.new", "wb"), ("lock", "r+b")}
+    assert seen >= {("index.snapshot.new", "wb"), ("deletions.log.new", "wb")}
+    seen.clear()
+    await (await open_at(tmp_path / "s", options)).aclose()
+    assert seen >= {("manifest.json", "rb"), ("capacity", "rb"), ("index.snapshot", "rb"), ("deletions.log", "rb")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -339,7 +340,7 @@ async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: Si
     for key, payload in zip(KEYS[:3], payloads(KEYS[:3]), strict=True):
         await store.promotions.offer([key], [payload], [LackingPages(Target(), [0])], 0)
     await began.wait()
-    async with store.promotions.paused([KEYS[0]]):
+    async with store.promotions.paused(5.0, [KEYS[0]]):
         assert not put
     gate.set()
     await store.promotions.idle()
@@ -383,7 +384,7 @@ async def test_a_slow_store_does_not_hold_up_promotions_to_another_one(loop: Sim
     await asyncio.sleep(len(KEYS) + 1.0)
     assert target.done == len(KEYS)
     assert target.most == 1
-    async with promotions.paused():
+    async with promotions.paused(5.0):
         assert not busy, "no store has the copies any more"
     await promotions.idle()
     assert promotions.counts == {"promoted": len(KEYS), "unpromoted": len(KEYS)}
@@ -397,7 +398,7 @@ async def test_one_batch_is_promoted_at_a_time_and_one_that_waits_can_be_cancell
     for key, payload in zip(KEYS, payloads(), strict=True):
         await promotions.offer([key], [payload], [LackingPages(target, [0])], 0)
     await asyncio.sleep(0.5)
-    async with promotions.paused(KEYS[5:7]):
+    async with promotions.paused(5.0, KEYS[5:7]):
         pass
     await promotions.idle()
     assert target.most == 1
@@ -460,7 +461,7 @@ async def test_what_was_read_before_something_was_forgotten_is_not_promoted_afte
     store = tiers(near)
     wanted = [LackingPages(store.find("a"), range(8))]
     deletions = store.promotions.deletions
-    async with store.promotions.paused():
+    async with store.promotions.paused(5.0):
         await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.deletions)
     await store.promotions.offer(KEYS, payloads(), wanted, deletions)
     await store.promotions.idle()
@@ -650,3 +651,25 @@ async def test_honest_stores_agree_with_a_dict(loop: SimulatedLoop) -> None:
     await store.aclose()
 
 
+
+
+@pytest.mark.asyncio
+async def test_no_thread_is_left_by_promotions_whose_closing_was_cancelled() -> None:
+    class LetsGoLate:
+        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+            return [HIT] * len(keys)
+
+    promotions = Promotions()
+    page = memoryview(bytearray(1 << 20))  # so large that a thread copies it
+    await promotions.offer([KEYS[0]], [page], [LackingPages(LetsGoLate(), [0])], 0)
+    closing = asyncio.create_task(promotions.aclose())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await promotions.idle()
+    assert not [thread for thread in threading.enumerate() if "promotion" in thread.name]

@@ -13,7 +13,7 @@ from typing import Self
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from tests.stores.server import HOST, READY_WITHIN, CannotStart, Server
+from tests.stores.server import HOST, READY_WITHIN, CannotStart, NowhereRequired, Server
 
 ACCOUNT = "asynccache"
 KEY = base64.b64encode(hashlib.sha512(b"known to everybody").digest()).decode()
@@ -25,6 +25,7 @@ class Azurite(Server):
 
     program = "azurite-blob"
     hint = "npm install -g azurite"
+    missing = NowhereRequired
     container = "container"
 
     @property

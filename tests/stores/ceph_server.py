@@ -17,9 +17,9 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from tests.stores.s3_server import CREDENTIALS
-from tests.stores.server import HOST, CannotStart, Server, free_port
+from tests.stores.server import HOST, CannotStart, NowhereRequired, Server, free_port, path_of
 
-HINT = "apt-get install ceph-mon ceph-osd radosgw ceph-common"
+HINT = "make stores-install S3=ceph"
 MEMORY = 2 << 30
 PATIENCE = 120.0
 
@@ -55,6 +55,7 @@ class CephServer(Server):
 
     program = "radosgw"
     hint = HINT
+    missing = NowhereRequired
     ready_within = PATIENCE
     bucket = "bucket"
     prefix = "kv"
@@ -90,6 +91,7 @@ class CephServer(Server):
 
     def start(self) -> Self:
         """From nothing: what was stored before is gone."""
+        self.installed()
         try:
             self._start_monitor()
             self._start_osd()
@@ -124,10 +126,7 @@ class CephServer(Server):
 
     def run(self, program: str, *words: str) -> str:
         """One of Ceph's tools; what it prints. Raises CannotStart if it fails."""
-        path = shutil.which(program)
-        if path is None:
-            raise CannotStart(f"{program} is not installed: {HINT}")
-        command = [path, "-c", self.configuration, *words]
+        command = [path_of(program, install=HINT), "-c", self.configuration, *words]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
         except subprocess.TimeoutExpired:

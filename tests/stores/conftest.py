@@ -1,6 +1,6 @@
 """The real servers, started once for a run, or for each worker of one, and ended come what may.
 
-One that cannot start is a failed test where the stores are required, and a skip that says why anywhere else. Workers do
+One that cannot start raises ``CannotStart``, of which ``tests/conftest.py`` makes a skip or a failure. Workers do
 not share a server, since tests hang and kill the one that they have; such a test puts it back. A server takes a port
 that nobody has, so that any number of them can run. The Mooncake master is ended last of all in any case: a process
 has one client, and keeps it to its end.
@@ -9,26 +9,16 @@ has one client, and keeps it to its end.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, NoReturn, Protocol, TypeVar
 
 import pytest
 import uvloop
 
-from tests.stores.server import CannotStart, required
-
-
-class Startable(Protocol):
-    """A server, or several that form one."""
-
-    def start(self) -> object: ...
-    def close(self) -> None: ...
-
-
-S = TypeVar("S", bound=Startable)
+from tests.stores.az_server import Azurite
+from tests.stores.ceph_server import CephServer
+from tests.stores.mooncake_server import MooncakeMaster
+from tests.stores.redis_server import RedisCluster, RedisServer
+from tests.stores.s3_server import MotoServer
 
 BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py", "test_object_conformance.py")
 
@@ -42,72 +32,43 @@ def pytest_asyncio_loop_factories(
     return {"asyncio": asyncio.new_event_loop}
 
 
-def refuse(reason: str) -> NoReturn:
-    """Fail the test, or skip it where the stores are not required, because a store cannot be had."""
-    if required():
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-def started(module: str, name: str, package: str, extra: str) -> Iterator[Any]:
-    """The server, once it serves; its client's ``package`` has to be there, too."""
-    if find_spec(package) is None:
-        refuse(f"{package} is not installed: pip install 'asynccache[{extra}]'")
-    try:
-        server = getattr(import_module(f"tests.stores.{module}"), name)()
-    except ImportError as error:
-        refuse(f"{name}: {error}")
-    yield from served(server)
-
-
-def served(server: S) -> Iterator[S]:
-    """``server`` while it serves. The test is refused if it cannot."""
-    try:
-        server.start()
-    except CannotStart as error:
-        server.close()
-        refuse(str(error))
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[Any]:
+def redis_server() -> Iterator[RedisServer]:
     """One ``redis-server``."""
-    yield from started("redis_server", "RedisServer", "asynccache_backends", "redis")
+    with RedisServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def redis_cluster() -> Iterator[Any]:
+def redis_cluster() -> Iterator[RedisCluster]:
     """A cluster of three."""
-    yield from started("redis_server", "RedisCluster", "asynccache_backends", "redis")
+    with RedisCluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[Any]:
+def s3_server() -> Iterator[MotoServer]:
     """An S3 server with an empty bucket."""
-    yield from started("s3_server", "MotoServer", "obstore", "object")
+    with MotoServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def az_server() -> Iterator[Any]:
-    """Azure's blob storage with an empty container, where somebody has installed it; nowhere is it required."""
-    if shutil.which("azurite-blob") is None:
-        pytest.skip("azurite is not installed: npm install -g azurite")
-    yield from started("az_server", "Azurite", "obstore", "object")
+def az_server() -> Iterator[Azurite]:
+    """Azure's blob storage with an empty container."""
+    with Azurite() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def ceph_server() -> Iterator[Any]:
-    """An S3 server by Ceph, where somebody has installed it; nowhere is it required."""
-    if shutil.which("radosgw") is None:
-        pytest.skip("radosgw is not installed: make stores-install S3=ceph")
-    yield from started("ceph_server", "CephServer", "obstore", "object")
+def ceph_server() -> Iterator[CephServer]:
+    """An S3 server by Ceph."""
+    with CephServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def mooncake_master() -> Iterator[Any]:
+def mooncake_master() -> Iterator[MooncakeMaster]:
     """A ``mooncake_master``."""
-    yield from started("mooncake_server", "MooncakeMaster", "mooncake", "mooncake")
+    with MooncakeMaster() as master:
+        yield master

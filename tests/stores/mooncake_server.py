@@ -8,9 +8,10 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Self
 
+from asynccache.extras import install
 from tests.stores.server import HOST, CannotStart, Server, free_port, listens
 
-HINT = "pip install 'asynccache[mooncake]', apt-get install libibverbs1 libnuma1"
+LIBRARIES = ("libibverbs.so.1", "libnuma.so.1")
 
 
 def answer(port: int, path: str) -> str:
@@ -28,7 +29,8 @@ class MooncakeMaster(Server):
     silent is gone; generous, for this machine may be busy."""
 
     program = "mooncake_master"
-    hint = HINT
+    libraries = LIBRARIES
+    hint = install("mooncake")
 
     def __init__(self, port: int = 0, *, segment: int = 256, ttl: int = 30) -> None:
         super().__init__(port)
@@ -74,7 +76,8 @@ class SegmentOwner(Server):
     """The store's own client program: it contributes a segment and does nothing else."""
 
     program = "mooncake_client"
-    hint = HINT
+    libraries = LIBRARIES
+    hint = install("mooncake")
 
     def __init__(self, master: MooncakeMaster, segment: int) -> None:
         super().__init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -11,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from tests.stores.server import HOST, CannotStart, Entered, Server, free_port
+from tests.stores.server import HOST, CannotStart, Entered, Server, free_port, path_of
 
 BUS = 10000
 """A cluster's servers talk to each other at their port and so much."""
@@ -22,7 +21,7 @@ class RedisServer(Server):
     """One server that keeps everything in memory. ``maxmemory``: bytes; ``tls``: the port speaks TLS only."""
 
     program = "redis-server"
-    hint = "apt-get install redis-server"
+    hint = "make stores-install"
 
     def __init__(
         self, port: int = 0, *, maxmemory: int = 0, password: str = "", tls: bool = False, options: Sequence[str] = ()
@@ -71,9 +70,7 @@ class Certificate:
 
     def __init__(self, folder: Path) -> None:
         self.certificate, self.key = folder / "server.crt", folder / "server.key"
-        openssl = shutil.which("openssl")
-        if openssl is None:
-            raise CannotStart("openssl is not installed: apt-get install openssl")
+        openssl = path_of("openssl", install="apt-get install openssl")
         subprocess.run(
             [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
              "-addext", f"subjectAltName=IP:{HOST},DNS:localhost", "-keyout", self.key, "-out", self.certificate],

@@ -1,11 +1,13 @@
 """A real store server as a child process on loopback: started, hung, killed, restarted, and always ended.
 
-Each kind of server is a subclass in a module of its own. A server that cannot start is a failed test where the stores
-are required (``CI`` or ``ASYNCCACHE_STORES=required`` in the environment) and a skip with the reason anywhere else.
+Each kind of server is a subclass in a module of its own. One that cannot start raises ``CannotStart``.
+``tests/conftest.py`` makes of that a failed test where the stores are required (``CI`` or
+``ASYNCCACHE_STORES=required`` in the environment), and a skip with the reason anywhere else.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -26,12 +28,30 @@ HUNG = 0.8
 
 
 class CannotStart(Exception):
-    """The server is not installed, or did not come up; the message says which and what to do."""
+    """A program is not installed, or did not come up; the message says which and what to do. Its test is skipped, or
+    fails where the stores are required."""
+
+
+class NowhereRequired(CannotStart):
+    """One whose test is skipped also where the stores are required."""
 
 
 def required() -> bool:
     """Whether a server that cannot start is a failure."""
     return os.environ.get("ASYNCCACHE_STORES") == "required" or bool(os.environ.get("CI"))
+
+
+def path_of(*names: str, install: str, missing: type[CannotStart] = CannotStart) -> str:
+    """The program of the first name that is in PATH or beside the interpreter.
+
+    Raises:
+        CannotStart: there is none. ``missing`` is what is raised, and ``install`` the command that brings it.
+    """
+    for path in (None, str(Path(sys.executable).parent)):
+        for name in names:
+            if (found := shutil.which(name, path=path)) is not None:
+                return found
+    raise missing(f"{names[0]} is not installed: {install}")
 
 
 def free_port() -> int:
@@ -73,7 +93,9 @@ class Server(Entered):
     """One process. Subclasses say ``command()``, ``url`` and, if a listening port is not enough, ``ready()``."""
 
     program = ""                                       # looked up in PATH and beside the interpreter
+    libraries: tuple[str, ...] = ()                    # of the system, without which it ends at once
     hint = ""                                          # how to install it
+    missing: type[CannotStart] = CannotStart
     ready_within = READY_WITHIN
 
     def __init__(self, port: int = 0) -> None:
@@ -121,15 +143,23 @@ class Server(Entered):
         path = self.folder / "log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    @classmethod
+    def installed(cls) -> str:
+        """The path of its program. Raises CannotStart if that, or a library of the system, is not there."""
+        for library in cls.libraries:
+            try:
+                ctypes.CDLL(library)
+            except OSError:
+                raise CannotStart(f"{library} is not installed: make stores-install") from None
+        return path_of(cls.program, install=cls.hint, missing=cls.missing)
+
     def start(self) -> Self:
         """Return when it serves.
 
         Raises:
             CannotStart: it is not installed, or was not ready in time.
         """
-        program = shutil.which(self.program) or shutil.which(self.program, path=str(Path(sys.executable).parent))
-        if program is None:
-            raise CannotStart(f"{self.program} is not installed: {self.hint}")
+        program = self.installed()
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(
                 self.command(program), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder,

@@ -7,9 +7,10 @@ import asyncio
 import importlib.metadata
 import os
 import socket
+import subprocess
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from asynccache.cli.main import main
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.storage import StoreLayout, check_store, check_stores, open_store, opening, parse_host_port
 from asynccache.storage.checked import store_layout
+from tests import bare
+from tests.stores.mooncake_server import MooncakeMaster
 
 PAGE = 4
 FULL = Full(bytes_per_token=1024, device_tokens=256, host_tokens=256)
@@ -137,8 +140,6 @@ def opened(config: CacheConfig) -> str:
 def test_what_opening_refuses_the_check_refuses_in_the_same_words(
     kind: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in {"mooncake": ["mooncake"], "object": ["obstore"]}.get(kind, []):
-        pytest.importorskip(package)
     url = url.format(tmp=tmp_path / "stores")
     said = opened(config(url))
     assert main(["config", "check", file := written(tmp_path, url)]) == 1
@@ -153,10 +154,8 @@ def test_what_opening_refuses_the_check_refuses_in_the_same_words(
 def test_what_can_be_used_is_said_to_be_and_nothing_is_opened(
     url: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for scheme, package in {"mooncake": "mooncake", "s3": "obstore", "gs": "obstore", "az": "obstore",
-                            "object-file": "obstore", "object-memory": "obstore"}.items():  # fmt: skip
-        if url.startswith(f"{scheme}:"):
-            pytest.importorskip(package)
+    if url.startswith("mooncake:"):
+        MooncakeMaster.installed()
     url = url.format(tmp=tmp_path / "stores", port=port)
     file = written(tmp_path, url)
     before = set[str]()
@@ -223,6 +222,24 @@ def test_a_client_that_is_not_installed_is_a_sentence(
     assert sentence in said
     assert main(["config", "check", written(tmp_path, url)]) == 1
     assert capsys.readouterr().err.startswith(f"asynccache: {said} (storage: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("config", "check"), ("store", "stat")])
+def test_a_library_of_the_system_that_a_client_lacks_is_one_line_that_says_what_to_install(
+    words: Sequence[str], tmp_path: Path
+) -> None:
+    url = "mooncake://127.0.0.1:1"
+    told = written(tmp_path, url) if words == ("config", "check") else url
+    done = subprocess.run(
+        [sys.executable, "-m", "asynccache", *words, told], env=bare.environment(tmp_path), capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode in (1, 2)
+    [line] = done.stderr.splitlines()
+    assert line.startswith("asynccache: storage mooncake: the client cannot be loaded: ")
+    assert "libibverbs.so.1: " in line
+    assert "; apt-get install libibverbs1 libnuma1" in line
 
 
 # plug-ins

@@ -41,6 +41,7 @@ from asynccache.testing.backend_suite import (
     record_of,
     same,
 )
+from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.server import HOST, free_port
 
 MISS, HIT, CORRUPT, FAILED = Result
@@ -277,6 +278,7 @@ async def test_the_client_is_shared_and_stays(mooncake_master: Any, namespace: s
 
 @pytest.mark.asyncio
 async def test_no_master_is_unavailable_at_once() -> None:
+    MooncakeMaster.installed()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await MooncakeBackend.open(parse_url(f"mooncake://{HOST}:{free_port()}"), LAYOUT)
 
@@ -284,6 +286,7 @@ async def test_no_master_is_unavailable_at_once() -> None:
 @pytest.mark.asyncio
 async def test_a_master_that_never_answers_is_a_timeout() -> None:
     """The system accepts for it, as for a stopped process; the client would freeze the process to find out."""
+    MooncakeMaster.installed()
     with socket.create_server((HOST, 0)) as silent:
         began = asyncio.get_running_loop().time()
         with pytest.raises(Timeout, match="does not answer"):

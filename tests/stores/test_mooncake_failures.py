@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.stores.conftest import served
 from tests.stores.mooncake_child import Child
 from tests.stores.mooncake_server import MooncakeMaster
 
@@ -21,7 +20,8 @@ LAG = 0.5                                          # the loop may stand still so
 @pytest.fixture
 def master() -> Iterator[MooncakeMaster]:
     """A small store."""
-    yield from served(MooncakeMaster(segment=64, ttl=TTL))
+    with MooncakeMaster(segment=64, ttl=TTL) as master:
+        yield master
 
 
 @pytest.fixture

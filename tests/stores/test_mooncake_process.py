@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.stores.conftest import started
 from tests.stores.mooncake_child import Child
 from tests.stores.mooncake_server import MooncakeMaster, answer
 
@@ -17,9 +16,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def other_master() -> Iterator[Any]:
+def other_master() -> Iterator[MooncakeMaster]:
     """A second store."""
-    yield from started("mooncake_server", "MooncakeMaster", "mooncake", "mooncake")
+    with MooncakeMaster() as master:
+        yield master
 
 
 def segments(master: MooncakeMaster) -> int:

@@ -19,7 +19,6 @@ from asynccache_backends.redis.settings import RedisSettings
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import HostPort, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, page_key, record_of
-from tests.stores.conftest import served
 from tests.stores.redis_kit import opened
 from tests.stores.redis_server import RedisServer
 from tests.stores.test_redis_connection import Script, answers, connected, peer, silent
@@ -31,7 +30,8 @@ PING = plain([command(b"PING")])
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
     """Of its own: who may do what is changed."""
-    yield from served(RedisServer())
+    with RedisServer() as server:
+        yield server
 
 
 @pytest.mark.asyncio

@@ -1,50 +1,93 @@
-"""A store that cannot start: a failed run where the stores are required, a skip that says why anywhere else. Tests of
-this project are run for it in a process whose PATH leads nowhere."""
+"""A program that cannot start: a failed run where the stores are required, a skip that says why anywhere else. Tests of
+this project are run for it as on a bare machine: ``tests.bare``."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.stores.redis_server import RedisServer
-from tests.stores.server import required
+from tests import bare
+from tests.stores.server import CannotStart, NowhereRequired, path_of, required
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-REASON = "redis-server is not installed: apt-get install redis-server"
+REASON = "redis-server is not installed: make stores-install"
 
 
-def run_without_redis(folder: Path, **environment: str) -> tuple[int, str]:
-    """Status and output of tests that need a server and a cluster."""
-    if shutil.which(RedisServer.program, path=str(Path(sys.executable).parent)):
-        pytest.skip("redis-server lies beside the interpreter, where it is always found")
-    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ASYNCCACHE_STORES")}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/stores/test_sharing.py",
-               "-k", "redis or cluster"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**kept, "PATH": str(folder), **environment}, capture_output=True,
-                          text=True, timeout=300, check=False)  # fmt: skip
+def run(folder: Path, part: str, *options: str, **environment: str) -> tuple[int, str]:
+    """Status and output of the tests of ``part``, as on a bare machine."""
+    words = bare.command([part], options)
+    done = subprocess.run(words, cwd=bare.ROOT, env={**bare.environment(folder), **environment}, capture_output=True,
+                          text=True, timeout=500, check=False)  # fmt: skip
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_where_stores_are_required_the_run_fails_and_says_why(tmp_path: Path) -> None:
-    status, output = run_without_redis(tmp_path, ASYNCCACHE_STORES="required")
+    status, output = run(tmp_path, "tests/stores/test_sharing.py", "-k", "redis or cluster",
+                         ASYNCCACHE_STORES="required")  # fmt: skip
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert REASON in output
     assert "skipped" not in output
 
 
-def test_anywhere_else_they_are_skipped_and_it_is_said_why(tmp_path: Path) -> None:
-    status, output = run_without_redis(tmp_path)
-    assert status == pytest.ExitCode.OK, output
-    assert "SKIPPED" in output
-    assert REASON in output
-    assert not any(word in output for word in ("passed", "failed", "error"))
+@pytest.mark.slow(60)
+def test_anywhere_else_all_tests_of_stores_pass_or_are_skipped_and_the_last_lines_say_why(tmp_path: Path) -> None:
+    """Tests that fail since the machine is busy are tried once more, alone."""
+    listed, folder = tmp_path / "skipped", tmp_path / "bare"
+    folder.mkdir()
+    cached = ("-o", "addopts=--import-mode=importlib", "-o", f"cache_dir={tmp_path / 'cache'}")
+    status, output = run(folder, "tests/stores", *cached, f"--skipped={listed}", "-n", "2", "--dist", "worksteal")
+    if status == pytest.ExitCode.TESTS_FAILED:
+        (tmp_path / "again").mkdir()
+        status, again = run(tmp_path / "again", "tests/stores", *cached, "--last-failed", "--last-failed-no-failures",
+                            "none")  # fmt: skip
+        assert status == pytest.ExitCode.OK, output + again
+    lines = listed.read_text().splitlines()
+    assert "\n".join(lines) in output
+    counts = {line.partition(": ")[2]: int(line.split()[1]) for line in lines}
+    assert len(counts) == len(lines), "each reason once"
+    [skipped] = re.findall(r" passed, (\d+) skipped in ", output.splitlines()[-1])
+    assert sum(counts.values()) == int(skipped)
+    assert counts[REASON] > 100
+    assert counts["libibverbs.so.1 is not installed: make stores-install"] > 50
+    assert all(": make " in reason or " install " in reason for reason in counts), counts
+
+
+@pytest.mark.parametrize(("kind", "needed", "outcome"), [
+    (CannotStart, False, "skipped"), (CannotStart, True, "failed"), (NowhereRequired, True, "skipped"),
+])  # fmt: skip
+def test_a_program_that_cannot_start_is_a_skip_wherever_that_is_found_out(
+    kind: type[CannotStart], needed: bool, outcome: str, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("ASYNCCACHE_STORES", "required" if needed else "")
+
+    def find() -> None:
+        path_of("no-such-program", install="make it\n  so", missing=kind)
+
+    for when in ("setup", "call", "teardown"):
+        call = pytest.CallInfo.from_call(find, when)
+        report = request.node.ihook.pytest_runtest_makereport(item=request.node, call=call)
+        assert report.outcome == outcome
+        assert "no-such-program is not installed: make it" in str(report.longrepr)
+
+
+def test_every_test_that_looks_for_a_program_is_tried_without_it() -> None:
+    looks = re.compile(r"shutil\.which\(|^from tests\.stores\.(server import .*path_of|\w+_server)", re.MULTILINE)
+    found = [path for path in (bare.ROOT / "tests").rglob("test_*.py") if looks.search(path.read_text())]
+    assert len(found) > 20
+    parts = [bare.ROOT / part.partition("::")[0] for part in bare.PARTS]
+    assert [path for path in found if not any(path.is_relative_to(part) for part in parts)] == []
+
+
+@pytest.mark.parametrize("names", [("sh", "no-such-program"), ("no-such-program", "sh"), ("python",)])
+def test_a_program_is_found_by_any_of_its_names_and_beside_the_interpreter(names: Sequence[str]) -> None:
+    assert os.access(path_of(*names, install=""), os.X_OK)
 
 
 @pytest.mark.parametrize(("environment", "wanted"), [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores import up
-from tests.stores.conftest import refuse
+from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST, CannotStart, listens
 
 SCRIPT = Path(up.__file__)
@@ -35,8 +34,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_redis_comes_up_stays_and_goes(folder: Path) -> None:
-    if shutil.which("redis-server") is None:
-        refuse("redis-server is not installed: apt-get install redis-server")
+    RedisServer.installed()
     first = run(folder, "up", "--only", "redis", "--any-port")
     assert first.returncode == 0, first.stderr
     port = int(re.findall(r"redis://127\.0\.0\.1:(\d+)", first.stdout)[0])
@@ -56,8 +54,7 @@ def test_redis_comes_up_stays_and_goes(folder: Path) -> None:
 
 
 def test_one_that_died_is_said_and_started_again(folder: Path) -> None:
-    if shutil.which("redis-server") is None:
-        refuse("redis-server is not installed: apt-get install redis-server")
+    RedisServer.installed()
     assert run(folder, "up", "--only", "redis", "--any-port").returncode == 0
     stores = up.Stores(folder)
     [(pid, started)] = stores.running["redis"]["groups"]
@@ -98,14 +95,14 @@ def test_a_store_that_cannot_start_is_said_and_the_others_start(
     def start(kind: up.Kind, folder: Path, any_port: bool) -> up.Running:
         begun.append(kind.name)
         if kind.name == "RedisServer":
-            raise CannotStart("redis-server is not installed: apt-get install redis-server")
+            raise CannotStart("redis-server is not installed: make stores-install")
         return {"url": "s3://b", "environment": {"KEY": "a b"}, "groups": [], "folder": str(folder)}
 
     monkeypatch.setattr(up, "start", start)
     assert up.main(["up", "--only", "redis,s3", "--folder", str(folder)]) == 1
     out, err = capsys.readouterr()
     assert begun == ["RedisServer", "MotoServer"]
-    assert "redis CANNOT START: redis-server is not installed: apt-get install redis-server" in err
+    assert "redis CANNOT START: redis-server is not installed: make stores-install" in err
     assert "s3://b" in out
     assert "export KEY='a b'" in out
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.stores.redis_server import RedisServer
-from tests.stores.server import CannotStart, required
 from tests.stores.slow_proxy import SlowProxy
 from tests.vllm.engine_kit import BLOCK, Answer, Models, RunningEngine, installed, prompt, tier
 
@@ -28,18 +27,8 @@ RECOVERS_WITHIN = 60.0
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
-    server = RedisServer()
-    try:
-        server.start()
-    except CannotStart as error:
-        server.close()
-        if required():
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    try:
+    with RedisServer() as server:
         yield server
-    finally:
-        server.close()
 
 
 def until_it_hits(engine: RunningEngine, number: int) -> Answer:

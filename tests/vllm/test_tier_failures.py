@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm installs it")
+pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 from asynccache_vllm import tier as tiers
 from asynccache_vllm.lookups import MISS_KEPT
@@ -31,7 +31,6 @@ from asynccache.storage import PageKey, Pages, Record, Result, StorageBackend
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.storage.pages_kit import Misbehaving, until
 from tests.stores.redis_server import RedisServer
-from tests.stores.server import CannotStart, required
 from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, left_in_shm, payload, scheduler
 
 TIMEOUT = 0.3
@@ -259,14 +258,8 @@ def test_the_end_comes_though_a_store_keeps_memory(
 
 
 def test_redis_dies_and_comes_back(told: pytest.LogCaptureFixture) -> None:
-    try:
-        server = RedisServer().start()
-    except CannotStart as error:
-        if required():
-            raise
-        pytest.skip(str(error))
-    entry = {"storage": f"{server.url}?timeout=2", "namespace": "n", "lookup_timeout": TIMEOUT}
-    try:
+    with RedisServer() as server:
+        entry = {"storage": f"{server.url}?timeout=2", "namespace": "n", "lookup_timeout": TIMEOUT}
         with scheduler(config(entry)) as playing:
             playing.compute(keys_of(8))
             playing.reset()
@@ -288,19 +281,11 @@ def test_redis_dies_and_comes_back(told: pytest.LogCaptureFixture) -> None:
                 playing.settle()
                 playing.compute(keys_of(4, "later"))
                 playing.reset()
-    finally:
-        server.close()
     assert "failed (redis: " in told.text
 
 
 def test_redis_dies_between_the_answer_and_the_load() -> None:
-    try:
-        server = RedisServer().start()
-    except CannotStart as error:
-        if required():
-            raise
-        pytest.skip(str(error))
-    try:
+    with RedisServer() as server:
         with scheduler(config({"storage": server.url, "namespace": "n", "lookup_timeout": TIMEOUT})) as playing:
             playing.compute(keys_of(8))
             playing.reset()
@@ -312,8 +297,6 @@ def test_redis_dies_between_the_answer_and_the_load() -> None:
             assert hits == 0
             assert seconds < TIMEOUT + SLACK
             playing.settle()
-    finally:
-        server.close()
 
 
 def flip(folder: Path, keys: list[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm installs it")
+pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm")
 
 import asynccache_vllm
 from asynccache_vllm.namespace import engine_facts, weights_fact

@@ -476,25 +476,25 @@ def test_a_secret_is_said_or_in_the_environment_or_in_a_file(tmp_path: Path, mon
     monkeypatch.delenv("ASYNCCACHE_SECRET", raising=False)
     monkeypatch.delenv("ASYNCCACHE_SECRET_FILE", raising=False)
     with pytest.raises(ConfigError, match="need a secret: give one, or set ASYNCCACHE_SECRET or ASYNCCACHE_SECRET_FIL"):
-        find_secret()
+        asyncio.run(find_secret())
     file = tmp_path / "secret"
     monkeypatch.setenv("ASYNCCACHE_SECRET_FILE", str(file))
     with pytest.raises(ConfigError, match=f"ASYNCCACHE_SECRET_FILE={file} cannot be read"):
-        find_secret()
+        asyncio.run(find_secret())
     file.write_text("of the file, long enough\n")
-    assert find_secret() == b"of the file, long enough"
+    assert asyncio.run(find_secret()) == b"of the file, long enough"
     monkeypatch.setenv("ASYNCCACHE_SECRET", "of the environment ä\n")
-    assert find_secret() == "of the environment ä".encode()
-    assert find_secret(b"said, and also long") == b"said, and also long"
+    assert asyncio.run(find_secret()) == "of the environment ä".encode()
+    assert asyncio.run(find_secret(b"said, and also long")) == b"said, and also long"
 
 
 def test_a_secret_that_is_too_short_or_no_bytes_is_refused_and_not_shown() -> None:
     for wrong, why in ((b"", "has at least 16 bytes, and this one 0"), (b"hunter2", "16 bytes, and this one 7")):
         with pytest.raises(ConfigError, match=why) as caught:
-            find_secret(wrong)
+            asyncio.run(find_secret(wrong))
         assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError, match="secret must be bytes, and is of type str") as caught:
-        find_secret("hunter2 hunter2 hunter2")  # type: ignore[arg-type]
+        asyncio.run(find_secret("hunter2 hunter2 hunter2"))  # type: ignore[arg-type]
     assert "hunter2" not in str(caught.value)
 
 

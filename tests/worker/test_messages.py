@@ -31,7 +31,8 @@ ORDERS: list[m.Message] = [
     m.AskPages(3, (StoreQuestion("full", bytes(64)),)), m.ReadPages(4, (ReadOrder("full", bytes(32), bytes(4)),), True),
     m.DeletePages(5, bytes(32)), m.ClearStores(6), m.FlushStores(7), m.ProbeStores(bytes(32)),
     m.OpenStore(8, 2, "file:/c", {"name": "c"}, None), m.UseStore(2, 0), m.DropStore(9, 2), m.LeaveStore(2),
-    m.CloseStore(10, 2), m.WatchStore(1, True), m.CancelCall(5), m.CloseWorker(11, 1.5), m.GroupLost(2, "was silent"),
+    m.CloseStore(10, 2), m.WatchStore(12, 1), m.UnwatchStore(1), m.CancelCall(5), m.CloseWorker(11, 1.5),
+    m.GroupLost(2, "was silent"),
 ]  # fmt: skip
 NEWS: list[m.Message] = [
     m.WorksEnded(Status.FAILED, [7, 9]), m.BatchOver(3, "no memory"), m.BatchOver(4),

@@ -44,3 +44,17 @@ def test_the_names_of_pages_go_with_the_last_store_that_has_them() -> None:
     assert holdings.unwatch(3)
     assert not holdings._named, "nobody is left who might have it"
     assert not holdings.unwatch(3)
+
+
+def test_a_page_is_there_as_long_as_one_rank_of_its_writer_has_it() -> None:
+    for digests in ({0: ONE, 1: ONE}, {0: ONE, 1: ONE, 2: TWO, 3: TWO}):
+        said: list[bool] = []
+        holdings = WatchedKeys(lambda store, there, keys, said=said: said.append(there))  # type: ignore[misc]
+        holdings.digests = digests
+        holdings.watch(1, shared=True)
+        holdings.name([PAGE])
+        told_everywhere(holdings, 1)
+        holdings.told(1, 0, False, [storage_key(PAGE, ONE)])  # rank 1 has stored it anew, and has said so before
+        assert set(said) == {True}
+        holdings.told(1, 1, False, [storage_key(PAGE, ONE)])
+        assert said[-1] is False

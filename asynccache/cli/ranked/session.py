@@ -21,7 +21,7 @@ from asynccache.cli.request import Source
 from asynccache.cli.session import Session
 from asynccache.config import CacheConfig
 from asynccache.core.settings import ComponentKind
-from asynccache.errors import CacheClosed, RankFailure
+from asynccache.errors import BackendError, CacheClosed, RankFailure
 from asynccache.worker import Topology, listen
 
 ARRIVAL = 30.0
@@ -74,8 +74,8 @@ class RankedSession(Session):
     async def _over_ranks(
         self, cache: AsyncCache, pools: Mapping[ComponentKind, int], source: Source
     ) -> dict[str, Any]:
-        """Serve all requests, and return what is found in the cache when they have ended. If the group fails meanwhile,
-        that is noted as a problem and not raised."""
+        """Serve all requests, and return what is found in the cache when they have ended. If the group fails meanwhile
+        or cannot close cleanly, that is noted as a problem and not raised."""
         found: dict[str, Any] = {}
         crew, opened = self._crew, False
         watching = asyncio.create_task(_watch_over(crew, cache))
@@ -96,6 +96,12 @@ class RankedSession(Session):
             self._tally.problem(_lost(crew, failure))
             if isinstance(failure, RankFailure) and failure.rank is not None:
                 crew.give_up(failure.rank, failure.reason)
+        except BackendError as error:
+            if not opened:
+                raise
+            self._tally.problem(f"the cache could not close cleanly: {error}")
+            if isinstance(lost := error.__cause__, RankFailure) and lost.rank is not None:
+                crew.give_up(lost.rank, lost.reason)
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):

@@ -194,18 +194,22 @@ class CudaEvent(Signal):
 
 class EventWaiter:
     """The queue of one stream's recorded events, oldest first, and the thread that waits for them. ``at_end``: what the
-    thread does last."""
+    thread does last. ``lock``: is held while an event is recorded and put, so that none is recorded behind the end and
+    never fires. ``closed``: True once the end is in the queue."""
 
     def __init__(self, name: str, context: CudaContext, at_end: Callback) -> None:
         self._context = context
         self._at_end = at_end
         self._fifo: SimpleQueue[CudaEvent | None] = SimpleQueue()
+        self.lock = threading.Lock()
+        self.closed = False
         self._taken = self._fired = 0  # events; each is counted by one thread at a time
         self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}-waiter", daemon=True)
         self._thread.start()
 
     def put(self, event: CudaEvent) -> None:
-        """Take ``event``, which was recorded after all that were put before."""
+        """Take ``event``, which was recorded after all that were put before. The caller has the lock, and has looked
+        whether the waiter is closed."""
         self._taken += 1
         self._fifo.put(event)
 
@@ -217,7 +221,9 @@ class EventWaiter:
 
     def close(self) -> None:
         """Have the thread end when all that was put has been fired."""
-        self._fifo.put(None)
+        with self.lock:
+            self.closed = True
+            self._fifo.put(None)
 
     def join(self) -> None:
         """Block until the thread has ended."""

@@ -1,9 +1,10 @@
 """Host memory that a device copies from and to at full speed: exactly as large as asked for, and pinned.
 
-Laws. Memory is first touched by several threads, and then pinned. It is pinned in chunks of at most 64 GiB, since one
-registration of a very large range fails or holds the driver's locks for minutes. A chunk has whole rows, since the
-driver refuses a copy that lies in two registrations. Memory is given back to the system only after it has been
-unpinned. Allocators that round up to a power of two are not used.
+Laws. Memory is first touched by several threads, and then pinned. It is pinned in chunks of at most 4 GiB, since one
+registration of a very large range fails, or holds the driver's locks for minutes. Between two chunks the other threads
+of the process get their turn, so a rank that pins can tell that it is alive. A chunk has whole rows, since the driver
+refuses a copy that lies in two registrations. Memory is given back to the system only after it has been unpinned.
+Allocators that round up to a power of two are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
 from asynccache.memory.pools import BLOCK, Bytes, prefer_huge_pages
 
-CHUNK = 64 << 30
+CHUNK = 4 << 30
 """Bytes that are pinned as one, at most, unless a single row has more."""
 TOUCH = 256 << 20
 """Bytes that one thread touches at a time."""

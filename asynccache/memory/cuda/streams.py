@@ -97,11 +97,15 @@ class EventRecorder:
 
         Raises:
             DriverError: the driver refuses it.
+            CacheClosed: the stream was closed; nothing is recorded.
         """
-        failure = self.context.failure
-        event.failure = event.failure or failure
-        event.record_as(self._recorded() if failure is None else None)
-        self.waiter.put(event)
+        with self.waiter.lock:
+            if self.waiter.closed:
+                raise CacheClosed(f"the device of stream {self.name!r} is closed")
+            failure = self.context.failure
+            event.failure = event.failure or failure
+            event.record_as(self._recorded() if failure is None else None)
+            self.waiter.put(event)
         return event
 
     def _recorded(self) -> int:
@@ -121,7 +125,8 @@ class EventRecorder:
         except Exception as refused:
             event.failure = event.failure or self.context.refused(refused)
             event.record_as(None)
-            self.waiter.put(event)
+            with self.waiter.lock:
+                self.waiter.put(event)
 
     def _end(self) -> None:
         """Called by the waiter's thread as its last act."""
@@ -320,16 +325,13 @@ class CudaEngineStream(EventRecorder):
     """An engine's own stream. Calls go to the driver at once, in the caller's thread. A call that the driver refuses
     raises in that thread: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
 
-    _closed = False
-
     def record(self) -> CudaEvent:
         """Return an event after all work that the engine has put on its stream so far.
 
         Raises:
             DriverError: the driver refuses it, or the stream is captured in a graph.
+            CacheClosed: the device is closed.
         """
-        if self._closed:
-            raise CacheClosed(f"the device of stream {self.name!r} is closed")
         self._check_captured()
         return self._put(CudaEvent(self))
 
@@ -358,7 +360,6 @@ class CudaEngineStream(EventRecorder):
 
     def close(self) -> None:
         """Record no more; the thread ends after what is recorded."""
-        self._closed = True
         self.waiter.close()
 
     def give_up(self, error: Exception) -> Exception:

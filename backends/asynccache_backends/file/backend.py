@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
@@ -173,16 +173,16 @@ class FileBackend:
         lock, io = FolderLock(), ThreadIO()
         store: Self | None = None
         try:
-            folder = await io.run(lock.take, settings.folder, mode=settings.mode, new=settings.used)
-            manifest = await io.run(load_manifest, folder, layout.schema)
-            noted = await io.run(noted_capacity, folder)
+            folder = await lock.take(io, settings.folder, mode=settings.mode, new=settings.used)
+            manifest = await load_manifest(folder, layout.schema)
+            noted = await noted_capacity(folder)
             capacity = settings.capacity if settings.used or noted is None else noted
             direct = await io.run(_use_direct, folder, settings.direct)
             state = StoreState(folder, manifest.seed, io, capacity, settings.segment, direct)
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
             if capacity != noted and settings.used:
-                await io.run(note_capacity, folder, capacity)
+                await note_capacity(folder, capacity)
         except BaseException as error:
             _release(store._state if store else None, io, lock)
             if isinstance(error, OSError):
@@ -303,11 +303,9 @@ class FileBackend:
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: whether buffers are aligned is found out when they are used."""
 
-    def watch(self, tell: Tell | None) -> None:
-        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
-        self._state.index.tell = tell
-        if tell is not None:
-            tell(True, self._state.index.keys())
+    def watch(self, tell: Tell | None) -> Iterable[Sequence[bytes]]:
+        """Call ``tell`` from now on at every change; None ends that. Returns the keys that are stored now, in parts."""
+        return self._state.index.watched(tell)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters. ``write_amplification`` is how many bytes were written, also for pages that were moved,
@@ -474,15 +472,15 @@ class FileBackend:
         """Rebuild the index from the files of earlier runs. A store that is used goes on in their last segment if that
         has room."""
         state, started = self._state, time.monotonic()
-        recovering = state.io.call(recover, state.folder, state.seed, state.direct)
+        work = recover(state.io, state.folder, state.seed, state.direct)
+        recovering = asyncio.get_running_loop().create_task(work, name="asynccache-file-recovery")
         try:
             await settled([recovering])
         finally:
-            found = recovering.result()
-            for segment in () if isinstance(found, OSError) else found.segments:
-                state.log.add(segment)
-        if isinstance(found, OSError):
-            raise found
+            if not recovering.cancelled() and recovering.exception() is None:
+                for segment in recovering.result().segments:
+                    state.log.add(segment)
+        found = recovering.result()
         state.index = found.found
         if self._page_bytes:
             await self._make_ready()

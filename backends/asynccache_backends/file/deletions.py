@@ -1,4 +1,5 @@
-"""The log of deletions: which pages were deleted, so that they do not come back after a restart. Blocking functions.
+"""The log of deletions: which pages were deleted, so that they do not come back after a restart. ``append`` and
+``sync`` block.
 
     deletions.log: per entry 8 segment id · 8 offset of the group · 8 bit set of dead pages · 8 xxh3_64 of these, seeded
 
@@ -31,16 +32,20 @@ def pack(deaths: Iterable[tuple[PageGroup, int]], seed: int) -> bytes:
     return b"".join(place + _SUM.pack(xxh3_64_intdigest(place, seed)) for place in places)
 
 
-def load(folder: Folder, seed: int) -> list[tuple[int, int, int]]:
-    """Return every entry that verifies, as (segment, offset, bit set of dead pages).
+async def read(folder: Folder) -> bytes:
+    """Return the content of the log, for ``parse``. Cancelling it waits until the file is closed.
 
     Raises:
         OSError: the log is too large, cannot be read, or is no plain file.
     """
     try:
-        data = folder.read(NAME, MOST_BYTES)
+        return await folder.read(NAME, MOST_BYTES)
     except FileNotFoundError:
-        return []
+        return b""
+
+
+def parse(data: bytes, seed: int) -> list[tuple[int, int, int]]:
+    """Return every entry that verifies, as (segment, offset, bit set of dead pages)."""
     return [
         _PLACE.unpack_from(data, at)
         for at in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES)

@@ -11,7 +11,8 @@ Laws:
 * The pages of gets and puts are moved by ``ThreadIO`` and by nothing else. It takes large batches; the system calls
   release the GIL, and beside them a thread does nothing in Python for each page.
 
-All functions block, but for the methods of ``ThreadIO``.
+What is no coroutine blocks, but for the methods of ``ThreadIO``. Whole files (manifest, notes, snapshot, log) are read
+and written by ``aiofiles``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from asynccache.storage import ThreadPool
+import aiofiles
+from aiofiles.os import wrap
+
+from asynccache.storage import ThreadPool, completed
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -48,6 +54,34 @@ class TooLarge(OSError):
 
     def __init__(self, path: Path, size: int, most: int) -> None:
         super().__init__(f"{path} has {size} bytes, and {most} are the most that are believed; move it away")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonThreads(Executor):
+    """Does each call in a thread of its own, for ``aiofiles``: files off the hot path are few. The threads are daemon
+    threads, so a disk that hangs does not keep the process from ending, as the loop's own executor would."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Begin the call, and return the future of what it returns."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
+        Thread(target=work, name="asynccache-file-once", daemon=True).start()
+        return future
+
+
+THREADS = DaemonThreads()
 
 
 class Folder:
@@ -122,19 +156,36 @@ class Folder:
             self.unlink(name)
         return self.create(name, flags)
 
-    def read(self, name: str, most: int) -> bytes:
-        """Return the content of the file ``name``.
+    async def read(self, name: str, most: int) -> bytes:
+        """Return the content of the file ``name``. Cancelling it waits until the file is closed.
 
         Raises:
             TooLarge: it has more than ``most`` bytes.
             OSError: as ``open``.
         """
-        fd = self.open(name)
-        with os.fdopen(fd, "rb") as file:
-            size = os.fstat(fd).st_size
+        return await completed(self._read(name, most))
+
+    async def _read(self, name: str, most: int) -> bytes:
+        async with aiofiles.open(name, "rb", opener=self.open, executor=THREADS) as file:
+            size = await file.seek(0, os.SEEK_END)
             if size > most:
                 raise TooLarge(self.path / name, size, most)
-            return file.read(most)
+            await file.seek(0)
+            return await file.read(size)
+
+    async def rewrite(self, name: str, parts: Sequence[bytes]) -> None:
+        """Write a file in such a way that after a crash either the old file or the whole new one is there. Raises
+        OSError if the disk refuses. Cancelling it waits until the new file is there, or given up."""
+        await completed(self._rewrite(name, parts))
+
+    async def _rewrite(self, name: str, parts: Sequence[bytes]) -> None:
+        new = f"{name}.new"
+        async with aiofiles.open(new, "wb", opener=lambda name, _: self.renew(name), executor=THREADS) as file:
+            await file.writelines(parts)
+            await file.flush()
+            await wrap(os.fdatasync)(file.fileno(), executor=THREADS)
+        await wrap(self.replace)(new, name, executor=THREADS)
+        await wrap(self.sync)(executor=THREADS)
 
     def unlink(self, name: str) -> None:
         """Remove the file ``name``. Raises OSError if there is none or the disk refuses."""
@@ -215,10 +266,6 @@ def _set_mode(file: int | str, found: os.stat_result, mode: int, dir_fd: int | N
         os.chmod(file, wanted, dir_fd=dir_fd)
     except OSError:  # the file system is read-only or has no permissions; whoever has to write will fail with a reason
         return
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class FileHandles(NamedTuple):

@@ -2,7 +2,7 @@
 
 The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
 in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this
-backend, which know no other lock. All functions block.
+backend, which know no other lock.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import aiofiles
+from aiofiles.os import wrap
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
-from asynccache_backends.file.files import PRIVATE, Folder, NotPlain, make_folder
+from asynccache.storage import completed
+from asynccache_backends.file.files import PRIVATE, THREADS, Folder, NotPlain, ThreadIO, make_folder
 from asynccache_backends.file.segments import list_segments
 
 FORMAT = "asynccache file store"
@@ -54,8 +57,9 @@ class FolderLock:
         self._folder: Folder | None = None
         self._file = -1
 
-    def take(self, path: Path, *, mode: int | None, new: bool) -> Folder:
-        """Open and lock the folder ``path``, and return it. If this raises, nothing is left open.
+    async def take(self, io: ThreadIO, path: Path, *, mode: int | None, new: bool) -> Folder:
+        """Open and lock the folder ``path``, and return it. If this raises, nothing is left open, but for what
+        ``release`` closes. Cancelling it waits until the folder is locked.
 
         ``new``: whether to make the folder if it is missing; otherwise it must hold a store. ``mode``: permissions for
         the folder and, without the bits for execution, for its files; None: existing permissions are left alone, and
@@ -66,12 +70,12 @@ class FolderLock:
                 of the process); the folder holds no store; or it cannot be made or written.
         """
         try:
-            if new:
-                make_folder(path, PRIVATE if mode is None else mode)
-            self._folder = folder = Folder(path, mode) if new else _folder_of_a_store(path, mode)
-            self._lock(folder)
-            if mode is not None:
-                folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
+            folder = await io.run(self._lock, path, mode, new)
+            await completed(_sign(folder))
+        except BlockingIOError:
+            owner = await _owner(self._folder) if self._folder is not None else "unknown"
+            self.release()
+            raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
         except OSError as error:
             self.release()
             raise Unavailable(f"store folder {str(path)!r}: {error}") from error
@@ -88,16 +92,16 @@ class FolderLock:
         if self._folder is not None:
             self._folder.close()
 
-    def _lock(self, folder: Folder) -> None:
-        try:
-            _lock_folder(folder)
-            self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            path = str(folder.path)
-            raise Unavailable(f"store folder {path!r} is in use by process {_owner(folder)}") from None
+    def _lock(self, path: Path, mode: int | None, new: bool) -> Folder:
+        if new:
+            make_folder(path, PRIVATE if mode is None else mode)
+        self._folder = folder = Folder(path, mode) if new else _folder_of_a_store(path, mode)
+        _lock_folder(folder)
+        self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if mode is not None:
+            folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
+        return folder
 
 
 def _lock_folder(folder: Folder) -> None:
@@ -112,10 +116,16 @@ def _lock_folder(folder: Folder) -> None:
             raise
 
 
-def _owner(folder: Folder) -> str:
+async def _sign(folder: Folder) -> None:
+    async with aiofiles.open(LOCK, "r+b", opener=folder.open, executor=THREADS) as file:
+        await file.truncate(0)
+        await file.write(f"{os.getpid()}\n".encode())
+
+
+async def _owner(folder: Folder) -> str:
     """Return the process that has the lock, as far as the file ``lock`` still says."""
     try:
-        return folder.read(LOCK, 32).decode(errors="replace").strip() or "unknown"
+        return (await folder.read(LOCK, 32)).decode(errors="replace").strip() or "unknown"
     except OSError:
         return "unknown"
 
@@ -136,16 +146,18 @@ def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
     return folder
 
 
-def load_manifest(folder: Folder, schema: bytes) -> Manifest:
+async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
     """Return the folder's manifest. In a new folder it is written first.
 
     Raises:
         Unavailable: it is damaged, or has another format or schema; then nothing was changed.
         OSError: it cannot be read, or is no plain file.
     """
-    if not folder.has(MANIFEST):
-        return _new_manifest(folder, schema)
-    manifest = _parse(folder, folder.read(MANIFEST, MOST_MANIFEST))
+    try:
+        data = await folder.read(MANIFEST, MOST_MANIFEST)
+    except FileNotFoundError:
+        return await _new_manifest(folder, schema)
+    manifest = _parse(folder, data)
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise Unavailable(
             f"store folder {str(folder.path)!r} was written by {manifest.format!r} version {manifest.version}, "
@@ -159,19 +171,20 @@ def load_manifest(folder: Folder, schema: bytes) -> Manifest:
     return manifest
 
 
-def noted_capacity(folder: Folder) -> int | None:
+async def noted_capacity(folder: Folder) -> int | None:
     """Return the capacity in bytes that ``note_capacity`` wrote last; None if there is no readable note.
 
     Raises:
         OSError: the disk refuses, or something that is no plain file has the note's name.
     """
-    if not folder.has(CAPACITY):
+    try:
+        text = await folder.read(CAPACITY, MOST_MANIFEST)
+    except FileNotFoundError:
         return None
-    text = folder.read(CAPACITY, MOST_MANIFEST)
     return int(text) if text.isdigit() and len(text) < 20 else None
 
 
-def note_capacity(folder: Folder, capacity: int) -> None:
+async def note_capacity(folder: Folder, capacity: int) -> None:
     """Note in the folder how many bytes the store may take, for those who only look at it. A disk that is full or
     broken takes no note, and the store is as usable without.
 
@@ -179,33 +192,21 @@ def note_capacity(folder: Folder, capacity: int) -> None:
         NotPlain: something that is no plain file has the note's name.
     """
     try:
-        replace_file(folder, CAPACITY, [str(capacity).encode()])
+        await folder.rewrite(CAPACITY, [str(capacity).encode()])
     except NotPlain:
         raise
     except OSError:
         pass
 
 
-def replace_file(folder: Folder, name: str, parts: list[bytes]) -> None:
-    """Write a file in such a way that after a crash either the old file or the whole new one is there. Raises OSError
-    if the disk refuses."""
-    new = f"{name}.new"
-    with os.fdopen(folder.renew(new), "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fdatasync(file.fileno())
-    folder.replace(new, name)
-    folder.sync()
-
-
-def _new_manifest(folder: Folder, schema: bytes) -> Manifest:
-    if list_segments(folder.fd):
+async def _new_manifest(folder: Folder, schema: bytes) -> Manifest:
+    if await wrap(list_segments)(folder.fd, executor=THREADS):
         raise Unavailable(
             f"store folder {str(folder.path)!r} has segments but no manifest; remove the folder to start anew"
         )
     manifest = Manifest(FORMAT, VERSION, schema.hex(), secrets.randbits(64))
     content = {"manifest": asdict(manifest), "xxh3": _digest(manifest)}
-    replace_file(folder, MANIFEST, [json.dumps(content).encode()])
+    await folder.rewrite(MANIFEST, [json.dumps(content).encode()])
     return manifest
 
 

@@ -20,7 +20,6 @@ from asynccache.errors import Unavailable
 from asynccache.storage import settled
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.files import FileRun
-from asynccache_backends.file.folder import replace_file
 from asynccache_backends.file.segments import (
     GROUP_BYTES,
     PageGroup,
@@ -110,7 +109,7 @@ class Janitor:
             scan_from = {segment.number: segment.written_to for segment in state.log.segments.values()}
             await self.sync()
             parts = await self._call(snapshot.pack, scan_from, groups, state.seed)
-            await self._call(replace_file, state.folder, snapshot.NAME, parts)
+            await self._rewrite(snapshot.NAME, parts)
             state.unsaved_bytes -= covered
             state.counts["snapshots"] += 1
         await self._compact_deletions()
@@ -337,7 +336,13 @@ class Janitor:
         async with self._deleting:
             deaths = [(group, group.dead) for group in state.index.groups() if group.dead]
             log = [deletions.pack(deaths, state.seed)]
-            await self._call(replace_file, state.folder, deletions.NAME, log)
+            await self._rewrite(deletions.NAME, log)
+
+    async def _rewrite(self, name: str, parts: Sequence[bytes]) -> None:
+        try:
+            await self._state.folder.rewrite(name, parts)
+        except OSError as error:
+            raise self._unavailable(error) from error
 
     async def _await_writes(self, segments: Sequence[Segment]) -> None:
         await settled([future for segment in segments for future in segment.writing.values()])
@@ -355,8 +360,11 @@ class Janitor:
         try:
             return await self._state.io.run(function, *args, **kwargs)
         except OSError as error:
-            self._state.counts["errors"] += 1
-            raise Unavailable(f"store folder {str(self._state.folder.path)!r}: {error}") from error
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: OSError) -> Unavailable:
+        self._state.counts["errors"] += 1
+        return Unavailable(f"store folder {str(self._state.folder.path)!r}: {error}")
 
 
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:

@@ -1,4 +1,5 @@
-"""Recovery: the index is rebuilt from the files after a clean end, a kill or a power loss. Blocking functions.
+"""Recovery: the index is rebuilt from the files after a clean end, a kill or a power loss. It runs in
+threads.
 
 Groups that the snapshot names are taken from the snapshot. Later groups are found by walking through the segments from
 header block to header block. Where a block does not verify, because its write never happened or was torn, the search
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynccache_backends.file import deletions, snapshot
-from asynccache_backends.file.files import Folder
+from asynccache_backends.file.files import Folder, ThreadIO
 from asynccache_backends.file.segments import (
     BLOCK_BYTES,
     MAGIC,
@@ -41,8 +42,9 @@ class Recovered(NamedTuple):
     stale_deaths: int
 
 
-def recover(folder: Folder, seed: int, direct: bool) -> Recovered:
-    """Open every segment and find its groups. Each segment's ``tail`` is the end of its last group then.
+async def recover(io: ThreadIO, folder: Folder, seed: int, direct: bool) -> Recovered:
+    """Open every segment and find its groups. Each segment's ``tail`` is the end of its last group then. Cancelling it
+    waits until no thread reads, and leaves nothing open.
 
     Raises:
         NotPlain: something else than a plain file has the name of one of the files.
@@ -50,18 +52,21 @@ def recover(folder: Folder, seed: int, direct: bool) -> Recovered:
     """
     segments: list[Segment] = []
     try:
-        segments.extend(open_segment(folder, number, direct) for number in list_segments(folder.fd))
-        return _read(folder, seed, segments)
-    except OSError:
+        await io.run(_open_segments, folder, direct, segments)
+        saved = await snapshot.read(folder, await io.run(_most_saved, segments))
+        return await io.run(_read, seed, segments, saved, await deletions.read(folder))
+    except BaseException:
         for segment in segments:
             segment.drop()
         raise
 
 
-def _read(folder: Folder, seed: int, segments: list[Segment]) -> Recovered:
-    index = FileIndex()
-    saved = snapshot.load(folder, seed, _most_saved(segments))
-    scanned = 0
+def _open_segments(folder: Folder, direct: bool, segments: list[Segment]) -> None:
+    segments.extend(open_segment(folder, number, direct) for number in list_segments(folder.fd))
+
+
+def _read(seed: int, segments: list[Segment], snapshot_data: bytes, log: bytes) -> Recovered:
+    index, saved, scanned = FileIndex(), snapshot.parse(snapshot_data, seed), 0
     for segment in segments:
         groups = [g for g in saved.groups if g.segment == segment.number and g.offset + BLOCK_BYTES < segment.size]
         known = {group.offset for group in groups}
@@ -70,7 +75,7 @@ def _read(folder: Folder, seed: int, segments: list[Segment]) -> Recovered:
         for group in (*groups, *fresh):
             index.add(group)
         segment.tail = max((round_up(group.end) for group in (*groups, *fresh)), default=0)
-    return Recovered(index, segments, scanned, index.apply_deletions(deletions.load(folder, seed)))
+    return Recovered(index, segments, scanned, index.apply_deletions(deletions.parse(log, seed)))
 
 
 def _most_saved(segments: list[Segment]) -> int:

@@ -47,36 +47,35 @@ def pack(scan_from: Mapping[int, int], groups: Iterable[PageGroup], seed: int) -
     return [_HEAD.pack(MAGIC, xxh3_128_digest(body, seed)), body]
 
 
-def load(folder: Folder, seed: int, most: int) -> FileIndexSnapshot:
-    """Return the snapshot in ``folder``. It is empty if the file is missing, does not verify, or has more than ``most``
-    bytes. It blocks.
+async def read(folder: Folder, most: int) -> bytes:
+    """Return the content of the snapshot in ``folder``, for ``parse``; nothing if the file is missing, cannot be read,
+    or has more than ``most`` bytes. Cancelling it waits until the file is closed.
 
     Raises:
         NotPlain: something that is no plain file has its name.
     """
     try:
-        data = folder.read(NAME, most)
+        return await folder.read(NAME, most)
     except NotPlain:
         raise
     except OSError:
-        return EMPTY
-    return parse(data, seed) or EMPTY
+        return b""
 
 
-def parse(data: bytes, seed: int) -> FileIndexSnapshot | None:
-    """Return the snapshot in ``data``; None if it does not verify."""
+def parse(data: bytes, seed: int) -> FileIndexSnapshot:
+    """Return the snapshot in ``data``; an empty one if it does not verify."""
     if len(data) < _HEAD.size:
-        return None
+        return EMPTY
     magic, checksum = _HEAD.unpack_from(data)
     body = memoryview(data)[_HEAD.size :]
     if magic != MAGIC or xxh3_128_digest(body, seed) != checksum:
-        return None
+        return EMPTY
     if len(body) < _PAIR.size:
-        return None
+        return EMPTY
     segments, count = _PAIR.unpack_from(body)
     table = _PAIR.size * (1 + segments)
     if len(body) < table + count * HEAD_BYTES:
-        return None
+        return EMPTY
     return FileIndexSnapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
 
 

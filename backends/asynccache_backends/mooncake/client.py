@@ -167,5 +167,5 @@ def library() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"storage mooncake: the client is not installed; {INSTALL}") from error
     except ImportError as error:
-        raise ConfigError(f"storage mooncake: {error}; {LIBRARIES}") from error
+        raise ConfigError(f"storage mooncake: the client cannot be loaded: {error}; {LIBRARIES}") from error
     return store

@@ -15,7 +15,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -216,12 +216,9 @@ class ObjectBackend:
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: the client takes any memory."""
 
-    def watch(self, tell: Tell | None) -> None:
-        """Call ``tell`` with all keys that are known now, and from then on at every change; None ends that."""
-        index = self._catalog.index
-        index.tell = tell
-        if tell is not None:
-            tell(True, index.keys())
+    def watch(self, tell: Tell | None) -> Iterable[Sequence[bytes]]:
+        """Call ``tell`` from now on at every change; None ends that. Returns the keys that are known now, in parts."""
+        return self._catalog.index.watched(tell)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters. ``stored_bytes`` is the size of all packs, with the dead records in them."""

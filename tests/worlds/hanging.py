@@ -1,0 +1,422 @@
+"""Seeded worlds in which stores hang: any verb of any store, at any time, for a while or for ever.
+
+Law: no request waits longer than its own deadline plus the store's patience. ``tests.simulated.patience`` says exactly
+what that is and holds it against each lease. All other laws of the worlds hold, too: right bytes, who was not cancelled
+is served, and when the stores have answered nothing is held and nothing is in flight. Some calls end by a bound of
+their own: ``flush(timeout)`` and ``aclose(deadline)``.
+
+There are three kinds of worlds, by the seed: requests of all sorts in one process, with one to three stores that come
+and go; the scheduler, on one rank or several; and caches of one to eight ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from math import inf
+from random import Random
+from typing import Any
+
+from asynccache import AsyncCache, AsyncCacheError, BackendError, CacheFull, Full, PrefetchPolicy
+from asynccache.core.settings import WritePolicy
+from asynccache.runtime.lease import Lease
+from asynccache.storage import Breaker, CheckedStore
+from asynccache.storage.checked import store_layout
+from asynccache.worker import Topology
+from tests.group import random_worlds
+from tests.group.group_kit import PAGE
+from tests.shim import shim_rank_world
+from tests.simulated import world
+from tests.simulated.backend import Hang, Hostility, SimulatedBackend
+from tests.simulated.leading import leading
+from tests.simulated.loop import Order, SimulatedLoop, simulate
+from tests.simulated.patience import FOREVER, Patience
+
+VERBS = ("exists", "exists", *["get"] * 4, *["put"] * 4, "delete", "clear", "flush")
+CALLS = 8
+"""The most calls that one prefetch makes of a store in these worlds, where prompts are short."""
+CLOSING = 4.0
+"""Seconds after its deadline in which a cache that hangs has closed."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The results of a world. ``met``: what it came across; ``hung``: calls that hung, by verb; ``longest``: waits
+    beyond what is allowed."""
+
+    kind: str
+    met: Counter[str] = field(default_factory=Counter)
+    hung: Counter[str] = field(default_factory=Counter)
+    longest: dict[str, float] = field(default_factory=dict)
+
+
+def play(seed: int) -> Report:
+    """Run the world of this seed.
+
+    Raises:
+        Overdue: a request waited too long.
+        Exception: whatever else went wrong; the seed is in its notes.
+    """
+    kind = (alone, scheduler, alone, ranks)[seed % 4]
+    return kind(seed)
+
+
+def draw_hangs(random: Random, policy: PrefetchPolicy) -> tuple[Hang, ...]:
+    """When a store hangs, and in what: once, or again and again. Under ``wait_complete`` it lets go of every call sooner
+    or later."""
+    hangs = []
+    for _ in range(random.choice((0, 1, 1, 2))):
+        verbs = frozenset(random.sample(VERBS, random.choice((1, 1, 1, 1, 3, len(VERBS)))))
+        if random.random() < 0.4:
+            verbs |= {"put"}
+        begin, stubborn = random.choice((0.0, 0.0, 0.03, 0.3)) * random.random(), random.random() < 0.7
+        if random.random() < 0.4:
+            hangs += [Hang(verbs, begin + 1.3 * number, 1.0, stubborn) for number in range(8)]
+            continue
+        length = random.choice((0.3, 3.0, 20.0, 60.0, inf, inf))
+        hangs.append(Hang(verbs, begin, length, stubborn and (length < inf or policy is not PrefetchPolicy.WAIT_COMPLETE)))
+    return tuple(hangs)
+
+
+def patience(hangs: Sequence[tuple[Hang, ...]], timeout: float, margin: float) -> Patience:
+    """The patience of requests with stores that hang like this, and whose calls have ``timeout`` seconds."""
+    stubborn = sum(hang.length for some in hangs for hang in some if hang.stubborn and hang.length < inf)
+    asked = not any("exists" in hang.verbs for some in hangs for hang in some)
+    return Patience(guard=CALLS * len(hangs) * 2 * timeout + stubborn, questions=asked, margin=margin)
+
+
+class Hanging:
+    """The stores of a world, which hang in some of its lives: from the beginning of ``hang`` on, or when somebody has to
+    wait to grow. ``hung``: calls that did, by verb."""
+
+    def __init__(self, random: Random, patience: Patience) -> None:
+        self.stores: list[SimulatedBackend] = []
+        self._random = random
+        self._patience = patience
+        self._lives = 0
+
+    @asynccontextmanager
+    async def hang(self, answer: bool = True) -> AsyncIterator[None]:
+        """Let them hang for the time of this context, and ``answer`` then. Most first lives fill the stores in peace."""
+        self._lives += 1
+        if self._lives > 1 or self._random.random() < 0.6:
+            if self._random.random() < 0.3:
+                self._begin()
+            else:
+                self._patience.grows = self._begin
+                asyncio.get_running_loop().call_later(0.4, lambda: self._patience.grows())
+        try:
+            yield
+        except BaseException:
+            self.answer()
+            raise
+        if answer:
+            self.answer()
+            await asyncio.sleep(1.0)
+
+    def _begin(self) -> None:
+        self._patience.grows = lambda: None
+        for store in self.stores:
+            store.hang()
+
+    def answer(self) -> None:
+        """Have all stores answer."""
+        self._patience.grows = lambda: None
+        for store in self.stores:
+            store.answer()
+
+    @property
+    def hung(self) -> Counter[str]:
+        return sum((store.hung for store in self.stores), Counter())
+
+
+def order(seed: int) -> Order:
+    return Random(f"{seed}/order").choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED))
+
+
+# requests of all sorts, in one process
+
+
+def alone(seed: int) -> Report:
+    random = Random(f"{seed}/hangs")
+    climate = _climate(seed, random)
+
+    async def main(loop: SimulatedLoop) -> Report:
+        made = _World(loop, seed, climate, random)
+        with made.patience.watching():
+            await made.run()
+        return made.told()
+
+    with leading(seed) if climate.leads else nullcontext():
+        return simulate(main, seed, order=climate.order)
+
+
+def _climate(seed: int, random: Random) -> world.Climate:
+    """A climate of ``tests.simulated.world`` with a host, and with settings that say how long is waited. Half of them
+    have a small host, which calls that hang soon take whole, and few requests at a time, which leave room to grow."""
+    drawn = (world.draw_climate(seed + number * 2**32) for number in range(100))
+    climate = next(climate for climate in drawn if climate.config.pools()[0].host_pages)
+    config = replace(
+        climate.config, prefetch_timeout_base=random.choice((0.05, 1.0)),
+        prefetch_timeout_per_1k=random.choice((0.25, 20.0)), prefetch_quota=random.choice((0.2, 0.5, 1.0)),
+        backup_quota=random.choice((0.1, 0.25, 1.0)),
+    )  # fmt: skip
+    concurrency = random.randint(2, 10)
+    if random.random() < 0.5:
+        full, *others = config.components
+        assert isinstance(full, Full)
+        full = replace(full, host_tokens=random.choice((3, 5, 8)) * config.page_size)
+        config = replace(
+            config, components=(full, *others), prefetch_quota=1.0, backup_quota=1.0,
+            write_back_watermark=0.1, write_policy=random.choice((WritePolicy.WRITE_THROUGH, config.write_policy)),
+        )  # fmt: skip
+        concurrency = random.randint(1, 3)
+    return replace(
+        climate, config=config, hostility=replace(climate.hostility, delay=min(climate.hostility.delay, 0.005)),
+        disturb=random.random() < 0.6, requests=random.randint(8, 24), concurrency=concurrency,
+    )  # fmt: skip
+
+
+class _World(world._World):
+    """``closes``: its second life ends while the stores hang."""
+
+    def __init__(self, loop: SimulatedLoop, seed: int, climate: world.Climate, random: Random) -> None:
+        super().__init__(loop, seed, climate, {})
+        config, policy = climate.config, climate.config.prefetch_policy
+        self.stores: list[SimulatedBackend] = []
+        timeout = random.choice((2.0, 30.0))
+        self.options = {"timeout": str(timeout), "slow": random.choice(("0", "1", "10"))}
+        assert self.guests is not None
+        self.backend = self._store("backend", random, policy)
+        self.guests.backends = {name: self._store(name, random, policy) for name in self.guests.backends}
+        self.guests.options = self.options
+        self.store = CheckedStore(
+            self.backend, store_layout(config.pools()), threads=0, timeout=timeout, slow=float(self.options["slow"]),
+            breaker=Breaker(threshold=random.choice((1, 5, 1000))),
+        )  # fmt: skip
+        self.closes = random.random() < 0.3
+        self.lives = self.prompts = 0
+        self.background: list[asyncio.Task[None]] = []
+        self.patience = patience([store.hostility.hangs for store in self.stores], timeout, margin=0.5)
+        self.hanging = Hanging(random, self.patience)
+        self.hanging.stores += self.stores
+
+    def _store(self, name: str, random: Random, policy: PrefetchPolicy) -> SimulatedBackend:
+        hostility = replace(self.climate.hostility, hangs=draw_hangs(random, policy))
+        store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), hostility)
+        self.stores.append(store)
+        return store
+
+    def _cache(self) -> AsyncCache:
+        return AsyncCache(self.climate.config, device=self.device, storage=self.store)
+
+    def _request(self, random: Random) -> world.Request:
+        return _Request(self, random)
+
+    def told(self) -> Report:
+        return Report("alone", self.report.ends + self.report.hits, self.hanging.hung, self.patience.longest)
+
+    async def run(self) -> world.Report:
+        report = await super().run()
+        await self.store.aclose()
+        return report
+
+    async def _live(self) -> None:
+        self.lives += 1
+        if self.lives < 2 or not self.closes:
+            await super()._live()
+            return
+        self.cache = self._cache()
+        await self.cache.__aenter__()
+        async with self.hanging.hang(answer=False):
+            await super()._requests()
+            self.patience.check()
+        deadline, before = self.random.choice((0.0, 1.0, 5.0)), self.loop.time()
+        with suppress(BackendError):
+            await self.cache.aclose(deadline)
+        took = self.loop.time() - before
+        self.hanging.answer()
+        assert took <= deadline + CLOSING, f"aclose({deadline}) took {took:.1f} s"
+        await self._background_ends()
+
+    async def _requests(self) -> None:
+        async with self.hanging.hang():
+            await super()._requests()
+            self.patience.check()
+        await self._background_ends()
+
+    async def _background_ends(self) -> None:
+        """The stores have answered, so whoever was waiting for them ends."""
+        background, self.background = self.background, []
+        if background:
+            _, late = await asyncio.wait(background, timeout=10.0)
+            assert not late, f"the stores have answered, and these still wait: {late}"
+            for task in background:
+                task.result()
+
+    # what they do
+
+    def prompt(self, random: Random) -> list[int]:
+        """A prompt of ``tests.simulated.world``, or one that nobody has asked for yet."""
+        prompt = super().prompt(random)
+        if random.random() < 0.4:
+            self.prompts += 1
+            prompt[0] = 1000 + self.prompts
+        return prompt
+
+    async def _disturb(self) -> None:
+        """Do what an embedder may do at any time, and do not wait for it: it may hang with a store."""
+        cache, random = self.cache, self.random
+        extra_key, prompt = random.choice((None, "tenant")), self.prompt(random)
+        work: Callable[[], Coroutine[Any, Any, Any]] = random.choice((
+            lambda: cache.invalidate(extra_key), lambda: self._flush(random.choice((0.0, 0.5, 5.0))), cache.reset,
+            lambda: cache.keep(prompt, ttl=0.02), lambda: cache.match(prompt), lambda: self._give_up_a_prefetch(prompt),
+        ))  # fmt: skip
+        self.background.append(self.loop.create_task(self._tolerant(work()), name="disturbance"))
+
+    async def _tolerant(self, work: Coroutine[Any, Any, Any]) -> None:
+        """A store that hung for too long may not do what was asked, and the cache may close meanwhile."""
+        with suppress(AsyncCacheError):
+            await work
+
+    async def _flush(self, timeout: float) -> None:
+        before = self.loop.time()
+        with suppress(TimeoutError):
+            await self.cache.flush(timeout)
+        took = self.loop.time() - before
+        assert took <= timeout + 0.1, f"flush({timeout}) took {took:.1f} s"
+
+    async def _give_up_a_prefetch(self, prompt: list[int]) -> None:
+        handle = self.cache.prefetch(prompt)
+        await asyncio.sleep(self.random.random() * 0.02)
+        handle.cancel()
+        await handle
+
+
+class _Request(world.Request):
+    """One that takes its time, and grows with patience."""
+
+    grows = 0.7
+
+    async def _extend(self, lease: Lease) -> None:
+        try:
+            await lease.extend(self.random.randint(1, 3 * self.page), wait=self.random.random() < 0.8)
+        except CacheFull:
+            self.world.report.ends["extend full"] += 1
+
+    async def _compute(self, lease: Lease, text: Sequence[int], start: int, end: int) -> None:
+        await asyncio.sleep(self.random.choice((0.0, 0.002, 0.02)))
+        await super()._compute(lease, text, start, end)
+
+
+# the scheduler
+
+
+def scheduler(seed: int) -> Report:
+    random = Random(f"{seed}/hangs")
+    topology = random.choice((Topology(), Topology(), Topology(tp=2)))
+
+    async def main(loop: SimulatedLoop) -> Report:
+        made = _Scheduling(loop, seed, topology, random)
+        with made.patience.watching():
+            report = await made.run()
+        return Report("scheduler", report.ends + report.hits, made.hanging.hung, made.patience.longest)
+
+    return simulate(main, seed, order=order(seed))
+
+
+class _Scheduling(shim_rank_world.World):
+    """Each request gets its tokens in time: it may have to wait for the others' prefetches as well as its own."""
+
+    def __init__(self, loop: SimulatedLoop, seed: int, topology: Topology, random: Random) -> None:
+        super().__init__(loop, seed, topology, has_store=True)
+        policy = self.config.prefetch_policy
+        self.hostility = replace(self.hostility, delay=min(self.hostility.delay, 0.005))
+        self.hangs = {rank: draw_hangs(random, policy) for rank in range(topology.ranks)}
+        self.patience = patience(list(self.hangs.values()), 30.0, margin=1.0)
+        self.hanging = Hanging(random, self.patience)
+
+    def _machines(self, stack: Any) -> Any:
+        devices, backends = super()._machines(stack)
+        for rank, backend in backends.items():
+            backend.hostility = replace(self.hostility, hangs=self.hangs[rank])
+        self.hanging.stores += backends.values()
+        return devices, backends
+
+    async def callers(self) -> None:
+        async with self.hanging.hang():
+            await super().callers()
+            self.patience.check()
+
+    async def _one(self, ask: shim_rank_world.Ask) -> None:
+        before, busy = self.loop.time(), self.patience.busy()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FOREVER):
+                await super()._one(ask)
+        waited = self.loop.time() - before - (self.patience.busy() - busy)
+        policy = self.config.prefetch_policy
+        deadline = self.patience.guard if policy is PrefetchPolicy.WAIT_COMPLETE else 0.1
+        if waited > shim_rank_world.REQUESTS * (deadline + 1.0):
+            self.patience.broken.append(f"a request that asked for {ask.new} tokens waited {waited:.1f} s")
+
+
+# ranks
+
+
+def ranks(seed: int) -> Report:
+    random = Random(f"{seed}/hangs")
+    drawn = (random_worlds.draw(seed + number * 2**32) for number in range(100))
+    climate = next(climate for climate in drawn if climate.config.stores)
+    policy = climate.config.prefetch_policy
+    all_ranks = range(climate.topology.ranks)
+    hangs = {rank: draw_hangs(random, policy) for rank in all_ranks}
+    calmer = {rank: climate.hostility.get(rank, Hostility()) for rank in all_ranks}
+    hostility = {
+        rank: replace(one, delay=min(one.delay, 0.005), hangs=hangs[rank]) for rank, one in calmer.items()
+    }
+    climate = climate._replace(hostility=hostility, calm=False, fate="", disturb=0.0, requests=random.randint(4, 8),
+                               concurrency=random.randint(2, 4))
+
+    async def main(loop: SimulatedLoop) -> Report:
+        made = _Ranks(loop, climate, patience(list(hangs.values()), 30.0, margin=2.0), random)
+        with made.patience.watching():
+            report = await made.run()
+        return Report("ranks", report.met, made.hanging.hung, made.patience.longest)
+
+    with leading(seed) if climate.leads else nullcontext():
+        return simulate(main, seed, order=order(seed), step_limit=400_000)
+
+
+class _Ranks(random_worlds.RandomWorld):
+    """A store of any rank may hang."""
+
+    def __init__(
+        self, loop: SimulatedLoop, climate: random_worlds.Climate, patience: Patience, random: Random
+    ) -> None:
+        super().__init__(loop, climate)
+        self.patience = patience
+        self.hanging = Hanging(random, patience)
+        self.hanging.stores += self.world.backends.values()
+
+    async def _requests(self) -> None:
+        async with self.hanging.hang():
+            await super()._requests()
+            self.patience.check()
+
+    def _request(self, random: Random) -> random_worlds.Request:
+        return _RanksRequest(self, random)
+
+
+class _RanksRequest(random_worlds.Request):
+    """One that leaves it to its lease for how long it waits for a prefetch, and grows."""
+
+    awaits = 0.0
+
+    async def _publish(self, lease: Lease, text: list[int], number: int) -> None:
+        if self.random.random() < 0.5:
+            with suppress(CacheFull):
+                await lease.extend(self.random.randint(1, 2 * PAGE), wait=True)
+        await super()._publish(lease, text, number)
