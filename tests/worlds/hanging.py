@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from tests.group import random_worlds
 from tests.group.group_kit import PAGE
 from tests.shim import shim_rank_world
 from tests.simulated import world
-from tests.simulated.backend import Hang, Hostility, SimulatedBackend
+from tests.simulated.backend import Hang, SimulatedBackend
 from tests.simulated.leading import leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 from tests.simulated.patience import FOREVER, Patience
@@ -66,8 +66,8 @@ def play(seed: int) -> Report:
 
 
 def draw_hangs(random: Random, policy: PrefetchPolicy, only: str = "") -> tuple[Hang, ...]:
-    """When a store hangs, and in what (``only``: this verb): once, or again and again. Under ``wait_complete`` it lets go
-    of every call sooner or later."""
+    """When a store hangs, and in what (``only``: in this verb): once, or again and again. Under ``wait_complete`` it
+    lets go of every call sooner or later."""
     hangs = []
     for _ in range(1 if only else random.choice((0, 1, 1, 2))):
         verbs = frozenset((only,) if only else random.sample(VERBS, random.choice((1, 1, 1, 1, 3, len(VERBS)))))
@@ -76,11 +76,13 @@ def draw_hangs(random: Random, policy: PrefetchPolicy, only: str = "") -> tuple[
             hangs += [Hang(verbs, begin + 1.3 * number, 1.0, stubborn) for number in range(8)]
             continue
         length = random.choice((0.3, 3.0, 20.0, 60.0, inf, inf))
-        hangs.append(Hang(verbs, begin, length, stubborn and (length < inf or policy is not PrefetchPolicy.WAIT_COMPLETE)))
+        if policy is PrefetchPolicy.WAIT_COMPLETE and length == inf:
+            stubborn = False
+        hangs.append(Hang(verbs, begin, length, stubborn))
     return tuple(hangs)
 
 
-def patience(hangs: Sequence[tuple[Hang, ...]], timeout: float, margin: float) -> Patience:
+def patience(hangs: Sequence[Sequence[Hang]], timeout: float, margin: float) -> Patience:
     """The patience of requests with stores that hang like this, and whose calls have ``timeout`` seconds."""
     stubborn = sum(hang.length for some in hangs for hang in some if hang.stubborn and hang.length < inf)
     asked = not any("exists" in hang.verbs for some in hangs for hang in some)
@@ -88,8 +90,8 @@ def patience(hangs: Sequence[tuple[Hang, ...]], timeout: float, margin: float) -
 
 
 class Hanging:
-    """The stores of a world, which hang in some of its lives: from the beginning of ``hang`` on, or when somebody has to
-    wait to grow. ``hung``: calls that did, by verb."""
+    """The stores of a world, which hang in some of its lives: from the beginning of ``hang`` on, or when somebody waits
+    to grow. ``hung``: calls that did, by verb."""
 
     def __init__(self, random: Random, patience: Patience) -> None:
         self.stores: list[SimulatedBackend] = []
@@ -99,7 +101,8 @@ class Hanging:
 
     @asynccontextmanager
     async def hang(self, answer: bool = True) -> AsyncIterator[None]:
-        """Let them hang for the time of this context, and ``answer`` then. Most first lives fill the stores in peace."""
+        """Let them hang for the time of this context, and ``answer`` then. Some first lives fill the stores in
+        peace."""
         self._lives += 1
         if self._lives > 1 or self._random.random() < 0.6:
             if self._random.random() < 0.3:
@@ -168,7 +171,7 @@ def _climate(seed: int, random: Random) -> tuple[world.Climate, str]:
         full, *others = config.components
         assert isinstance(full, Full)
         full = replace(full, host_tokens=random.choice((3, 5, 8)) * config.page_size)
-        policy = WritePolicy.WRITE_THROUGH if only == "put" else WritePolicy.WRITE_BACK  # whose pages only the device has
+        policy = WritePolicy.WRITE_THROUGH if only == "put" else WritePolicy.WRITE_BACK  # the device has only copies
         config = replace(
             config, components=(full, *others), write_policy=policy, write_back_watermark=0.1, prefetch_quota=1.0,
             backup_quota=1.0,
@@ -202,13 +205,13 @@ class _World(world._World):
         self.closes = random.random() < 0.3
         self.lives = self.prompts = 0
         self.background: list[asyncio.Task[None]] = []
-        self.patience = patience([store.hostility.hangs for store in self.stores], timeout, margin=0.5)
+        self.patience = patience([store.hangs for store in self.stores], timeout, margin=0.5)
         self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.stores
 
     def _store(self, name: str) -> SimulatedBackend:
-        hostility = replace(self.climate.hostility, hangs=self.hangs())
-        store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), hostility)
+        store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), self.climate.hostility)
+        store.hangs = self.hangs()
         self.stores.append(store)
         return store
 
@@ -345,7 +348,7 @@ class _Scheduling(shim_rank_world.World):
     def _machines(self, stack: Any) -> Any:
         devices, backends = super()._machines(stack)
         for rank, backend in backends.items():
-            backend.hostility = replace(self.hostility, hangs=self.hangs[rank])
+            backend.hangs = self.hangs[rank]
         self.hanging.stores += backends.values()
         return devices, backends
 
@@ -373,18 +376,13 @@ def ranks(seed: int) -> Report:
     random = Random(f"{seed}/hangs")
     drawn = (random_worlds.draw(seed + number * 2**32) for number in range(100))
     climate = next(climate for climate in drawn if climate.config.stores)
-    policy = climate.config.prefetch_policy
-    all_ranks = range(climate.topology.ranks)
-    hangs = {rank: draw_hangs(random, policy) for rank in all_ranks}
-    calmer = {rank: climate.hostility.get(rank, Hostility()) for rank in all_ranks}
-    hostility = {
-        rank: replace(one, delay=min(one.delay, 0.005), hangs=hangs[rank]) for rank, one in calmer.items()
-    }
+    hangs = {rank: draw_hangs(random, climate.config.prefetch_policy) for rank in range(climate.topology.ranks)}
+    hostility = {rank: replace(one, delay=min(one.delay, 0.005)) for rank, one in climate.hostility.items()}
     climate = climate._replace(hostility=hostility, calm=False, fate="", disturb=0.0, requests=random.randint(4, 8),
                                concurrency=random.randint(2, 4))
 
     async def main(loop: SimulatedLoop) -> Report:
-        made = _Ranks(loop, climate, patience(list(hangs.values()), 30.0, margin=2.0), random)
+        made = _Ranks(loop, climate, hangs, random)
         with made.patience.watching():
             report = await made.run()
         return Report("ranks", report.met, made.hanging.hung, made.patience.longest)
@@ -397,11 +395,13 @@ class _Ranks(random_worlds.RandomWorld):
     """A store of any rank may hang."""
 
     def __init__(
-        self, loop: SimulatedLoop, climate: random_worlds.Climate, patience: Patience, random: Random
+        self, loop: SimulatedLoop, climate: random_worlds.Climate, hangs: Mapping[int, Sequence[Hang]], random: Random
     ) -> None:
         super().__init__(loop, climate)
-        self.patience = patience
-        self.hanging = Hanging(random, patience)
+        for rank, store in self.world.backends.items():
+            store.hangs = hangs[rank]
+        self.patience = patience(list(hangs.values()), 30.0, margin=2.0)
+        self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.world.backends.values()
 
     async def _requests(self) -> None:
