@@ -9,7 +9,8 @@ plus the store's patience, whatever hangs in whatever store.
   ``_max``, under ``timeout``. Under ``wait_complete`` the stores' own guards end the wait (``guard``): each call has
   its ``timeout`` for its place and again for its answer, and ends then if the store lets go of a call that is
   cancelled. For a store that does not, such a request waits until it does. ``timeout=`` ends every wait earlier.
-* A request of which storage has nothing has no deadline, as long as the stores answer questions.
+* A request of which storage has nothing waits for ``PATIENCE + MARGIN`` at most, as long as all stores answer
+  questions.
 * ``PATIENCE`` is the outbox's: after that a call makes storage late, and nobody waits for its pages any more.
   ``GRACE`` is what a prefetch has that was told to stop.
 * What others compute: the seconds in which somebody held a lease and did not wait in ``extend``. They hold theirs for
@@ -36,6 +37,7 @@ from asynccache.runtime.tokens import TOKEN_BYTES
 
 T = TypeVar("T")
 
+MARGIN = 0.4
 FOREVER = 4_000.0
 """Nobody is waited for longer than this: the wait is broken off and the world fails."""
 
@@ -48,10 +50,9 @@ class Patience:
     """Watches the leases of a world. ``guard``: how long stores may take for one prefetch. ``questions``: whether they
     all answer questions. ``longest``: the longest wait of each kind; ``broken``: those that were too long."""
 
-    def __init__(self, *, guard: float, questions: bool, margin: float) -> None:
+    def __init__(self, *, guard: float, questions: bool) -> None:
         self.guard = guard
         self.questions = questions
-        self.margin = margin
         self.grows: Callable[[], None] = lambda: None
         self.longest: dict[str, float] = {}
         self.broken: list[str] = []
@@ -64,18 +65,21 @@ class Patience:
         if self.broken:
             raise Overdue("\n".join(self.broken))
 
-    def deadline(self, lease: Lease) -> float:
-        """How long the policy lets ``lease`` wait for storage."""
+    def allowed(self, lease: Lease) -> float:
+        """How long the policy and the stores let ``lease`` wait before it is granted."""
         prefetching, handle = lease._parts.prefetching, lease._handle
         policy, config, key = prefetching.policy, prefetching._config, lease._ask.key
-        if not lease._wait or (handle is None and not lease._parts.worker.has_stores):
-            return 0.0
-        if policy is PrefetchPolicy.BEST_EFFORT or (self.questions and key[:TOKEN_BYTES] not in self._begun):
-            return 0.0
+        asks = lease._wait and (handle is not None or lease._parts.worker.has_stores)
+        if not asks or (self.questions and key[:TOKEN_BYTES] not in self._begun):
+            return PATIENCE
+        deadline = 0.0
         if policy is PrefetchPolicy.WAIT_COMPLETE:
-            return self.guard
-        allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * len(key) / TOKEN_BYTES / 1024
-        return min(allowed, config.prefetch_timeout_max)
+            deadline = self.guard
+        elif policy is PrefetchPolicy.TIMEOUT:
+            deadline = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * len(key) / TOKEN_BYTES / 1024
+            deadline = min(deadline, config.prefetch_timeout_max)
+        allowed = deadline + PATIENCE + GRACE
+        return allowed if lease._timeout is None else min(allowed, lease._timeout)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -84,10 +88,8 @@ class Patience:
         extend, loaded, commit = Lease.extend, Lease.loaded, Lease.commit
 
         async def entered(lease: Lease) -> Lease:
-            allowed = self.deadline(lease) + PATIENCE + GRACE
-            if lease._timeout is not None:
-                allowed = min(allowed, lease._timeout)
-            return await self._timed(f"{lease._ask.key.hex()[:8]} entering", enter(lease), allowed, self.busy)
+            what = f"{lease._ask.key.hex()[:8]} entering"
+            return await self._timed(what, enter(lease), self.allowed(lease), self.busy)
 
         def held(lease: Lease, grant: Any) -> None:
             self._begun.add(lease._ask.key[:TOKEN_BYTES])
@@ -158,5 +160,5 @@ class Patience:
             waited = loop.time() - since - (excused() - before)
             kind = what.split()[-1]
             self.longest[kind] = max(self.longest.get(kind, 0.0), waited - allowed)
-            if waited > allowed + self.margin:
+            if waited > allowed + MARGIN:
                 self.broken.append(f"{what} took {waited:.2f} s from {since:.2f} s on, of {allowed:.2f} s allowed")

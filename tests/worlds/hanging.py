@@ -82,11 +82,11 @@ def draw_hangs(random: Random, policy: PrefetchPolicy, only: str = "") -> tuple[
     return tuple(hangs)
 
 
-def patience(hangs: Sequence[Sequence[Hang]], timeout: float, margin: float) -> Patience:
+def patience(hangs: Sequence[Sequence[Hang]], timeout: float) -> Patience:
     """The patience of requests with stores that hang like this, and whose calls have ``timeout`` seconds."""
     stubborn = sum(hang.length for some in hangs for hang in some if hang.stubborn and hang.length < inf)
     asked = not any("exists" in hang.verbs for some in hangs for hang in some)
-    return Patience(guard=CALLS * len(hangs) * 2 * timeout + stubborn, questions=asked, margin=margin)
+    return Patience(guard=CALLS * len(hangs) * 2 * timeout + stubborn, questions=asked)
 
 
 class Hanging:
@@ -205,7 +205,7 @@ class _World(world._World):
         self.closes = random.random() < 0.3
         self.lives = self.prompts = 0
         self.background: list[asyncio.Task[None]] = []
-        self.patience = patience([store.hangs for store in self.stores], timeout, margin=0.5)
+        self.patience = patience([store.hangs for store in self.stores], timeout)
         self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.stores
 
@@ -342,7 +342,7 @@ class _Scheduling(shim_rank_world.World):
         policy = self.config.prefetch_policy
         self.hostility = replace(self.hostility, delay=min(self.hostility.delay, 0.005))
         self.hangs = {rank: draw_hangs(random, policy) for rank in range(topology.ranks)}
-        self.patience = patience(list(self.hangs.values()), 30.0, margin=1.0)
+        self.patience = patience(list(self.hangs.values()), 30.0)
         self.hanging = Hanging(random, self.patience)
 
     def _machines(self, stack: Any) -> Any:
@@ -400,7 +400,7 @@ class _Ranks(random_worlds.RandomWorld):
         super().__init__(loop, climate)
         for rank, store in self.world.backends.items():
             store.hangs = hangs[rank]
-        self.patience = patience(list(hangs.values()), 30.0, margin=2.0)
+        self.patience = patience(list(hangs.values()), 30.0)
         self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.world.backends.values()
 

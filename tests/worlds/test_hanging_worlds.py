@@ -46,9 +46,9 @@ def test_no_request_waits_longer_than_its_deadline_and_the_patience_of_the_store
         met[report.kind] += report.met
         hung += report.hung
     if len(seeds) == CHUNK:
-        assert min(hung["exists"], hung["get"] + hung["put"]) >= 5, f"hardly any call has hung: {hung}"
-        assert met["alone"]["served"] > 3 * CHUNK, f"a world that serves nobody shows nothing: {met}"
-        assert met["ranks"]["served"] > CHUNK
+        assert hung.total() > CHUNK, f"hardly any call has hung: {hung}"
+        assert met["alone"]["served"] > 2 * CHUNK, f"a world that serves nobody shows nothing: {met}"
+        assert met["ranks"]["served"] > CHUNK / 2
         assert met["scheduler"]["length"] > 2 * CHUNK
         assert met["alone"]["storage"] + met["scheduler"]["storage"] + met["ranks"]["storage hit"] > 0
 
