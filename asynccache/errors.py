@@ -27,13 +27,14 @@ class CacheClosed(AsyncCacheError):
 
 
 class LoadFailed(AsyncCacheError):
-    """A load_back under a lease failed. The first ``valid`` tokens of the lease are still good on the device.
+    """A load_back under a lease failed, or a batch of the engine that was to compute pages of it. The first ``valid``
+    tokens of the lease are still good on the device.
 
     All that can be done with such a lease is to release it. The request may then ask for another one.
     """
 
     def __init__(self, valid: int) -> None:
-        super().__init__(f"a load_back failed: only the first {valid} tokens of the lease are valid")
+        super().__init__(f"a load_back or a batch failed: only the first {valid} tokens of the lease are valid")
         self.valid = valid
 
 
@@ -52,8 +53,8 @@ class RankFailure(AsyncCacheError):
 
 
 class BatchFailed(AsyncCacheError):
-    """An engine could not run batch ``number``. ``reasons``: what each rank said that could not run it, by the rank's
-    number."""
+    """An engine could not run batch ``number``; what it was to compute has left the cache. ``reasons``: what each rank
+    said that could not run it, by the rank's number."""
 
     def __init__(self, number: int, reasons: Mapping[int, str]) -> None:
         said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))

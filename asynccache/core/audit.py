@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from asynccache.core.cache import CacheCore
-from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Kind
+from asynccache.core.ledger import DEVICE, HOST, Kind
 from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT
 from asynccache.core.tree import Node
@@ -40,6 +40,14 @@ def _nodes(core: CacheCore) -> Iterator[Node]:
         if node.parent is not None:
             yield node
         stack.extend((node.children or {}).values())
+
+
+def _kids(core: CacheCore) -> dict[int, list[Node]]:
+    """Return the nodes by the ``id`` of their parent, also those that were cut off and are not among its children."""
+    kids: dict[int, list[Node]] = {}
+    for node in _nodes(core):
+        kids.setdefault(id(node.parent), []).append(node)
+    return kids
 
 
 def _slot_list(slots: bytes) -> list[int]:
@@ -74,10 +82,12 @@ def _parent_and_child_agree(core: CacheCore) -> None:
         parent = node.parent
         assert parent is not None
         page = world.page_bytes
+        cut_off = node.root is not parent.root and node.root.dead and node.root.origin is parent.root.origin
+        above = node.root if cut_off else parent
         _require(bool(node.key) and len(node.key) % page == 0, node, "has no whole pages")
         _require(node.end == parent.end + len(node.key) // page, node, "does not end where its key does")
-        _require((parent.children or {}).get(node.key[:page]) is node, node, "is not its parent's child")
-        _require(node.root is parent.root, node, "has another root than its parent")
+        _require((above.children or {}).get(node.key[:page]) is node, node, "is not its parent's child")
+        _require(node.root is parent.root or cut_off, node, "has another root than its parent")
         _require(len(node.hashes) in (0, 32 * (len(node.key) // page)), node, "has not one hash for each of its pages")
     _require(count == world.counters.nodes, "nodes counted", world.counters.nodes, "found", count)
 
@@ -121,8 +131,9 @@ def _no_node_is_empty(core: CacheCore) -> None:
 def _sums_are_exact(core: CacheCore) -> None:
     world, count = core.world, core.world.count
     evictable, clean, condemned = [0] * (2 * count), 0, 0
+    all_kids = _kids(core)
     for node in _nodes(core):
-        kids = list((node.children or {}).values())
+        kids = all_kids.get(id(node), [])
         _require(node.kids_device == sum(k.state[0] != ABSENT for k in kids), node, "kids_device is wrong")
         _require(node.kids_host == sum(k.state[count] != ABSENT for k in kids), node, "kids_host is wrong")
         for place, slots in enumerate(node.slots):
@@ -156,14 +167,15 @@ def _pins_are_exact(core: CacheCore) -> None:
                 node = node.parent
     for op in world.ledger.ops.values():
         for node, _, top in op.fragments:
-            for tier in PINNED_TIERS[op.kind]:
+            for tier in op.tiers:
                 for c in range(top + 1):
                     pins[id(node), tier * count + c] += 1
+    kids = _kids(core)
     for node in _nodes(core):
         for place, count_of in enumerate(node.pins):
             expected = pins[id(node), place]
             if place % count == 0:
-                expected += sum(child.pins[place] > 0 for child in (node.children or {}).values())
+                expected += sum(child.pins[place] > 0 for child in kids.get(id(node), ()))
             _require(count_of == expected, node, "place", place, "has", count_of, "pins, found", expected)
             closed = not count_of or place % count == 0 or node.pins[place - 1] > 0
             _require(closed, node, "place", place, "is pinned, the component before it is not")
@@ -218,6 +230,8 @@ def _operations_cover_live_nodes(core: CacheCore) -> None:
                     covering[id(node), tier * world.count + c] += 1
                     expected = LEAVING if op.doomed else ARRIVING
                     _require(node.state[tier * world.count + c] == expected, op, "fills a cell in another state:", node)
+            if op.kind is Kind.COMPUTE:
+                _require(node.root.dead or not op.doomed, op, "has failed, and its pages can be found:", node)
     for node in live.values():
         _require(all(op.id in world.ledger.ops for op in node.ops), node, "is covered by an operation that ended")
         for place, state in enumerate(node.state):

@@ -17,10 +17,10 @@ from asynccache.core.explaining import Explaining, Explanation
 from asynccache.core.holds import Hold
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
-from asynccache.core.ledger import Kind
+from asynccache.core.ledger import COMPUTE, Kind
 from asynccache.core.matching import Match, Matching
 from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
-from asynccache.core.plan import More, Outcome, Plan, Wait
+from asynccache.core.plan import Failing, More, Outcome, Plan, Status, Wait
 from asynccache.core.prefetching import (
     Begin,
     PrefetchBegun,
@@ -152,13 +152,15 @@ class CacheCore:
         return self._leases.truncate(lease, length)
 
     def commit(
-        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None
-    ) -> Committed | Wait:
-        """Publish the whole pages of ``key`` (at least ``lease.length`` tokens, all computed).
+        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None,
+        computed: bool = True,
+    ) -> Committed | Wait:  # fmt: skip
+        """Publish the whole pages of ``key`` (at least ``lease.length`` tokens).
 
         ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: a position, at the
-        end of a page, and a slot out of ``lease.states``. Duplicates come as ``Retire``. ``Wait``: pages
-        on this path are just being loaded for another request; nothing was changed.
+        end of a page, and a slot out of ``lease.states``. ``computed``: False if the engine may still be computing
+        pages of ``key``; then a ``Compute`` comes, too. Duplicates come as ``Retire``. ``Wait``: pages on this path are
+        just being loaded for another request; nothing was changed.
 
         Raises:
             ConfigError: the key is shorter than what the lease has committed, or ``check_checkpoint`` refuses the
@@ -168,7 +170,7 @@ class CacheCore:
             raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None:
             self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
-        return self._commits.commit(lease, key, hashes, checkpoint)
+        return self._commits.commit(lease, key, hashes, checkpoint, computed)
 
     def check_checkpoint(self, lease: CoreLease, tokens: int, checkpoint: tuple[int, int]) -> None:
         """Check that a commit of ``tokens`` tokens may hand in ``checkpoint``. Changes nothing.
@@ -257,14 +259,23 @@ class CacheCore:
         self._transfers.claims.drop(holder)
         return self._given_back()
 
-    def complete(self, outcomes: Sequence[Outcome]) -> Plan:
+    def complete(self, outcomes: Sequence[Outcome | Failing]) -> Plan:
         """Apply the outcomes of operations of any kind but prefetch, and return the plan that follows from them. If
-        there are many, some are left to ``follow_up``; until then their operations are in flight.
+        there are many, some are left to ``follow_up``; until then their operations are in flight. Batches that fail
+        come first: what they were to compute leaves the tree before anything else is decided.
 
         Raises:
             InvariantViolation: an operation is unknown, or had its outcome already.
         """
-        self._transfers.complete(outcomes)
+        known: list[Outcome] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Outcome):
+                known.append(outcome)
+            if not isinstance(outcome, Outcome) or outcome.status is not Status.DONE:
+                op = self.world.ledger.ops.get(outcome.op)
+                if op is not None and op.kind is COMPUTE and not op.doomed:
+                    self._leases.fail_computing(op)
+        self._transfers.complete(known)
         return self.follow_up()
 
     def follow_up(self) -> Plan:

@@ -2,6 +2,9 @@
 
 Pages that the tree has already are duplicates, and the lease's slots for them are retired. Where the tree has such
 pages but not on the device, it takes over the lease's slots instead.
+
+A commit may publish pages that the engine is still computing. A COMPUTE operation covers what such a commit gave to the
+tree, until it is known whether the engine's batches ran.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from typing import NamedTuple
 from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import CoreLease, retire
-from asynccache.core.ledger import LOAD_BACK
+from asynccache.core.ledger import COMPUTE, LOAD_BACK
 from asynccache.core.matching import Matching
-from asynccache.core.plan import SLOT_BYTES, Medium, Plan, Wait
+from asynccache.core.plan import SLOT_BYTES, Compute, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
@@ -27,11 +30,12 @@ _SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 class Committed(NamedTuple):
     """The outcome of a commit. ``length``: how many tokens of the lease are committed so far. ``took``: whether the
-    checkpoint's slot went to the tree."""
+    checkpoint's slot went to the tree. ``computing``: the ``Compute`` in the plan; 0: there is none."""
 
     plan: Plan
     length: int
     took: bool
+    computing: int
 
 
 def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
@@ -47,13 +51,15 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
 
 class _Commit:
     """One commit of the pages ``begin`` to ``total``. ``window``: the first page whose SWA the end needs. ``spares``:
-    the slots to retire, by component."""
+    the slots to retire, by component. ``filled``: the nodes of which the commit filled device cells, with a bit for
+    each; None: nobody asks, since all pages are computed."""
 
-    __slots__ = ("begin", "hashes", "key", "lease", "spares", "total", "window")
+    __slots__ = ("begin", "filled", "hashes", "key", "lease", "spares", "total", "window")
 
     def __init__(
-        self, lease: CoreLease, key: bytes, hashes: bytes, begin: int, total: int, window: int, spares: list[bytes]
-    ) -> None:
+        self, lease: CoreLease, key: bytes, hashes: bytes, begin: int, total: int, window: int, spares: list[bytes],
+        filled: dict[Node, int] | None,
+    ) -> None:  # fmt: skip
         self.lease = lease
         self.key = key
         self.hashes = hashes
@@ -61,6 +67,12 @@ class _Commit:
         self.total = total
         self.window = window
         self.spares = spares
+        self.filled = filled
+
+    def note(self, node: Node, c: int) -> None:
+        """Note that the commit filled the device cell of component ``c`` of ``node``."""
+        if self.filled is not None:
+            self.filled[node] = self.filled.get(node, 0) | 1 << c
 
     def own(self, c: int, start: int, end: int) -> bytes:
         """Return the lease's own slots of component ``c`` for pages ``start`` to ``end``, as far as it has them."""
@@ -81,6 +93,10 @@ class _Commit:
             lease.own_from[c] = end
 
 
+def _end(node: Node) -> int:
+    return node.end
+
+
 class Commits:
     """Publishes the pages of leases in one world."""
 
@@ -95,7 +111,7 @@ class Commits:
         self._mamba = world.mamba
 
     def commit(
-        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None
+        self, lease: CoreLease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None, computed: bool
     ) -> Committed | Wait:
         """See ``CacheCore.commit``."""
         world, size, page = self._world, self._page_size, self._world.page_bytes
@@ -104,7 +120,7 @@ class Commits:
         window = world.components[self._swa].first_page(total) if self._swa else 0
         if path and (blockers := _loading(path, self._swa, window)):
             return Wait(world.plan(), blockers)
-        work = _Commit(lease, key, hashes, begin, total, window, [b""] * self._count)
+        work = _Commit(lease, key, hashes, begin, total, window, [b""] * self._count, None if computed else {})
         if path and path[-1].end > reached // page:
             path[-1] = split_at(world, path[-1], reached // page)
         end = lease.hold.end
@@ -115,11 +131,12 @@ class Commits:
         old = self._move_hold(work, end)
         for node in fresh:
             self._fill(work, node)
-        took = checkpoint is not None and bool(self._mamba) and self._attach(lease, end, checkpoint)
+        took = checkpoint is not None and bool(self._mamba) and self._attach(work, end, checkpoint)
         drop_hold(world, old)
         self._keep_rest(work, end)
+        computing = 0 if work.filled is None else self._await_engine(lease, work.filled)
         self._write_out(lease, end, begin, took)
-        return Committed(world.plan(), lease.length, took)
+        return Committed(world.plan(), lease.length, took, computing)
 
     def _merge(self, work: _Commit, node: Node) -> Node:
         """Merge the lease's pages into ``node``, which the tree has already, and return the node. The node takes over
@@ -147,6 +164,7 @@ class Commits:
         beyond the lease's SWA pages, they are retired like duplicates: the engine may still use them."""
         if len(slots) == SLOT_BYTES * self._world.pages(node, c):
             self._world.fill(node, c, slots, PRESENT)
+            work.note(node, c)
             if c == 0:
                 self._world.publish(Medium.GPU, True, node)
         else:
@@ -205,6 +223,7 @@ class Commits:
         world, swa = self._world, self._swa
         start = node.parent.end  # type: ignore[union-attr]
         world.fill(node, 0, work.own(0, start, node.end), PRESENT)
+        work.note(node, 0)
         world.publish(Medium.GPU, True, node)
         if swa and start >= work.lease.own_from[swa]:
             self._insert(work, node, swa, work.own(swa, start, node.end))
@@ -219,9 +238,10 @@ class Commits:
         if any(work.spares):
             retire(self._world, work.spares)
 
-    def _attach(self, lease: CoreLease, end: Node, checkpoint: tuple[int, int]) -> bool:
+    def _attach(self, work: _Commit, end: Node, checkpoint: tuple[int, int]) -> bool:
         """Give the checkpoint to the node that ends at its position, splitting one if need be. Return True if the tree
         took it; False if there is a state already, or FULL or SWA is missing there."""
+        lease = work.lease
         position, slot = checkpoint[0] // self._page_size, checkpoint[1].to_bytes(SLOT_BYTES, "little")
         node = end
         while node.parent is not None and node.parent.end >= position:
@@ -231,14 +251,28 @@ class Commits:
         if self._swa and node.state[self._swa] == ABSENT:
             return False
         if position < node.end:
-            node = split_at(self._world, node, position)
+            suffix, node = node, split_at(self._world, node, position)
+            if work.filled and suffix in work.filled:
+                work.filled[node] = work.filled[suffix]
         if node.state[self._mamba] != ABSENT:
             return False
         at = SLOT_BYTES * memoryview(lease.states).cast("i").tolist().index(checkpoint[1])
         lease.states = lease.states[:at] + lease.states[at + SLOT_BYTES :]
         self._world.fill(node, self._mamba, slot, PRESENT)
+        work.note(node, self._mamba)
         self._world.recency.touch(node, self._mamba)
         return True
+
+    def _await_engine(self, lease: CoreLease, filled: dict[Node, int]) -> int:
+        """Open the operation that lasts until it is known whether the engine has computed the cells in ``filled``, and
+        return its id. The lease hears if the engine has not, even if the tree took none of its pages: those that it
+        commits later may rest on the same batch."""
+        op = self._world.ledger.open(COMPUTE)
+        op.leases.append(lease)
+        for node in sorted(filled, key=_end):
+            self._world.cover(op, node, filled[node])
+        self._world.effect(Compute(op.id))
+        return op.id
 
     # write policies
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, PINNED_TIERS, RETIRE
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
@@ -57,8 +57,8 @@ class CoreLease:
 
     ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
     operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
-    lease's own load brings. ``valid``: None, or how many tokens are still good after a load failed. ``length``: how
-    many tokens are committed so far.
+    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
+    failed. ``length``: how many tokens are committed so far.
 
     ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
     which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
@@ -98,6 +98,11 @@ def retire(world: World, slots: list[bytes]) -> None:
     op = world.ledger.open(RETIRE)
     op.slots = slots
     world.effect(Retire(op.id))
+
+
+def _limit(lease: CoreLease, valid: int) -> None:
+    """Note that no more than the first ``valid`` tokens of ``lease`` are good."""
+    lease.valid = valid if lease.valid is None else min(lease.valid, valid)
 
 
 class Leases:
@@ -319,6 +324,32 @@ class Leases:
             op.leases.append(lease)
             lease.loads = (*lease.loads, op.id)
 
+    # batches that failed
+
+    def fail_computing(self, op: Operation) -> None:
+        """Take the pages that ``op``, a COMPUTE, covers and all below them out of the tree, since the engine does not
+        compute them. They stay pinned on the device until the engine has let go of them. What holders have of these
+        pages stays as it is, but each lease among them is told how many of its tokens are good."""
+        op.doomed, op.tiers = True, (DEVICE,)
+        for node, _, last in op.fragments:
+            self._world.pin(node, DEVICE, last)
+        size = self._page_size
+        for lease in op.leases:
+            _limit(lease, lease.length)
+        if op.fragments:
+            top = op.fragments[0][0]  # the highest: they are on one path, root first
+            start = top.parent.end * size  # type: ignore[union-attr]
+            for lease in self.active.values():
+                node = lease.hold.end
+                while node.end > top.end:
+                    node = node.parent  # type: ignore[assignment]
+                if node is top:
+                    _limit(lease, start)
+            if not top.root.dead:
+                self._world.cut_off(top)
+                self._transfers.claims.drop_dead()
+        self._transfers.unpark(op)
+
     # growing and shrinking
 
     def extend(self, lease: CoreLease, reserve: int, reserve_swa: int, states: int) -> Plan | More | Wait:
@@ -364,7 +395,7 @@ class Leases:
     def _copies(self) -> tuple[int, ...]:
         """Return the ids of the operations that pin device pages. They end without waiting for storage."""
         ops = self._world.ledger.ops.values()
-        return tuple([op.id for op in ops if DEVICE in PINNED_TIERS[op.kind]])
+        return tuple([op.id for op in ops if DEVICE in op.tiers])
 
     def advance(self, lease: CoreLease, position: int) -> Plan:
         """See ``CacheCore.advance``."""
@@ -441,7 +472,7 @@ class Leases:
         while node.parent is not None:
             if len(node.children or ()) > 1 if private == NOWHERE else node.parent.end < private:
                 return
-            in_flight = sum(DEVICE in PINNED_TIERS[op.kind] for op in node.ops)
+            in_flight = sum(DEVICE in op.tiers for op in node.ops)
             if node.pins[0] - in_flight > 1:
                 return
             self._world.end_conversation(node)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """The kind of an operation says what it moves. RETIRE moves nothing: it keeps slots from being taken until the
-    engine is done with them."""
+    """The kind of an operation says what it moves. Two kinds move nothing: RETIRE keeps slots from being taken until
+    the engine is done with them, and COMPUTE covers published pages that the engine may still be computing."""
 
     BACKUP_HOST = 0
     LOAD_BACK = 1
@@ -33,17 +33,19 @@ class Kind(IntEnum):
     CLONE = 3
     RETIRE = 4
     PREFETCH = 5
+    COMPUTE = 6
 
 
 DEVICE: Final = 0
 HOST: Final = 1
 
 # Reading a member from its Enum costs a quarter of a microsecond, a module's name almost nothing.
-BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH = Kind
+BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH, COMPUTE = Kind
 
 # The tiers on which an operation of each kind pins what it covers. A prefetch keeps account of its pins itself.
 # A clone pins the host too: if the load of its source fails, nothing else keeps the node that it covers.
-PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE, HOST), (), ())
+# A COMPUTE pins nothing as long as it goes well: copies into a page wait for the engine on the device.
+_PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE, HOST), (), (), ())
 
 # The kinds that pin device pages or have some of their own. All of them end without storage.
 ON_DEVICE = (BACKUP_HOST, LOAD_BACK, CLONE, RETIRE)
@@ -53,20 +55,22 @@ Fragment = tuple["Node", int, int]
 
 
 class Operation:
-    """One transfer (or retirement) in flight.
+    """One transfer in flight; or a retirement, or pages that are being computed.
 
-    ``slots``: device slots, by component, that belong to this operation alone until it closes. ``status``: None until
-    the outcome is known; an outcome that is known may still have to wait for an operation above this one in the tree.
-    ``doomed``: another operation failed on a node that this one covers, or above such a node, so this one fails
-    whatever its outcome. ``leases``: the leases that must hear of a failure. ``parked``: operations whose outcome is
-    known and waits for the end of this one.
+    ``tiers``: those on which it pins what it covers. ``slots``: device slots, by component, that belong to this
+    operation alone until it closes. ``status``: None until the outcome is known; an outcome that is known may still
+    have to wait for an operation above this one in the tree. ``doomed``: another operation failed on a node that this
+    one covers, or above such a node, so this one fails whatever its outcome; or, of a COMPUTE, it is known that a batch
+    fails. ``leases``: the leases that must hear of a failure. ``parked``: operations whose outcome is known and waits
+    for the end of this one.
     """
 
-    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "parked", "slots", "status")
+    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "parked", "slots", "status", "tiers")
 
     def __init__(self, op: int, kind: Kind) -> None:
         self.id = op
         self.kind = kind
+        self.tiers = _PINNED_TIERS[kind]
         self.fragments: list[Fragment] = []
         self.slots: list[bytes] = []
         self.status: Status | None = None
@@ -106,6 +110,13 @@ class Ledger:
         self.count[op.kind] -= 1
         for node, _, _ in op.fragments:
             node.ops = tuple([other for other in node.ops if other is not op])
+
+    def forget(self, node: Node) -> None:
+        """Have no operation cover ``node`` any more: it leaves the tree. All operations that cover it are COMPUTEs, for
+        the others pin what they cover."""
+        for op in node.ops:
+            op.fragments = [fragment for fragment in op.fragments if fragment[0] is not node]
+        node.ops = ()
 
     def divide(self, prefix: Node, suffix: Node, dividing: int) -> None:
         """Have every operation that covers ``suffix`` also cover ``prefix``, which a split has just taken off its

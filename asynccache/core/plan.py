@@ -86,6 +86,13 @@ class Retire(NamedTuple):
     op: int
 
 
+class Compute(NamedTuple):
+    """The engine computes pages of a commit in batches that may not be over. The runtime answers when all of them are:
+    DONE if all ran, FAILED if one did not. As soon as it knows that one fails, it says so with ``Failing``."""
+
+    op: int
+
+
 class Publish(NamedTuple):
     """A KV event: FULL pages appeared on ``medium`` (``stored``), or left it.
 
@@ -108,7 +115,7 @@ class Cleared(NamedTuple):
 
 Event = Publish | Cleared
 Copy = BackupHost | LoadBack | Clone
-Effect = Copy | BackupStorage | Retire | Event
+Effect = Copy | BackupStorage | Retire | Compute | Event
 
 
 class Ended(NamedTuple):
@@ -136,6 +143,13 @@ class Outcome(NamedTuple):
 
     op: int
     status: Status
+
+
+class Failing(NamedTuple):
+    """The runtime's report that a ``Compute`` will fail. Its outcome follows when the engine has let go of the
+    pages."""
+
+    op: int
 
 
 class Wait(NamedTuple):

@@ -24,7 +24,17 @@ from operator import gt, lt
 
 from asynccache.core.eviction import take, withdraw
 from asynccache.core.holds import Claims
-from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, ON_DEVICE, PREFETCH, Kind
+from asynccache.core.ledger import (
+    BACKUP_HOST,
+    BACKUP_STORAGE,
+    CLONE,
+    COMPUTE,
+    HOST,
+    LOAD_BACK,
+    ON_DEVICE,
+    PREFETCH,
+    Kind,
+)
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -337,7 +347,9 @@ class RoomMaker:
     def something_ends(self) -> bool:
         """Return True if any operation is in flight that may be awaited."""
         ledger = self._world.ledger
-        return any(ledger.count[kind] for kind in ON_DEVICE) if self._world.storage_is_late else bool(ledger.ops)
+        kinds = ON_DEVICE if self._world.storage_is_late else (*ON_DEVICE, PREFETCH, BACKUP_STORAGE)
+        failing = ledger.count[COMPUTE] and any(op.kind is COMPUTE and op.doomed for op in ledger.ops.values())
+        return any(ledger.count[kind] for kind in kinds) or bool(failing)
 
     def busy(self) -> tuple[int, ...]:
         """Return the ids of the operations that ``host_is_busy`` looks for."""

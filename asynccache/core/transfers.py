@@ -4,6 +4,9 @@ Backups go parent first, and outcomes on one path apply root first: an operation
 above it is parked. When one fails, everything ARRIVING below it is doomed at once; its pages wait for their own
 outcome. So data on a tier is closed towards the root at every moment.
 
+A backup of pages that the engine may still be computing is parked, too, until it is known that they were computed. So
+what a failed batch did not compute never counts as saved, and nothing below it does.
+
 A call that runs out of steps leaves outcomes, or backups that could start, to ``follow_up`` (``World.behind``). To the
 rest of the core, an operation whose outcome is not applied yet is in flight.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import gt
 
 from asynccache.core.holds import Claims, shorten_hold
@@ -20,6 +23,7 @@ from asynccache.core.ledger import (
     BACKUP_HOST,
     BACKUP_STORAGE,
     CLONE,
+    COMPUTE,
     DEVICE,
     HOST,
     LOAD_BACK,
@@ -325,6 +329,11 @@ class Transfers:
         """Note ``outcomes``, which ``settle`` applies."""
         self._outcomes.extend(outcomes)
 
+    def unpark(self, op: Operation) -> None:
+        """Have ``settle`` close the operations that are parked until the end of ``op``."""
+        self._unparked.extend(reversed(op.parked))
+        op.parked = []
+
     def settle(self) -> bool:
         """Apply outcomes, and after each one those that were parked until then. Return True if some are left."""
         world, outcomes, unparked = self._world, self._outcomes, self._unparked
@@ -362,6 +371,7 @@ class Transfers:
             self._fail_leases(op, 0)
         for place, slots in enumerate(op.slots):
             self._world.shelves[place].slots.give(slots)
+        self.unpark(op)
 
     def _stored(self, op: Operation, done: bool, fragments: Sequence[Fragment]) -> None:
         """Note what storage has of an operation that has ended. Some pages of a failed operation may be in storage even
@@ -398,11 +408,12 @@ class Transfers:
                 self._fail_from_start(op)
                 self._doom_below(op, base)
             self._failed(op, base)
-        self._unparked.extend(reversed(op.parked))
+        self.unpark(op)
 
     def _above(self, op: Operation, base: int) -> Operation | None:
-        """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one;
-        None if there is none. ``base``: the place of the tier's first component."""
+        """Return an operation that still has to bring FULL for a node that ``op`` covers, or for the parent of one; or,
+        if ``op`` is a backup, a COMPUTE of such a node; None if there is none. ``base``: the place of the tier's first
+        component."""
         brings = {node for node, moves, _ in op.fragments if moves & 1}
         for node, _, _ in op.fragments:
             parent = node.parent
@@ -410,6 +421,10 @@ class Transfers:
             for above in (node, parent):
                 if above.state[base] == ARRIVING and above not in brings:
                     return next(o for o in above.ops if o.kind is op.kind and _moves(o, above) & 1)
+                if base:
+                    computing = [o for o in above.ops if o.kind is COMPUTE and not o.doomed]
+                    if computing:
+                        return computing[0]
         return None
 
     def _arrived(self, op: Operation, tier: int, base: int) -> None:
@@ -442,15 +457,17 @@ class Transfers:
         """Doom every other operation of the same kind that fills cells of the failed nodes, or of nodes below them."""
         stack = [node for node, moves, _ in failed.fragments if moves & 1]
         seen: set[int] = {id(node) for node in stack}
+        cut_roots = [root for root in self._world.dead_roots if root.origin is not root]
         while stack:
             node = stack.pop()
             for op in node.ops:
                 if op is not failed and not op.doomed and op.kind is failed.kind:
                     self._doom(op, base)
             left = node.kids_host if base else node.kids_device  # none of them is PRESENT below what has just failed
-            if not left or node.children is None:
+            if not left:
                 continue
-            for child in node.children.values():
+            cut_off = [top for root in cut_roots for top in (root.children or {}).values() if top.parent is node]
+            for child in chain(cut_off, (node.children or {}).values()):
                 if child.state[base] != ABSENT:
                     left -= 1
                     if id(child) not in seen:

@@ -70,13 +70,16 @@ class Node:
 class Root(Node):
     """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1).
 
-    ``dead``: the namespace was invalidated, so nobody matches below this root any more. ``mute``: all namespaces were
-    invalidated together, so KV events tell no more of its pages. ``holders``: how many leases and prefetches may still
-    hang something below it. ``left``: the hashes of nodes that have left since somebody began to list the namespace's
-    pages; None while nobody does.
+    ``dead``: the namespace was invalidated, so nobody matches below this root any more. ``mute``: KV events tell no
+    more of its pages, since all namespaces were invalidated together, or the pages were withdrawn before. ``holders``:
+    how many leases and prefetches may still hang something below it. ``left``: the hashes of nodes that have left since
+    somebody began to list the namespace's pages; None while nobody does.
+
+    A node whose batch has failed gets a dead root of its own, of which it is the only child (``cut_off``). ``origin``:
+    the root that it was below before, which counts its holders; of any other root, the root itself.
     """
 
-    __slots__ = ("dead", "holders", "left", "mute")
+    __slots__ = ("dead", "holders", "left", "mute", "origin")
 
     def __init__(self, space: bytes, components: int) -> None:
         super().__init__(b"", 0, None, components)
@@ -84,6 +87,7 @@ class Root(Node):
         self.dead = self.mute = False
         self.holders = 0
         self.left: list[bytes] | None = None
+        self.origin: Root = self
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:
@@ -128,23 +132,53 @@ def common_pages(key: bytes, at: int, stop: int, other: bytes, page_bytes: int) 
     return low
 
 
+def _above(parent: Node, child: Node) -> Node:
+    """Return the node that has ``child`` among its children: ``parent``, or the root of ``child`` if that was cut
+    off."""
+    return parent if child.root is parent.root else child.root
+
+
 def link(parent: Node, child: Node, page_bytes: int) -> None:
     """Hang ``child`` under ``parent``."""
-    if parent.children is None:
-        parent.children = {}
-    parent.children[child.key[:page_bytes]] = child
+    above = _above(parent, child)
+    if above.children is None:
+        above.children = {}
+    above.children[child.key[:page_bytes]] = child
 
 
 def unlink(node: Node, page: bytes) -> Node:
     """Take a childless ``node``, whose first page is ``page``, out of the tree, and return its former parent."""
     parent = node.parent
     assert parent is not None
-    assert parent.children is not None
-    del parent.children[page]
-    if not parent.children:
-        parent.children = None
+    _forget_child(_above(parent, node), page)
     node.parent = None
     return parent
+
+
+def _forget_child(above: Node, page: bytes) -> None:
+    assert above.children is not None
+    del above.children[page]
+    if not above.children:
+        above.children = None
+
+
+def cut_off(top: Node, page_bytes: int) -> Root:
+    """Take ``top``, with all below it, out of reach of every walk down from its root, and return the dead root below
+    which these nodes are from now on. Walks up from them go on as before, through the parent of ``top``, which counts
+    ``top`` and its pins as before: whoever holds one of these nodes holds the whole path."""
+    parent = top.parent
+    assert parent is not None
+    root = Root(top.root.hashes, len(top.stamp))
+    root.dead, root.origin = True, top.root.origin
+    _forget_child(parent, top.key[:page_bytes])
+    todo = [top]
+    while todo:
+        node = todo.pop()
+        node.root = root
+        if node.children is not None:
+            todo.extend(node.children.values())
+    link(parent, top, page_bytes)
+    return root
 
 
 def cut(node: Node, pages: int, page_bytes: int) -> Node:
@@ -155,6 +189,7 @@ def cut(node: Node, pages: int, page_bytes: int) -> Node:
     assert parent is not None
     at = pages * page_bytes
     prefix = Node(node.key[:at], parent.end + pages, parent, len(node.stamp))
+    prefix.root = node.root
     link(parent, prefix, page_bytes)
     node.key = node.key[at:]
     node.parent = prefix

@@ -24,12 +24,12 @@ from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation, SlotPool
+from asynccache.core.ledger import DEVICE, HOST, Ledger, Operation, SlotPool
 from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium, Plan, Publish, Status
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
-from asynccache.core.tree import Node, Root, cut, link, unlink, walk
+from asynccache.core.tree import Node, Root, cut, cut_off, link, unlink, walk
 from asynccache.errors import InvariantViolation
 
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
@@ -189,6 +189,7 @@ class World:
 
     def leave(self, root: Root) -> None:
         """Undo ``enter``. A namespace that nobody holds and nothing hangs below is forgotten."""
+        root = root.origin
         root.holders -= 1
         self._forget_if_idle(root)
 
@@ -546,11 +547,32 @@ class World:
             prefix.pins[place] = pins
             return
         tier = place // self.count
-        prefix.pins[place] = (pins > 0) + sum(tier in PINNED_TIERS[op.kind] for op in node.ops)
+        prefix.pins[place] = (pins > 0) + sum(tier in op.tiers for op in node.ops)
         if tier == DEVICE:
             prefix.kids_device = int(state != ABSENT)
         else:
             prefix.kids_host = int(state != ABSENT)
+
+    def cut_off(self, top: Node) -> None:
+        """Take ``top`` and all below it out of reach: a batch that was to compute ``top`` has failed. What was
+        announced of these pages is withdrawn. They leave as pages of a dead root do, when nothing pins them any
+        more."""
+        left = top.root.left
+        if self.config.publish or left is not None:
+            todo = [top]
+            while todo:
+                node = todo.pop()
+                if left is not None:
+                    left.append(node.hashes)
+                for medium, place in ((Medium.GPU, 0), (Medium.CPU, self.count)):
+                    if node.state[place] == PRESENT:
+                        self.publish(medium, False, node)
+                if node.children is not None:
+                    todo.extend(node.children.values())
+        root = cut_off(top, self.page_bytes)
+        root.mute = True
+        self.dead_roots.append(root)
+        self.freed = True
 
     def remove_if_empty(self, node: Node, tier: int) -> None:
         """Take ``node`` out of the tree if it has FULL on no tier, and then every node above it that this leaves
@@ -563,10 +585,12 @@ class World:
             and node.state[count] == ABSENT
         ):
             page = node.key[: self.page_bytes]
+            if node.ops:
+                self.ledger.forget(node)
             parent = unlink(node, page)
             if (left := node.root.left) is not None:
                 left.append(node.hashes)
-            if self.ghosts is not None:
+            if self.ghosts is not None and not node.root.dead:
                 stored = node.stored & 1 and node.stored >> _BITS == self.era
                 self.ghosts.note(parent, page, 3 if stored else tier + 1)
             if self.policy.learns:
@@ -584,13 +608,13 @@ class World:
         top = moves.bit_length() - 1
         op.fragments.append((node, moves, top))
         node.ops = (*node.ops, op)
-        for tier in PINNED_TIERS[op.kind]:
+        for tier in op.tiers:
             self.pin(node, tier, top)
 
     def uncover(self, op: Operation) -> None:
         """Drop the pins of all that ``op`` covers."""
         for node, _, top in op.fragments:
-            for tier in PINNED_TIERS[op.kind]:
+            for tier in op.tiers:
                 self.unpin(node, tier, top)
 
     def valid_end(self, path: Sequence[Node], end: int, host: bool) -> int:

@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in a stream. ``done`` never blocks."""
+    """A point in a stream. ``done`` and ``failed`` never block."""
 
     def done(self) -> bool:
         """Return True if the work before the event has ended, well or not."""
+        ...
+
+    def failed(self) -> bool:
+        """Return True if that work has ended with an error, which ``wait`` raises. Final once ``done`` says True."""
         ...
 
     async def wait(self) -> None:

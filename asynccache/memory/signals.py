@@ -26,6 +26,9 @@ class Happened:
     def done(self) -> bool:
         return True
 
+    def failed(self) -> bool:
+        return False
+
     async def wait(self) -> None:
         """Return at once; there is nothing to cancel."""
 
@@ -122,6 +125,9 @@ class Signal:
     def done(self) -> bool:
         return self._fired
 
+    def failed(self) -> bool:
+        return self._error is not None
+
     async def wait(self) -> None:
         """Return when the work before the event is done. Cancelling stops the waiting, never the work.
 
@@ -193,8 +199,12 @@ class HostGate(Signal):
 
     def open(self) -> None:
         """Let go of every stream and coroutine that waits. From any thread."""
-        self._shut.pop(self, None)
         self.fire()
+
+    def fire(self, error: Exception | None = None) -> None:
+        """Do the same as ``open``; with ``error``, the work that the gate stands for has failed."""
+        self._shut.pop(self, None)
+        super().fire(error)
 
 
 class WorkThread:

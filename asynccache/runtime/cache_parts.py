@@ -73,6 +73,7 @@ class CacheParts:
             config, driver, worker, self.pools, self.claims, self.outbox, lateness, self.supervisor.spawn, clock
         )
         driver.copy, driver.store = self.engine.begin, self.outbox.put
+        driver.note_failures = self.engine.note_failures
         hashes = worker.takes_stores or on_event is not None  # a store may be attached at any time
         self.lease_parts = LeaseParts(
             driver, worker, self.prefetching, self.namespaces, self.engine, self.lookups, hashes=hashes

@@ -49,9 +49,11 @@ from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
     Cleared,
+    Compute,
     Copy,
     Effect,
     Event,
+    Failing,
     Outcome,
     Plan,
     Publish,
@@ -270,7 +272,7 @@ FetchCommit = Callable[[], Sequence[int]]
 """Hangs what a fetch has read into the tree, under the tree lock, and returns no operations. Or changes nothing, and
 returns operations of which one must end first."""
 
-Ack = Outcome | FetchCommit | Nudge
+Ack = Outcome | Failing | FetchCommit | Nudge
 
 
 def nothing(*_: object) -> None:
@@ -288,7 +290,8 @@ class Driver:
     who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call.
 
     Three functions take the effects of a plan, and none of them blocks or fails: ``copy`` takes all its copies,
-    ``store`` one backup to storage, ``publish`` one KV event.
+    ``store`` one backup to storage, ``publish`` one KV event. ``note_failures`` posts which batches of the engine are
+    known to have failed.
     """
 
     copy: Callable[[Sequence[Copy]], None]
@@ -297,6 +300,7 @@ class Driver:
     def __init__(self, core: CacheCore) -> None:
         self.core = core
         self.publish: Callable[[Event], None] = nothing
+        self.note_failures: Callable[[], None] = nothing
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations()
@@ -324,9 +328,9 @@ class Driver:
         too."""
         return len(self._in_hand) + self.acks.qsize()
 
-    def post(self, outcome: Outcome) -> None:
-        """Queue the outcome of an operation whose I/O has let go of its buffers. Whoever takes the lock next applies
-        it."""
+    def post(self, outcome: Outcome | Failing) -> None:
+        """Queue the outcome of an operation whose I/O has let go of its buffers, or the news that a batch fails.
+        Whoever takes the lock next applies it."""
         self._waiting = True
         self.acks.put_nowait(outcome)
 
@@ -349,6 +353,7 @@ class Driver:
         """
         if self.closed is not None:
             self.refuse()
+        self.note_failures()
         if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
@@ -360,11 +365,11 @@ class Driver:
     def _apply(self, acks: Sequence[Ack]) -> bool:
         """Apply the outcomes among ``acks`` first, since a commit may wait for one of them; then make the commits.
         Return True if there were outcomes: then the core has followed up, too."""
-        outcomes = [ack for ack in acks if isinstance(ack, Outcome)]
+        outcomes = [ack for ack in acks if isinstance(ack, (Outcome, Failing))]
         if outcomes:
             self.perform(self.locked(self.core.complete, outcomes))
         for ack in acks:
-            if not isinstance(ack, (Outcome, Nudge)):
+            if not isinstance(ack, (Outcome, Failing, Nudge)):
                 self._commit(ack)
         return bool(outcomes)
 
@@ -537,6 +542,8 @@ class Driver:
         for effect in effects:
             if isinstance(effect, (Publish, Cleared)):
                 self.publish(effect)
+                continue
+            if isinstance(effect, Compute):  # who made the commit has its batches watched; no pages come with its end
                 continue
             self.ops.open(effect.op)
             if isinstance(effect, (BackupHost, BackupStorage)):

@@ -12,6 +12,8 @@ pages wait for the batch, and pages that are given back are not taken again befo
 Laws:
 * No backup reads a committed page before the batch that the page's commit named is over. A backup may start long after
   the commit (the core defers it), so every backup waits, on the device, for all batches that commits have named.
+* What a batch did not compute is not there. The core hears that a commit's batches ran, or, as soon as it is known,
+  that one failed (``watch``).
 * A copy into a page waits, on the device, for the batches that some lease named while it had that page, and for no
   other (``Fences``). These batches are looked up when the copy is asked for. A batch that is named later does not hold
   the copy up, since the engine may wait for that very copy.
@@ -27,7 +29,7 @@ import numpy.typing as npt
 
 from asynccache.config import PoolSpec
 from asynccache.core.cache import CacheCore, CoreLease
-from asynccache.core.plan import BackupHost, Copy, LoadBack, Outcome, Status
+from asynccache.core.plan import BackupHost, Copy, Failing, LoadBack, Outcome, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.worker.contract import BatchInFlight, Worker
@@ -44,12 +46,12 @@ waits for. So that is rare: it takes time for each slot of the device."""
 
 
 class EngineBatches:
-    """The engine's batches, and what waits for them. Mutable state: the fences, and the batches that commits named
-    (``ready``) and that may not be over. ``post``: called with the outcome of each retirement. ``spawn``: makes a task
-    for retirements that have to wait."""
+    """The engine's batches, and what waits for them. Mutable state: the fences; the batches that commits named
+    (``ready``) and that may not be over; and the commits whose batches may still fail. ``post``: called with the
+    outcome of each retirement and of each such commit. ``spawn``: makes a task for what has to wait."""
 
     def __init__(
-        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], post: Callable[[Outcome], None],
+        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], post: Callable[[Outcome | Failing], None],
         spawn: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:  # fmt: skip
         self.fences = Fences(_slots_of(pools))
@@ -62,6 +64,9 @@ class EngineBatches:
         self._has_states = ComponentKind.MAMBA in kinds
         self._ready: dict[int, BatchInFlight] = {}
         self._sweep_at = SWEEP
+        self._computing: dict[int, tuple[BatchInFlight, list[int]]] = {}  # a batch, and the operations that it is for
+        self._unsettled: dict[int, int] = {}  # by operation: how many of its batches are not over
+        self._failing: set[int] = set()  # operations of which a batch has failed, and not all are over
 
     def __repr__(self) -> str:
         return f"EngineBatches({self.fences!r}, {len(self._ready)} batches that commits named)"
@@ -103,6 +108,39 @@ class EngineBatches:
             self._ready[ready.number] = ready
             if len(self._ready) >= self._sweep_at:  # without a host tier nothing else forgets those that are over
                 self._sweep_at = 2 * len(self.pending()) + SWEEP
+
+    def watch(self, op: int, batches: Sequence[BatchInFlight]) -> None:
+        """Post the outcome of ``op``, a COMPUTE of the core, when all of ``batches`` are over; and as soon as one of
+        them has failed, post that."""
+        self._unsettled[op] = len(batches)
+        for batch in batches:
+            self.expect(batch)
+            if batch.number not in self._computing:
+                self._computing[batch.number] = batch, []
+                self._spawn(self._settle(batch), "asynccache-computing")
+            self._computing[batch.number][1].append(op)
+
+    async def _settle(self, batch: BatchInFlight) -> None:
+        await batch.settled()
+        self.note_failures()
+        await batch.wait()
+        self.note_failures()
+        for op in self._computing.pop(batch.number)[1]:
+            self._unsettled[op] -= 1
+            if not self._unsettled[op]:
+                del self._unsettled[op]
+                self._post(Outcome(op, Status.FAILED if op in self._failing else Status.DONE))
+                self._failing.discard(op)
+
+    def note_failures(self) -> None:
+        """Post what fails by what is known now. Whoever is about to decide something calls this: who has heard that a
+        batch failed finds nothing of it any more, even if the task that waits for the batch has not run yet."""
+        for batch, ops in self._computing.values():
+            if batch.failed:
+                for op in ops:
+                    if op not in self._failing:
+                        self._failing.add(op)
+                        self._post(Failing(op))
 
     def pending(self) -> list[BatchInFlight]:
         """Return the batches that commits named and that are not over, each once. The others are forgotten."""

@@ -10,6 +10,8 @@ Laws:
 * A lease that is dropped without being released warns, and the loop gives back what it held.
 * A lease's commits are made in the order of the calls. A backup waits for the ``ready`` batch of the pages that it
   copies: ``EngineBatches`` hears of that batch before the commit's plan is performed.
+* What a batch did not compute is not published: a commit stands on all ``ready`` batches of its lease that are not
+  known to have run, and is undone if one of them fails.
 * A commit may find that the tree has some pages already. The lease's own copies of these are *duplicates*. They are
   free once the engine uses the new page table and has let go of the old one (``adopt``).
 """
@@ -63,10 +65,11 @@ worked out only for a warning, since that takes some µs in a long function."""
 
 
 class Publishing:
-    """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that
-    may not be over, and the duplicates that wait to be adopted. ``order``: a lock, for one commit after the other."""
+    """The commits of one lease. Mutable state: the longest key committed so far, its hashes, the batches that may not
+    be over, the ``ready`` ones among them that may still fail or have failed (``_unsure``), and the duplicates that
+    wait to be adopted. ``order``: a lock, for one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_key", "_parts", "_ready", "_retiring", "_space", "order")
+    __slots__ = ("_chain", "_core", "_key", "_parts", "_ready", "_retiring", "_space", "_unsure", "order")
 
     def __init__(self, parts: LeaseParts, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
@@ -76,6 +79,7 @@ class Publishing:
         self._key = ask.key
         self._chain = chain or Chain(ask.space, parts.driver.core.config.page_size)
         self._ready: list[BatchInFlight] = []
+        self._unsure: list[BatchInFlight] = []
         self._retiring: list[int] = []
 
     def __repr__(self) -> str:
@@ -100,32 +104,37 @@ class Publishing:
     def expect(self, ready: BatchInFlight) -> None:
         """Note that the engine writes into the lease's pages until ``ready`` is over. From now on a release waits for
         that, whatever becomes of the commit. So do copies into these pages, some of which the commit may hand to
-        others."""
+        others. Later commits of the lease stand on ``ready``, too."""
+        if not any(batch is ready for batch in self._unsure):
+            self._unsure.append(ready)
         self._named(ready)
 
     def _named(self, batch: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), batch]
         self._parts.engine.fence(self._core, batch)
 
-    async def publish(self, key: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None) -> None:
+    async def publish(self, key: bytes, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
-        it has published everything or nothing."""
+        it has published everything or nothing. Raises ``LoadFailed``: see ``Lease.commit``."""
         hashes = await self._hashes(key) if self._parts.hashes else b""
         self.adopt()
-        while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
+        while isinstance(answer := await self._try(key, hashes, checkpoint), Wait):
             await first_ended(self._parts.driver.ops, answer.ops)
 
-    async def _try(
-        self, key: bytes, hashes: bytes, ready: BatchInFlight | None, checkpoint: tuple[int, int] | None
-    ) -> Committed | Wait:
-        driver = self._parts.driver
+    async def _try(self, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None) -> Committed | Wait:
+        driver, core = self._parts.driver, self._core
         async with holding(driver.lock):
+            if self._unsure:
+                self._unsure = [batch for batch in self._unsure if not batch.done() or batch.failed]
+            failed = any(batch.failed for batch in self._unsure)  # first: more is known when outcomes are applied
             driver.apply_outcomes()
-            if self._core.released:
+            if core.released:
                 raise RuntimeError("the lease is released")
-            answer = driver.locked(driver.core.commit, self._core, key, hashes, checkpoint)
+            if core.valid is not None or failed:
+                raise LoadFailed(core.length if core.valid is None else core.valid)
+            answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
             if not isinstance(answer, Wait):
-                self._published(key, ready)
+                self._published(key, answer.computing)
             driver.perform(answer.plan, self._retiring)
         return answer
 
@@ -134,12 +143,13 @@ class Publishing:
             self._chain.known(key, self._parts.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
-    def _published(self, key: bytes, ready: BatchInFlight | None) -> None:
-        """Note the commit before its plan is performed: the plan's backups must find ``ready``."""
+    def _published(self, key: bytes, computing: int) -> None:
+        """Note the commit before its plan is performed: the plan's backups must find the batches that it stands on.
+        ``computing``: the operation that ends with them; 0: they have all run."""
         if len(key) > len(self._key):
             self._key = key
-        if ready is not None:
-            self._parts.engine.expect(ready)
+        if computing:
+            self._parts.engine.watch(computing, self._unsure)
         self._parts.commits += 1
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
@@ -400,7 +410,7 @@ class Lease:
         """Return when every page of the lease is on the device. Cancelling it stops the waiting only.
 
         Raises:
-            LoadFailed: a load failed; release and enter again.
+            LoadFailed: a load failed, or a batch that was to compute pages of the lease; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
         self._parts.driver.check_thread()
@@ -415,8 +425,8 @@ class Lease:
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
-        """Raise ``LoadFailed`` if a load of ``core`` has failed. If the cache is closed and ``core`` has loads, raise
-        why it is closed: nobody knows then what has arrived."""
+        """Raise ``LoadFailed`` if a load of ``core``, or a batch that was to compute its pages, has failed. If the
+        cache is closed and ``core`` has loads, raise why it is closed: nobody knows then what has arrived."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
         if core.loads and self._parts.driver.closed is not None:
@@ -427,7 +437,7 @@ class Lease:
         without streams. Cancelling it stops the waiting only.
 
         Raises:
-            LoadFailed: a load failed; release and enter again.
+            LoadFailed: a load failed, or a batch that was to compute pages of the lease; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
             ConfigError: the model has no layer ``i``.
         """
@@ -564,16 +574,22 @@ class Lease:
         hand the coroutine to the cache's loop: ``asyncio.run_coroutine_threadsafe(lease.commit(tokens, event), loop)``.
         Release the lease when the commit has ended; after a release it publishes nothing, and raises ``RuntimeError``.
 
+        ``ready`` may fail: the event carries an error, or the engine of a rank could not run the batch. Then all that
+        the commit has published, and all that hangs below it, leaves the cache: it is not served, saved or announced
+        any more. Leases that hold some of it keep their pages, learn of it by ``LoadFailed``, and publish nothing more.
+        A commit also stands on each ``ready`` that the lease has named before. For batches that were named by no commit
+        the caller vouches.
+
         ``checkpoint``: the position of a MAMBA state (tokens, whole pages), and its slot, which is one of ``states``.
         Cancelling it publishes everything or nothing.
 
         Raises:
-            LoadFailed: a load of the lease failed.
+            LoadFailed: a load of the lease, or a batch that was to compute its pages, failed.
             CacheClosed: the cache is closed.
             RuntimeError: the lease is not held, or it has loads and nobody has waited for them.
             ConfigError: ``tokens`` do not continue what the lease holds, or the checkpoint's position is not the end of
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
-                published, and ``ready`` was not taken.
+                published, and ``ready`` was not taken, unless another commit of the lease was under way.
         """
         key, saved = as_key(tokens), None if checkpoint is None else _as_pair(checkpoint)
         event = self._parts.engine.event("commit: ready", ready)
@@ -600,7 +616,8 @@ class Lease:
             if core.loads:
                 await self.loaded()
             if self._still_valid():
-                await commits.publish(key, batch, checkpoint)
+                commits.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
+                await commits.publish(key, checkpoint)
             return self.pages
 
     def _still_valid(self) -> bool:

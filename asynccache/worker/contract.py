@@ -77,16 +77,27 @@ class Reports(NamedTuple):
 
 
 class BatchInFlight(Protocol):
-    """A piece of the engine's work, from the moment that the head knows of it."""
+    """A piece of the engine's work, from the moment that the head knows of it. It is *over* when the engine uses no
+    page for it any more, whether it ran or failed."""
 
     number: int
 
+    @property
+    def failed(self) -> bool:
+        """True once it is known that the batch failed, perhaps on one worker while others are not over yet. Final once
+        ``done`` says True."""
+        ...
+
     def done(self) -> bool:
-        """Return True once the batch is over, well or not. Never blocks."""
+        """Return True once the batch is over. Never blocks."""
         ...
 
     async def wait(self) -> None:
-        """Return when the batch is over, well or not. Cancelling it stops the waiting."""
+        """Return when the batch is over. Cancelling it stops the waiting."""
+        ...
+
+    async def settled(self) -> None:
+        """Return when the batch is over, or has failed. Cancelling it stops the waiting."""
         ...
 
 

@@ -97,7 +97,7 @@ class WorkInFlight(RankReports):
 
 
 class AwaitedAnswers(RankReports):
-    """The answers to a call, or the ends of a batch."""
+    """The answers to a call; and, as ``GroupBatch``, the ends of a batch."""
 
     __slots__ = ("_changed", "_failed", "number")
 
@@ -137,6 +137,30 @@ class AwaitedAnswers(RankReports):
         """The ranks will not speak any more: whoever waits, now or later, gets an ``error()``."""
         self._failed = error
         self._changed.tell()
+
+
+class GroupBatch(AwaitedAnswers):
+    """A batch of the engine on all ranks; see ``BatchInFlight``. ``failed``: True once a rank has said so."""
+
+    __slots__ = ("failed",)
+
+    def __init__(self, number: int, ranks: Iterable[int], failed: bool = False) -> None:
+        super().__init__(number, ranks)
+        self.failed = failed
+
+    def hear(self, rank: int, message: object) -> bool:
+        """See ``RankReports``."""
+        if isinstance(message, m.BatchOver) and message.error and rank in self.left:
+            self.failed = True
+            self._changed.tell()
+        return super().hear(rank, message)
+
+    async def settled(self) -> None:
+        """See ``BatchInFlight``. Raises as ``wait``."""
+        while self.left and not self.failed:
+            if self._failed is not None:
+                raise self._failed()
+            await self._changed.wait()
 
 
 async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
@@ -181,7 +205,7 @@ class WorkerGroup:
         self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
         self._storing: dict[int, bool] = {}  # by the first operation of a batch: whether it was given up
-        self._batches: dict[int, AwaitedAnswers] = {}
+        self._batches: dict[int, GroupBatch] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
         self._opening = 0
@@ -463,16 +487,16 @@ class WorkerGroup:
             raise ConfigError(f"batch {number} was not sent")
         return number
 
-    def batch(self, event: object) -> AwaitedAnswers:
+    def batch(self, event: object) -> GroupBatch:
         """See ``Worker``. A batch that is not known any more is over."""
         assert isinstance(event, int)
-        return self._batches.get(event) or AwaitedAnswers(event, ())
+        return self._batches.get(event) or GroupBatch(event, (), failed=event in self._unable)
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
         """See ``Worker``."""
         self._last_batch += 1
         number = self._last_batch
-        self._batches[number] = AwaitedAnswers(number, self._ranks)
+        self._batches[number] = GroupBatch(number, self._ranks)
         self._put(m.SendBatch(number, payload, loads))
         return number
 

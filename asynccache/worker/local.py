@@ -120,7 +120,7 @@ is how many the last sweep has kept."""
 
 
 class LocalBatch:
-    """One batch that ends with ``event``; see ``BatchInFlight``."""
+    """One batch that ends with ``event``, and has failed if that carries an error; see ``BatchInFlight``."""
 
     __slots__ = ("done", "event", "number")
 
@@ -133,11 +133,18 @@ class LocalBatch:
         return f"LocalBatch({self.number}, {'over' if self.done() else 'not over'})"
 
     async def wait(self) -> None:
-        """Return when the batch is over, well or not. Cancelling it stops the waiting."""
+        """See ``BatchInFlight``."""
         try:
             await self.event.wait()
         except CopyFailed:
             return
+
+    settled = wait
+
+    @property
+    def failed(self) -> bool:
+        """See ``BatchInFlight``."""
+        return self.event.failed()
 
 
 class LocalBatches:

@@ -44,7 +44,8 @@ class EngineBatch:
 
     def end(self, event: object | None = None) -> None:
         """End the batch: the engine uses no page for it after ``event`` has fired, or from now on if ``event`` is None.
-        ``event``: as for ``Lease.release``. To be called once, from any thread.
+        ``event``: as for ``Lease.release``. If it carries an error, the batch has failed, as with ``fail``. To be
+        called once, from any thread.
 
         Raises:
             ConfigError: the device cannot wait for ``event``, or the batch was ended before.
@@ -54,8 +55,8 @@ class EngineBatch:
 
     def fail(self, reason: str) -> None:
         """End a batch that the engine cannot run, and for which it uses no page any more. The head is told ``reason``
-        (see ``AsyncCache.batch_ended``); nothing else fails. To be called once, instead of ``end``, from any thread.
-        Raises as ``end``."""
+        (see ``AsyncCache.batch_ended``), and what the batch was to compute leaves the cache (see ``Lease.commit``). To
+        be called once, instead of ``end``, from any thread. Raises as ``end``."""
         self._end(self, None, reason or "no reason was given")
 
 
@@ -177,14 +178,15 @@ class SentBatches:
         None. ``error``: why the engine could not run the batch; empty if it did."""
         self._unread.pop(number, None)
         try:
-            over = event is None or event.done()
+            if event is not None:
+                event.done()  # nobody can know when a batch is over whose event raises
         except Exception as failure:
             self._failed(failure)
             return
         batch = self._sent.pop(number)
-        if event is None or over:
+        if event is None:
             self._over(number, error)
-        else:
+        else:  # also if it has fired: only who waits for it hears of its error
             self._events[number], self._running[number] = event, batch
             task = asyncio.get_running_loop().create_task(self._watch(number, event), name="asynccache-batch")
             self._watching.add(task)
@@ -192,15 +194,16 @@ class SentBatches:
         self._ended()
 
     async def _watch(self, number: int, event: Event) -> None:
+        error = ""
         try:
             await event.wait()
-        except CopyFailed:
-            pass  # the batch is over, though not well
-        except Exception as error:
-            self._failed(error)
+        except CopyFailed as failure:
+            error = str(failure) or "its event carries an error"
+        except Exception as failure:
+            self._failed(failure)
             return
         del self._events[number], self._running[number]
-        self._over(number, "")
+        self._over(number, error)
 
     def stop(self) -> None:
         """Stop watching events."""

@@ -18,6 +18,13 @@ from asynccache.runtime.lease import Lease
 from asynccache.worker import RankPlace
 from tests.simulated.world import WrongBytes
 
+BAD = 0xEE
+"""The byte that a failed batch leaves in its pages, and a batch that has read such a page in its own."""
+
+
+class BadBytes(WrongBytes):
+    """A page that was read is one of a batch that failed."""
+
 
 class Task(NamedTuple):
     """A batch's payload. ``tables``: page tables by component. ``cached``: tokens that must be there already; the
@@ -91,6 +98,18 @@ class EngineBytes:
                 if table[i] >= 0:
                     self._put(name, table[i], self._content(task, i))
 
+    def spoil(self, task: Task) -> None:
+        """Write ``BAD`` to whatever ``write`` would write to."""
+        for name, spec in self._pools.items():
+            if spec.component is ComponentKind.MAMBA:
+                slots = [task.checkpoint] if task.text and len(task.text) % self._page == 0 else []
+            else:
+                first, end = task.cached // self._page, -(-len(task.text) // self._page)
+                slots = task.tables[POOL_NAME[spec.component]][first:end]
+            for slot in slots:
+                for rows in self._rows[name] if slot >= 0 else ():
+                    rows[slot][:] = BAD
+
     def _content(self, task: Task, page: int) -> bytes:
         return f"{task.space}{task.text[: (page + 1) * self._page]}".encode()
 
@@ -110,6 +129,8 @@ class EngineBytes:
             raise WrongBytes(f"{pool} {what} has no slot")
         for layer, rows in enumerate(self._rows[pool]):
             row = rows[slot].tobytes()
+            if row == bytes([BAD]) * len(row):
+                raise BadBytes(f"{self._place}: {pool} {what}, slot {slot}, layer {layer} is of a failed batch")
             if row != self._expected(pool, layer, content, len(row)):
                 raise WrongBytes(f"{self._place}: {pool} {what}, slot {slot}, layer {layer}: {row[:8].hex()}")
 

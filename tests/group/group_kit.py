@@ -190,6 +190,8 @@ class GroupWorld:
                     backends[rank] = SimulatedBackend(random, hostility)
         self.verified = 0
         self.void: set[int] = set()
+        self.failing: set[int] = set()  # batches that some engine cannot run
+        self.granted: dict[int, frozenset[int]] = {}  # by batch: those that were known when its lease was granted
         self.said: dict[int, dict[int, Status]] = defaultdict(dict)  # how an operation ended, by rank
         self.works: dict[int, list[int]] = {}  # operations that were handed over together, by the first of them
         self.group: SimulatedGroup
@@ -210,6 +212,8 @@ class GroupWorld:
         """Make the processes of a new group, and the head's cache, which is not open yet."""
         topology = self.topology
         self.void.clear()
+        self.failing.clear()
+        self.granted.clear()
         self.said.clear()
         self.works.clear()
         self.group = SimulatedGroup(
@@ -279,6 +283,9 @@ class GroupWorld:
             await running
             engine = self.engines[rank]
             self.verified += engine.verified
+            for number in engine.spoilt:
+                known = self.failing <= self.granted[number]
+                assert not known, f"batch {number} read pages of a batch that the head knew to have failed"
             for number, failure in engine.failures.items():
                 went_well = all(self.said[op].get(rank) is not Status.FAILED for op in engine.loads[number])
                 if not (number in self.void and went_well and isinstance(failure, WrongBytes)):
@@ -328,6 +335,11 @@ class GroupWorld:
         """Have all engines compute ``text`` beyond its cached part. Returns the batch's number."""
         task: Task = task_for(lease, extra_key, text, self.names)
         return self.cache.send_batch(task.payload(), [lease])
+
+    def known_to_fail(self) -> frozenset[int]:
+        """The batches of which the head knows that they fail."""
+        group: Any = self.cache._opened().worker
+        return frozenset([*group._unable, *[number for number, batch in group._batches.items() if batch.failed]])
 
     async def push_out(self, pages: int) -> None:
         """Take ``pages`` device pages for a moment, so that what is cached leaves the device."""

@@ -14,7 +14,7 @@ from random import Random
 
 from asynccache.errors import CopyFailed, RankFailure
 from asynccache.worker import EngineBatch, RankWorker
-from tests.group.engine_bytes import EngineBytes, task_of
+from tests.group.engine_bytes import BadBytes, EngineBytes, task_of
 from tests.simulated.device import SimulatedDevice, SimulatedGate
 
 CANNOT = "the model raised"
@@ -22,12 +22,14 @@ CANNOT = "the model raised"
 
 class RankEngine:
     """The engine of one rank. ``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work,
-    by batch; ``loads``: what each of these needed. ``verified``: as ``EngineBytes`` has it."""
+    by batch; ``loads``: what each of these needed. ``spoilt``: batches that have read what a failed one left.
+    ``verified``: as ``EngineBytes`` has it."""
 
     def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
         self.rank = face.rank
         self.failures: dict[int, BaseException] = {}
         self.loads: dict[int, tuple[int, ...]] = {}
+        self.spoilt: set[int] = set()
         self._face = face
         self._device = device
         self._random = random
@@ -52,7 +54,7 @@ class RankEngine:
 
     async def _take(self, batch: EngineBatch) -> None:
         if self.rank in task_of(batch.payload).unable:
-            batch.fail(CANNOT)
+            await self._fail(batch)
             return
         gate = self._device.gate()
         loop = asyncio.get_running_loop()
@@ -72,6 +74,21 @@ class RankEngine:
             await asyncio.wait([work])
             batch.end()
 
+    async def _fail(self, batch: EngineBatch) -> None:
+        """Leave garbage in the batch's pages, when the stream comes to it, and say that it failed: by an event or
+        not."""
+        gate = self._device.gate() if self._random.random() < 0.4 else None
+        if gate is not None:
+            batch.end(gate)
+        if self._last is not None:
+            await self._last.wait()
+        await asyncio.sleep(self._pause())
+        self._bytes.spoil(task_of(batch.payload))
+        if gate is None:
+            batch.fail(CANNOT)
+        else:
+            gate.fire(RuntimeError(CANNOT))
+
     async def _work(
         self, batch: EngineBatch, loads: asyncio.Task[bool] | None, before: SimulatedGate | None, gate: SimulatedGate
     ) -> None:
@@ -82,8 +99,12 @@ class RankEngine:
             await asyncio.sleep(self._pause())
             there = await (self._arrived(batch) if loads is None else loads)
             if there:
-                self._bytes.verify(task)
-                self._bytes.write(task)
+                try:
+                    self._bytes.verify(task)
+                    self._bytes.write(task)
+                except BadBytes:
+                    self.spoilt.add(batch.number)
+                    self._bytes.spoil(task)
         except Exception as error:
             self.failures[batch.number] = error
             self.loads[batch.number] = batch.loads

@@ -25,7 +25,7 @@ from asynccache.storage.contract import Result
 from asynccache.worker import combined_answers, stages, watched_keys
 from asynccache.worker import messages as m
 from asynccache.worker.contract import StoredBatch, Work
-from asynccache.worker.group import AwaitedAnswers, WorkerGroup
+from asynccache.worker.group import AwaitedAnswers, GroupBatch, WorkerGroup
 from asynccache.worker.rank_performer import Performer
 from asynccache.worker.sent_batches import EngineBatch, SentBatches
 from asynccache.worker.serving import WorkerEnd
@@ -234,6 +234,11 @@ def over_on_one(patch: Patch) -> None:
             plain_over(self, rank, news)
 
     patch.setattr(WorkerGroup, "_over", over)
+
+
+def failed_batches_count_as_run(patch: Patch) -> None:
+    """What a rank says of a batch that it could not run is heard, and has no consequence for its pages."""
+    patch.setattr(GroupBatch, "failed", property(lambda self: False, lambda self, failed: None))
 
 
 def copies_wait_for_no_batch(patch: Patch) -> None:
@@ -446,6 +451,9 @@ MUTATIONS = {
     "sent after an await": Mutation(sent_after_an_await),
     "frames overtake": Mutation(frames_overtake, 1),
     "over on one": Mutation(over_on_one, 26),
+    "failed batches count as run": Mutation(
+        failed_batches_count_as_run, 59, matters=lambda c: c.unable > 0 and stored(c)
+    ),
     "copies wait for no batch": Mutation(copies_wait_for_no_batch, 2),
     "no event is over": Mutation(a_batch_without_an_event_is_over, 10),
     "backups name no batch": Mutation(backups_name_no_batch, 11),

@@ -23,7 +23,8 @@ KINDS = (
     "no worker at the head", "calm", "rough", *(f"{ranks} ranks" for ranks in range(1, 9)),
 )  # fmt: skip
 EVENTS = (
-    "served", "cancelled", "copy failed", "store failed", "batch failed", "backup dropped", "lost pages", "device hit",
+    "served", "cancelled", "copy failed", "store failed", "batch failed",
+    "a failing batch is published", "backup dropped", "lost pages", "device hit",
     "storage hit", "found again", "attached", "flush", "prefetch complete", "prefetch partial", "prefetch miss", "full",
     "p2c leads",
 )  # fmt: skip

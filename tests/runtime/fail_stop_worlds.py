@@ -28,7 +28,8 @@ from asynccache import (
 )
 from asynccache.core import duel, eviction, ledger, reuse
 from asynccache.core.audit import check
-from asynccache.core.plan import Outcome, Status
+from asynccache.core.ledger import COMPUTE
+from asynccache.core.plan import Failing, Outcome, Status
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import P2c
 from asynccache.core.settings import CoreConfig
@@ -266,9 +267,12 @@ class Posts:
         self._post = Driver.post
         self.held: list[tuple[Driver, Outcome]] | None = None
 
-    def take(self, driver: Driver, outcome: Outcome) -> None:
-        """Instead of ``Driver.post``."""
-        if self.held is not None:
+    def take(self, driver: Driver, outcome: Outcome | Failing) -> None:
+        """Instead of ``Driver.post``. What is known of the engine's batches is posted at once."""
+        op = driver.core.world.ledger.ops.get(outcome.op)
+        if isinstance(outcome, Failing) or (op is not None and op.kind is COMPUTE):
+            self._post(driver, outcome)
+        elif self.held is not None:
             self.held.append((driver, outcome))
         elif self._late:
             self._loop.call_later(self._random.choice((0.0, 0.0, 0.001, 0.02)), self._post, driver, outcome)
@@ -547,6 +551,37 @@ async def claimed(here: Here) -> None:
         await handle
 
 
+async def failing(here: Here) -> None:
+    """A batch fails of which others hold pages. Its checkpoint had split what it published."""
+    cache, ready, tokens = here.cache, here.device.gate(), text(4, 1)
+    await ask(here, text(1, 1))
+    async with cache.lease(tokens) as lease:
+        await lease.loaded()
+        compute(cache, lease, tokens, here.checked)
+        await lease.commit(tokens, ready=ready, checkpoint=(3 * PAGE, int(lease.states[-1])))
+    longer = text(3, 1) + text(2, 5, 1)
+    async with cache.lease(longer, wait=False, states=0) as holder:  # a copy of a state would wait for ``ready``
+        await holder.loaded()
+        compute(cache, holder, longer, here.checked)
+        await holder.commit(longer)
+        ready.fire(RuntimeError("out of memory"))
+        await asyncio.sleep(0.1)
+        with suppress(LoadFailed):
+            await holder.commit(longer)
+    hostless = not here.config.pools()[0].host_pages
+    for evicted in (False, hostless):  # before it fails, where no backup waits for it
+        ready = here.device.gate()
+        async with cache.lease(tokens) as lease:
+            await lease.loaded()
+            compute(cache, lease, tokens, here.checked)
+            await lease.commit(tokens, ready=ready)
+        if evicted:
+            await push_away(here)
+        ready.fire(RuntimeError("out of memory"))
+        await asyncio.sleep(0.1)
+    await ask(here, tokens)
+
+
 async def learning(here: Here) -> None:
     """More prompts than there is room for come back, after a short while or a long one, and go other ways then."""
     for turn in range(6):
@@ -639,7 +674,7 @@ def drawn(seed: int) -> Play:
                 order=random.choice((Order.FIFO, Order.SHUFFLED)), seed=seed)
 
 
-SEEDS = (169, 191, 438, 540, 652, 757, 1068, 1152, 1155, 1165, 22012, 22593)
+SEEDS = (340, 421, 438, 595, 10543, 20318, 21404, 30265, 30414, 31468, 32095, 32227)
 PLAIN = {"device": 14, "host": 20}
 PLAYS: dict[str, Play] = {
     "loading": Play(scenario=loading, shape=PLAIN),
@@ -656,6 +691,8 @@ PLAYS: dict[str, Play] = {
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
     "claimed": Play(scenario=claimed, shape=PLAIN),
+    "failing": Play(scenario=failing, shape={**PLAIN, "swa": 10, "mamba": 8}, events=True),
+    "failing hostless": Play(scenario=failing, shape={"device": 14, "swa": 10, "mamba": 8}, stored=False),
     "late": Play(scenario=claimed, shape=PLAIN, hostility=Hostility(delay=0.15)),
     "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
     "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
@@ -735,6 +772,9 @@ async def look(cache: AsyncCache, grains: int) -> str:
         await settled(cache)  # what is being fetched may be claimed then
         parts(cache).claims.drop_all()
         await settled(cache)
+        while parts(cache).core.world.ledger.count[COMPUTE]:  # nothing else tells that the engine's last batch is over
+            await asyncio.sleep(0.01)
+            await settled(cache)
         while parts(cache).core.world.dead_roots and grains:
             parts(cache).core.follow_up()  # a slice
         check(parts(cache).core, idle=True)

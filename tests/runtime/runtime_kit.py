@@ -13,6 +13,7 @@ import torch
 
 from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.audit import check
+from asynccache.core.ledger import COMPUTE
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
 from asynccache.runtime.cache_parts import CacheParts
@@ -78,6 +79,7 @@ async def opened(
             if idle:
                 parts(cache).claims.drop_all()
                 await settled(cache)
+                await until(lambda: not parts(cache).core.world.ledger.count[COMPUTE])
                 check(parts(cache).core, idle=True)
     finally:
         if own is not None:

@@ -21,6 +21,7 @@ class Told:
 
     number = 0
     fired = False
+    failed = False
 
     def done(self) -> bool:
         return self.fired
@@ -28,6 +29,8 @@ class Told:
     async def wait(self) -> None:
         """Nobody waits here."""
         await asyncio.Event().wait()
+
+    settled = wait
 
 
 def table(slots: Sequence[int]) -> bytes:

@@ -38,7 +38,12 @@ UNREACHED = {
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
     r"Prefetches\.commit: (self\.revoke\(op\)|return \(\))": "the runtime gives a fetch up before that",
-    r"_choose_gently: return \(False, None\)": "what could be reached waits, or does when its children were taken",
+    r"_has_room: break|_not_on_host: return More|_saving: return pause|_evict_next: (self\._world\.offer|return SLICE)":
+        "a call runs out of steps just there; tests/core/test_core_steps.py has the trees for that",
+    r"RoomMaker\._saving: self\._give_up": "a cell that is not worth a copy comes behind one that is",
+    r"Listing\.some: self\._run = ": "what was listed leaves before the list is made, as in test_core_surveys.py",
+    r"Transfers\._doom: self\._unparked": "an operation fails above a parked one, as in test_core_write_through.py",
+    r"P2c\.choose: return slices\[-1\]": "the newest cell goes again from the queue that the last choice fell on",
 }  # fmt: skip
 """Statements that no world reaches, by what they look like in a line of ``Point``, and why."""
 

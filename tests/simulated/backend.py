@@ -24,8 +24,8 @@ from asynccache.storage import PageKey, Record, Result, settled
 
 class Hang(NamedTuple):
     """From ``begin`` on, for ``length`` seconds, calls of ``verbs`` are not answered; the seconds are counted from
-    ``SimulatedBackend.hang``. ``stubborn``: calls that are under way at ``begin`` hang, too, and those who are cancelled
-    wait, as for a client whose thread is stuck."""
+    ``SimulatedBackend.hang``. ``stubborn``: calls that are under way at ``begin`` hang, too, and calls for pages go on
+    hanging when they are cancelled, as in a client whose thread is stuck."""
 
     verbs: frozenset[str]
     begin: float
@@ -37,8 +37,7 @@ class Hang(NamedTuple):
 class Hostility:
     """Shares between 0 and 1. Per call: ``unavailable`` raises. Per page: ``failed`` answers FAILED; the lies of
     ``get`` are ``wrong`` (a flipped bit), ``short`` (the first half only), ``empty`` (nothing written), each claimed as
-    HIT; ``vanished``: ``exists`` says HIT and the page is gone. ``delay``: seconds at most, for each half of a call.
-    ``hangs``: when which calls hang."""
+    HIT; ``vanished``: ``exists`` says HIT and the page is gone. ``delay``: seconds at most, for each half of a call."""
 
     delay: float = 0.01
     unavailable: float = 0.0
@@ -47,7 +46,6 @@ class Hostility:
     short: float = 0.0
     empty: float = 0.0
     vanished: float = 0.0
-    hangs: tuple[Hang, ...] = ()
 
 
 HONEST = Hostility()
@@ -56,7 +54,8 @@ HONEST = Hostility()
 class SimulatedBackend:
     """``pages`` is what is stored; it may be shared by one backend after another, as a store that outlives a process.
     ``shared``: other workers have it at the same time.
-    ``lies`` counts lies by name, ``hung`` the calls that hung, ``holding`` those that hold buffers now."""
+    ``hangs``: when which of its calls hang. ``lies`` counts lies by name, ``hung`` the calls that hung, ``holding``
+    those that hold buffers now."""
 
     def __init__(
         self, random: Random, hostility: Hostility = HONEST, pages: dict[PageKey, tuple[bytes, bytes]] | None = None,
@@ -67,6 +66,7 @@ class SimulatedBackend:
         self.pages = {} if pages is None else pages
         self.lies: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.hangs: Sequence[Hang] = ()
         self.hung: Counter[str] = Counter()
         self.holding = 0
         self.closed = False
@@ -94,7 +94,7 @@ class SimulatedBackend:
         return await self._whole("delete", self._delete(keys))
 
     def hang(self) -> None:
-        """From now on the seconds of ``Hostility.hangs`` are counted."""
+        """From now on the seconds of ``hangs`` are counted."""
         self._since = asyncio.get_running_loop().time()
         self._answers.clear()
 
@@ -150,14 +150,14 @@ class SimulatedBackend:
     async def _held(self, verb: str, under_way: bool = False) -> None:
         """Return at once, or when a hang is over that ``verb`` is in. ``under_way``: the call has begun."""
         loop = asyncio.get_running_loop()
-        for hang in self.hostility.hangs:
+        for hang in self.hangs:
             if under_way and not hang.stubborn:
                 continue
             if verb in hang.verbs and 0 <= loop.time() - self._since - hang.begin < hang.length:
                 self.hung[verb] += 1
                 over = loop.create_task(self._over(self._since + hang.begin + hang.length), name=f"hanging-{verb}")
                 try:
-                    await (settled([over]) if hang.stubborn else over)
+                    await (settled([over]) if hang.stubborn and verb not in ("clear", "flush") else over)
                 finally:
                     over.cancel()
 

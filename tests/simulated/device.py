@@ -33,6 +33,9 @@ class SimulatedEvent:
     def done(self) -> bool:
         return self._fired
 
+    def failed(self) -> bool:
+        return self._error is not None
+
     async def wait(self) -> None:
         """Return when the work before the event is done. Cancelling stops the waiting, never the work.
 

@@ -126,14 +126,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests.append(request)
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), tokens=st.integers(0, 60))
-    def compute(self, data: st.DataObject, tokens: int) -> None:
-        """The engine computes some of a request."""
+    @rule(data=st.data(), tokens=st.integers(0, 60), fails=st.integers(0, 9))
+    def compute(self, data: st.DataObject, tokens: int, fails: int) -> None:
+        """The engine computes some of a request, or fails to, which is known later."""
         request = self._pick(data)
         if request.ready:
             tokens = max(request.computed, min(tokens, request.lease.reserved, len(request.key) // 4))
             if self._has_pages(request, tokens):
-                request.compute(tokens)
+                request.compute(tokens, fails == 0)
 
     def _has_pages(self, request: Running, tokens: int) -> bool:
         """SWA may have been given back beyond what is computed: the engine never computes there."""
@@ -144,15 +144,15 @@ class CacheMachine(RuleBasedStateMachine):
         return all(slot >= 0 for slot in table[request.computed // page : -(-tokens // page)])
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), checkpoint=st.booleans())
-    def commit(self, data: st.DataObject, checkpoint: bool) -> None:
-        """A request publishes what it has computed."""
+    @rule(data=st.data(), checkpoint=st.booleans(), computed=st.booleans())
+    def commit(self, data: st.DataObject, checkpoint: bool, computed: bool) -> None:
+        """A request publishes what it has computed, or is about to."""
         request = self._pick(data)
         if not request.ready or request.computed < request.lease.length:
             return
         end = request.computed // self.run.page * self.run.page
         spare = MAMBA in self.run.kinds and len(request.lease.states) > 4 and checkpoint and end
-        request.commit(checkpoint=end if spare else None)
+        request.commit(checkpoint=end if spare else None, computed=computed)
         text = "".join(chr(int.from_bytes(request.key[i : i + 4], "little")) for i in range(0, end * 4, 16))
         self.keys[request.space].add(text)
 
@@ -196,15 +196,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.requests.remove(request)
         request.release(ended=ended, retire=retire)
 
-    @rule(text=texts, space=spaces, checkpoint=st.booleans())
-    def whole_request(self, text: str, space: bytes, checkpoint: bool) -> None:
-        """From arrival to release, if it fits and nothing is in the way."""
+    @rule(text=texts, space=spaces, checkpoint=st.booleans(), fails=st.booleans())
+    def whole_request(self, text: str, space: bytes, checkpoint: bool, fails: bool) -> None:
+        """From arrival to release, if it fits and nothing is in the way. Its batch may fail, which is known later."""
         request = self.run.lease(spell(text, self.run.page), space=space)
         if request is None:
             return
         self.run.complete(*[op for op in request.lease.loads if op in self.run.jobs])
         if request.ready:
-            request.compute(len(text) * self.run.page)
+            request.compute(len(text) * self.run.page, fails)
             spare = checkpoint and MAMBA in self.run.kinds
             request.commit(checkpoint=request.computed if spare else None)
             self.keys[space].add(text)
@@ -225,6 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
         op = data.draw(st.sampled_from(self.run.in_flight()))
         self.disturbed |= fails == 0
         self.run.complete(op, status=Status.FAILED if fails == 0 else Status.DONE)
+        self.disturbed |= bool(self.run.told)
 
     @precondition(lambda self: len(self.run.jobs) > 1)
     @rule(data=st.data())
@@ -232,6 +233,14 @@ class CacheMachine(RuleBasedStateMachine):
         """Several operations end at once."""
         ops = data.draw(st.lists(st.sampled_from(self.run.in_flight()), unique=True, min_size=2, max_size=5))
         self.run.complete(*ops)
+        self.disturbed |= bool(self.run.told)
+
+    @precondition(lambda self: any(self.run.batches.values()))
+    @rule(data=st.data())
+    def fail_batch(self, data: st.DataObject) -> None:
+        """It becomes known that a batch fails, while the engine still uses its pages."""
+        self.run.tell(data.draw(st.sampled_from([op for op, batches in self.run.batches.items() if batches])))
+        self.disturbed = True
 
     @rule(text=texts, space=spaces, holder=holders)
     def claim(self, text: str, space: bytes, holder: int) -> None:

@@ -30,8 +30,8 @@ from unittest.mock import patch
 from asynccache.core.ledger import BACKUP_STORAGE, PREFETCH
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.lease import Lease, LeaseState
-from asynccache.runtime.prefetch import GRACE
 from asynccache.runtime.outbox import PATIENCE
+from asynccache.runtime.prefetch import GRACE
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 T = TypeVar("T")

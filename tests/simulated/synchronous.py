@@ -22,7 +22,9 @@ from asynccache.core.plan import (
     BackupStorage,
     Cleared,
     Clone,
+    Compute,
     Effect,
+    Failing,
     LoadBack,
     Medium,
     More,
@@ -45,7 +47,7 @@ SPACE = sha256(b"space").digest()
 _TIERS: dict[type, tuple[int, int]] = {BackupHost: (DEVICE, HOST), LoadBack: (HOST, DEVICE), Clone: (DEVICE, DEVICE)}
 
 Place = tuple[int, int, int]     # tier, component, slot
-Transfer = BackupHost | LoadBack | Clone | BackupStorage | Retire
+Transfer = BackupHost | LoadBack | Clone | BackupStorage | Retire | Compute
 
 
 def spell(text: str, page_size: int = 4) -> bytes:
@@ -95,7 +97,9 @@ class Job:
 
 
 class Running:
-    """A request that holds a lease: the engine's side of it. ``computed``: tokens whose KV is there."""
+    """A request that holds a lease: the engine's side of it. ``computed``: tokens whose KV is there. ``batches``: those
+    of its own that fail, though nobody knows that yet. ``taint``: the same, and those that computed what it has
+    read."""
 
     def __init__(self, runtime: SynchronousRuntime, lease: CoreLease, space: bytes, key: bytes) -> None:
         self.runtime = runtime
@@ -106,6 +110,8 @@ class Running:
         self.position = lease.cached
         self.advanced = 0
         self.state_untouched = True
+        self.batches: frozenset[int] = frozenset()
+        self.taint: frozenset[int] = frozenset()
 
     @property
     def ready(self) -> bool:
@@ -137,17 +143,30 @@ class Running:
     def _own(self) -> dict[Place, bytes]:
         """Those of ``expected`` that belong to the lease alone: pages after what it has committed."""
         committed = set(self.runtime.chain(self.space, self.key)[: self.lease.length // self.runtime.page])
-        return {place: content for place, content in self.expected().items() if content not in committed}
+        memory = self.runtime.memory
+        return {place: memory[place] for place, content in self.expected().items() if content not in committed}
 
     def verify(self) -> None:
-        """Check every page that it may read."""
+        """Check every page that it may read. Nobody knows better of pages of a batch that fails, before that is
+        told."""
         for place, content in self.expected().items():
-            self.runtime.check(place, content, self.lease)
+            if not self.runtime.is_doubtful(place):
+                self.runtime.check(place, content, self.lease)
 
-    def compute(self, tokens: int) -> None:
-        """Write KV up to ``tokens``. Pages before the committed end belong to the tree and are not written."""
+    def _read(self) -> None:
+        """Note what is wrong with the pages that the engine reads: so will be what it computes from them."""
+        for place in self.expected():
+            self.taint |= self.runtime.wrong.get(self.runtime.memory[place], frozenset())
+
+    def compute(self, tokens: int, fails: bool = False) -> None:
+        """Write KV up to ``tokens``. Pages before the committed end belong to the tree and are not written. ``fails``:
+        the batch does not compute what it should, which nobody knows yet."""
         runtime, page = self.runtime, self.runtime.page
         assert self.ready
+        self._read()
+        if fails:
+            self.batches |= {runtime.next_batch()}
+            self.taint |= self.batches
         chain = runtime.chain(self.space, self.key)
         low = max(self.computed, self.lease.length) // page
         for c in (FULL, SWA):
@@ -156,12 +175,20 @@ class Running:
                 for i in range(low, -(-tokens // page)):
                     if table[i] >= 0:
                         whole = (i + 1) * page <= tokens
-                        runtime.memory[DEVICE, c, table[i]] = chain[i] if whole else runtime.garbage()
+                        runtime.memory[DEVICE, c, table[i]] = self._made(chain[i]) if whole else runtime.garbage()
         if MAMBA in runtime.kinds:
             runtime.memory[DEVICE, MAMBA, Slots.of(self.lease.states)[0]] = runtime.garbage()
         self.computed = tokens
         self.state_untouched = False
         self.position = max(self.position, tokens)
+
+    def _made(self, content: bytes) -> bytes:
+        """What the engine makes where ``content`` belongs."""
+        if not self.taint:
+            return content
+        garbage = self.runtime.garbage()
+        self.runtime.wrong[garbage] = self.taint
+        return garbage
 
     def advance(self, position: int) -> None:
         """Decode at ``position``: what left the window may go."""
@@ -172,23 +199,27 @@ class Running:
         """Save the state at ``position`` in one of its slots; the pair that ``commit`` takes."""
         slot = Slots.of(self.lease.states)[-1]
         end = position // self.runtime.page
-        self.runtime.memory[DEVICE, MAMBA, slot] = self.runtime.chain(self.space, self.key)[end - 1]
+        self.runtime.memory[DEVICE, MAMBA, slot] = self._made(self.runtime.chain(self.space, self.key)[end - 1])
         return position, slot
 
-    def commit(self, tokens: int | None = None, checkpoint: int | None = None) -> bool:
-        """Publish what was computed (up to ``tokens``); False if the core said to wait."""
+    def commit(self, tokens: int | None = None, checkpoint: int | None = None, computed: bool = True) -> bool:
+        """Publish what was computed (up to ``tokens``); False if the core said to wait. ``computed``: False if the
+        batches may not be over; they are not if one of them fails."""
         tokens = self.computed if tokens is None else tokens
         pair = self.write_checkpoint(checkpoint) if checkpoint else None
         key = self.key[: tokens * 4]
         before = self._own()
         window = self.runtime.table(self.lease, SWA) if SWA in self.runtime.kinds else Slots()
-        answer = self.runtime.core.commit(self.lease, key, self.runtime.hashes(self.space, key), pair)
+        hashes, computed = self.runtime.hashes(self.space, key), computed and not self.batches
+        answer = self.runtime.core.commit(self.lease, key, hashes, pair, computed=computed)
         if isinstance(answer, Wait):
             self.runtime.perform(answer.plan)
             return False
         after = set(self.expected())
         self.runtime.guard(answer.plan, {place: held for place, held in before.items() if place not in after})
         self.runtime.published(self, answer.length, window, pair if answer.took else None)
+        if answer.computing:
+            self.runtime.batches[answer.computing] = self.batches
         self.runtime.perform(answer.plan)
         return True
 
@@ -221,10 +252,35 @@ class SynchronousRuntime:
         self.index: dict[Medium, Counter[bytes]] = {medium: Counter() for medium in Medium}
         self.log: list[Effect] = []
         self.audits = 0
+        self.wrong: dict[bytes, frozenset[int]] = {}  # content that batches which fail have made, and which ones
+        self.told: set[int] = set()  # batches of which the core knows that they failed
+        self.batches: dict[int, frozenset[int]] = {}  # by COMPUTE: the batches for it that fail
         self.prompt = True  # whether somebody takes the tree lock after each call, and follows up
         self._guards: dict[int, dict[Place, bytes]] = {}
         self._parents: dict[bytes, tuple[bytes, bytes]] = {}
-        self._pieces = 0
+        self._pieces = self._batch = 0
+
+    # batches that fail
+
+    def next_batch(self) -> int:
+        """The number of a new batch, which fails."""
+        self._batch += 1
+        return self._batch
+
+    def is_doubtful(self, place: Place) -> bool:
+        """Whether ``place`` holds what a batch has made that fails, without anybody knowing."""
+        batches = self.wrong.get(self.memory.get(place, b""))
+        return batches is not None and self.told.isdisjoint(batches)
+
+    def failing(self, *ops: int) -> list[Failing]:
+        """The news that the batches of these COMPUTEs have failed, for all commits that stand on them."""
+        failed: frozenset[int] = frozenset().union(*[self.batches[op] for op in ops])
+        self.told |= failed
+        return [Failing(op) for op, batches in self.batches.items() if not failed.isdisjoint(batches)]
+
+    def tell(self, *ops: int) -> None:
+        """Tell the core that these COMPUTEs fail, before their batches are over."""
+        self.perform(self.core.complete(self.failing(*ops)))
 
     # content
 
@@ -357,6 +413,9 @@ class SynchronousRuntime:
                     self.check(place, digest, effect)
                     reads[place] = digest
                 self.jobs[effect.op] = Job(effect, reads, ())
+            case Compute():
+                self.batches.setdefault(effect.op, frozenset())
+                self.jobs[effect.op] = Job(effect, {}, ())
             case Retire():
                 self.jobs[effect.op] = Job(effect, self._guards.pop(effect.op, {}), ())
             case _:
@@ -412,9 +471,12 @@ class SynchronousRuntime:
 
     def complete(self, *ops: int, status: Status = Status.DONE) -> None:
         """Land these operations and tell the core, all at once."""
+        outcomes: list[Outcome | Failing] = [*self.failing(*[op for op in ops if op in self.batches])]
         for op in ops:
+            if op in self.batches:
+                self.land(op, Status.FAILED if self.batches.pop(op) else Status.DONE)
             self.land(op, status)
-        outcomes = [Outcome(op, self.jobs.pop(op).landed or status) for op in ops]
+        outcomes += [Outcome(op, self.jobs.pop(op).landed or status) for op in ops]
         self.perform(self.core.complete(outcomes))
 
     def fail(self, *ops: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from random import Random
@@ -22,7 +22,7 @@ from typing import Any
 from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core import audit
 from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
-from asynccache.errors import CacheFull, LoadFailed
+from asynccache.errors import CacheFull, CopyFailed, LoadFailed
 from asynccache.memory.host_copies import Faults
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.lease import Lease
@@ -36,6 +36,10 @@ from tests.simulated.stores import Guests
 
 _ATTEMPTS = 60
 _PATIENCE = 600.0
+
+
+BAD = 0xEE
+"""The byte that a batch which fails leaves in its pages."""
 
 
 class WrongBytes(AssertionError):
@@ -188,6 +192,8 @@ class _World:
         self.guests = Guests(loop, climate.hostility) if has_host else None
         self.put_off: deque[SimulatedGate] = deque()
         self.said: list[list[int]] = [[]]
+        self.unable = loop.entropy("batches that fail")
+        self.failures = 0
         self.cache: AsyncCache
 
     async def run(self) -> Report:
@@ -310,10 +316,15 @@ class _World:
     async def engine(self) -> None:
         """Wait until the engine has done what was put off."""
         while self.put_off:
-            await self.put_off[-1].wait()
+            with suppress(CopyFailed):
+                await self.put_off[-1].wait()
 
-    def later(self, work: Callable[[], None]) -> SimulatedGate:
-        """Put ``work`` off; the event fires when it is done."""
+    def fails(self) -> bool:
+        """Whether the engine will not be able to run a batch; never in a calm world."""
+        return self.climate.hostility is not HONEST and self.unable.random() < 0.08
+
+    def later(self, work: Callable[[], None], fails: bool = False) -> SimulatedGate:
+        """Put ``work`` off; the event fires when it is done. ``fails``: it carries an error then."""
         gate = self.device.gate()
         before = self.put_off[-1] if self.put_off else None
         self.put_off.append(gate)
@@ -321,6 +332,9 @@ class _World:
         def run() -> None:
             work()
             self.put_off.remove(gate)
+            self.failures += fails
+            if fails:
+                gate.fire(RuntimeError("out of memory"))
             gate.open()
 
         def soon() -> None:
@@ -404,6 +418,7 @@ class Request:
             wait=random.random() < 0.9, timeout=random.choice((None, None, None, 0.05, 5.0)),
         )  # fmt: skip
         async with lease:
+            self.failures = self.world.failures
             try:
                 await self._loaded(lease)
                 await self._serve(lease, new)
@@ -451,17 +466,19 @@ class Request:
         await self.world.engine()
         tables = self._tables(lease)
         checkpoint = self._checkpoint(lease, end)
-        held = text[:end]
+        held, fails = text[:end], False
 
         def work() -> None:
-            self._write(tables, held, start // self.page)
+            self._write(tables, held, start // self.page, bad=fails)
             if checkpoint is not None:
                 for name in self.states:
-                    self._put(name, checkpoint[1], self._content(held, checkpoint[0] // self.page - 1))
+                    content = self._content(held, checkpoint[0] // self.page - 1)
+                    self._put(name, checkpoint[1], content, bad=fails)
 
         ready = None
         if self.random.random() < 0.3:
-            ready = self.world.later(work)
+            fails = self.world.fails()
+            ready = self.world.later(work, fails)
         else:
             work()
         if end == len(text) or self.random.random() < 0.5 or ready is not None:
@@ -483,21 +500,21 @@ class Request:
             return None
         return whole, int(lease.states[-1])
 
-    def _write(self, tables: dict[str, list[int]], text: Sequence[int], first: int) -> None:
+    def _write(self, tables: dict[str, list[int]], text: Sequence[int], first: int, *, bad: bool = False) -> None:
         for name, table in tables.items():
             for i in range(first, -(-len(text) // self.page)):
                 if table[i] >= 0:
-                    self._put(name, table[i], self._content(text, i))
+                    self._put(name, table[i], self._content(text, i), bad=bad)
 
     def _content(self, text: Sequence[int], page: int) -> bytes:
         """The content of a page, which is a function of everything up to the page's end."""
         end = min(len(text), (page + 1) * self.page)
         return sha256(repr((self.extra_key, list(text[:end]))).encode()).digest()
 
-    def _put(self, pool: str, slot: int, content: bytes) -> None:
+    def _put(self, pool: str, slot: int, content: bytes, *, bad: bool = False) -> None:
         for layer in range(self._layers(pool)):
             row = self.cache.pools[pool].layer(layer)[slot]
-            row.copy_(row.new_tensor(list(_row(content, pool, layer, len(row)))))
+            row.copy_(row.new_tensor([BAD] * len(row) if bad else list(_row(content, pool, layer, len(row)))))
 
     def _layers(self, pool: str) -> int:
         return self.pools[pool].layers
@@ -522,6 +539,8 @@ class Request:
             raise WrongBytes(f"{pool} {what} has no slot")
         for layer in range(self._layers(pool)):
             row = bytes(self.cache.pools[pool].layer(layer)[slot].tolist())
+            if row == bytes([BAD]) * len(row) and self.world.failures > self.failures:
+                raise LoadFailed(0)  # the batch has failed since the lease was granted, of which it is just being told
             if row != _row(content, pool, layer, len(row)):
                 raise WrongBytes(f"{pool} {what}, slot {slot}, layer {layer}: {row[:8].hex()} is not what was computed")
 

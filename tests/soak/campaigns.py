@@ -112,8 +112,8 @@ def groups(seed: int) -> None:
 
 
 CAMPAIGNS: Mapping[str, Callable[[int], None]] = {
-    "worlds": worlds, "hanging": hanging, "core": core, "scheduler": scheduler, "engine": engine, "file-store": file_store, "ranks": ranks,
-    "groups": groups,
+    "worlds": worlds, "hanging": hanging, "core": core, "scheduler": scheduler, "engine": engine,
+    "file-store": file_store, "ranks": ranks, "groups": groups,
 }  # fmt: skip
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -30,7 +31,7 @@ from tests.group import random_worlds
 from tests.group.group_kit import PAGE
 from tests.shim import shim_rank_world
 from tests.simulated import world
-from tests.simulated.backend import Hang, Hostility, SimulatedBackend
+from tests.simulated.backend import Hang, SimulatedBackend
 from tests.simulated.leading import leading
 from tests.simulated.loop import Order, SimulatedLoop, simulate
 from tests.simulated.patience import FOREVER, Patience
@@ -64,24 +65,24 @@ def play(seed: int) -> Report:
     return kind(seed)
 
 
-def draw_hangs(random: Random, policy: PrefetchPolicy) -> tuple[Hang, ...]:
-    """When a store hangs, and in what: once, or again and again. Under ``wait_complete`` it lets go of every call sooner
-    or later."""
+def draw_hangs(random: Random, policy: PrefetchPolicy, only: str = "") -> tuple[Hang, ...]:
+    """When a store hangs, and in what (``only``: in this verb): once, or again and again. Under ``wait_complete`` it
+    lets go of every call sooner or later."""
     hangs = []
-    for _ in range(random.choice((0, 1, 1, 2))):
-        verbs = frozenset(random.sample(VERBS, random.choice((1, 1, 1, 1, 3, len(VERBS)))))
-        if random.random() < 0.4:
-            verbs |= {"put"}
+    for _ in range(1 if only else random.choice((0, 1, 1, 2))):
+        verbs = frozenset((only,) if only else random.sample(VERBS, random.choice((1, 1, 1, 1, 3, len(VERBS)))))
         begin, stubborn = random.choice((0.0, 0.0, 0.03, 0.3)) * random.random(), random.random() < 0.7
         if random.random() < 0.4:
             hangs += [Hang(verbs, begin + 1.3 * number, 1.0, stubborn) for number in range(8)]
             continue
         length = random.choice((0.3, 3.0, 20.0, 60.0, inf, inf))
-        hangs.append(Hang(verbs, begin, length, stubborn and (length < inf or policy is not PrefetchPolicy.WAIT_COMPLETE)))
+        if policy is PrefetchPolicy.WAIT_COMPLETE and length == inf:
+            stubborn = False
+        hangs.append(Hang(verbs, begin, length, stubborn))
     return tuple(hangs)
 
 
-def patience(hangs: Sequence[tuple[Hang, ...]], timeout: float, margin: float) -> Patience:
+def patience(hangs: Sequence[Sequence[Hang]], timeout: float, margin: float) -> Patience:
     """The patience of requests with stores that hang like this, and whose calls have ``timeout`` seconds."""
     stubborn = sum(hang.length for some in hangs for hang in some if hang.stubborn and hang.length < inf)
     asked = not any("exists" in hang.verbs for some in hangs for hang in some)
@@ -89,8 +90,8 @@ def patience(hangs: Sequence[tuple[Hang, ...]], timeout: float, margin: float) -
 
 
 class Hanging:
-    """The stores of a world, which hang in some of its lives: from the beginning of ``hang`` on, or when somebody has to
-    wait to grow. ``hung``: calls that did, by verb."""
+    """The stores of a world, which hang in some of its lives: from the beginning of ``hang`` on, or when somebody waits
+    to grow. ``hung``: calls that did, by verb."""
 
     def __init__(self, random: Random, patience: Patience) -> None:
         self.stores: list[SimulatedBackend] = []
@@ -100,7 +101,8 @@ class Hanging:
 
     @asynccontextmanager
     async def hang(self, answer: bool = True) -> AsyncIterator[None]:
-        """Let them hang for the time of this context, and ``answer`` then. Most first lives fill the stores in peace."""
+        """Let them hang for the time of this context, and ``answer`` then. Some first lives fill the stores in
+        peace."""
         self._lives += 1
         if self._lives > 1 or self._random.random() < 0.6:
             if self._random.random() < 0.3:
@@ -142,10 +144,10 @@ def order(seed: int) -> Order:
 
 def alone(seed: int) -> Report:
     random = Random(f"{seed}/hangs")
-    climate = _climate(seed, random)
+    climate, only = _climate(seed, random)
 
     async def main(loop: SimulatedLoop) -> Report:
-        made = _World(loop, seed, climate, random)
+        made = _World(loop, seed, climate, only, random)
         with made.patience.watching():
             await made.run()
         return made.told()
@@ -154,44 +156,47 @@ def alone(seed: int) -> Report:
         return simulate(main, seed, order=climate.order)
 
 
-def _climate(seed: int, random: Random) -> world.Climate:
+def _climate(seed: int, random: Random) -> tuple[world.Climate, str]:
     """A climate of ``tests.simulated.world`` with a host, and with settings that say how long is waited. Half of them
-    have a small host, which calls that hang soon take whole, and few requests at a time, which leave room to grow."""
+    have a small host, which calls that hang soon take whole, and few requests at a time, which leave room to grow; the
+    verb of these calls is returned, too."""
     drawn = (world.draw_climate(seed + number * 2**32) for number in range(100))
     climate = next(climate for climate in drawn if climate.config.pools()[0].host_pages)
+    config, only, concurrency = climate.config, random.choice(("", "", "put", "get")), random.randint(2, 10)
     config = replace(
-        climate.config, prefetch_timeout_base=random.choice((0.05, 1.0)),
-        prefetch_timeout_per_1k=random.choice((0.25, 20.0)), prefetch_quota=random.choice((0.2, 0.5, 1.0)),
-        backup_quota=random.choice((0.1, 0.25, 1.0)),
+        config, prefetch_timeout_base=random.choice((0.05, 1.0)), prefetch_timeout_per_1k=random.choice((0.25, 20.0)),
+        prefetch_quota=random.choice((0.2, 0.5, 1.0)), backup_quota=random.choice((0.1, 0.25, 1.0)),
     )  # fmt: skip
-    concurrency = random.randint(2, 10)
-    if random.random() < 0.5:
+    if only:
         full, *others = config.components
         assert isinstance(full, Full)
         full = replace(full, host_tokens=random.choice((3, 5, 8)) * config.page_size)
+        policy = WritePolicy.WRITE_THROUGH if only == "put" else WritePolicy.WRITE_BACK  # the device has only copies
         config = replace(
-            config, components=(full, *others), prefetch_quota=1.0, backup_quota=1.0,
-            write_back_watermark=0.1, write_policy=random.choice((WritePolicy.WRITE_THROUGH, config.write_policy)),
+            config, components=(full, *others), write_policy=policy, write_back_watermark=0.1, prefetch_quota=1.0,
+            backup_quota=1.0,
         )  # fmt: skip
         concurrency = random.randint(1, 3)
-    return replace(
+    climate = replace(
         climate, config=config, hostility=replace(climate.hostility, delay=min(climate.hostility.delay, 0.005)),
         disturb=random.random() < 0.6, requests=random.randint(8, 24), concurrency=concurrency,
     )  # fmt: skip
+    return climate, only
 
 
 class _World(world._World):
     """``closes``: its second life ends while the stores hang."""
 
-    def __init__(self, loop: SimulatedLoop, seed: int, climate: world.Climate, random: Random) -> None:
+    def __init__(self, loop: SimulatedLoop, seed: int, climate: world.Climate, only: str, random: Random) -> None:
         super().__init__(loop, seed, climate, {})
-        config, policy = climate.config, climate.config.prefetch_policy
+        config = climate.config
+        self.hangs = partial(draw_hangs, random, config.prefetch_policy, only)
         self.stores: list[SimulatedBackend] = []
         timeout = random.choice((2.0, 30.0))
         self.options = {"timeout": str(timeout), "slow": random.choice(("0", "1", "10"))}
         assert self.guests is not None
-        self.backend = self._store("backend", random, policy)
-        self.guests.backends = {name: self._store(name, random, policy) for name in self.guests.backends}
+        self.backend = self._store("backend")
+        self.guests.backends = {name: self._store(name) for name in self.guests.backends}
         self.guests.options = self.options
         self.store = CheckedStore(
             self.backend, store_layout(config.pools()), threads=0, timeout=timeout, slow=float(self.options["slow"]),
@@ -200,13 +205,13 @@ class _World(world._World):
         self.closes = random.random() < 0.3
         self.lives = self.prompts = 0
         self.background: list[asyncio.Task[None]] = []
-        self.patience = patience([store.hostility.hangs for store in self.stores], timeout, margin=0.5)
+        self.patience = patience([store.hangs for store in self.stores], timeout, margin=0.5)
         self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.stores
 
-    def _store(self, name: str, random: Random, policy: PrefetchPolicy) -> SimulatedBackend:
-        hostility = replace(self.climate.hostility, hangs=draw_hangs(random, policy))
-        store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), hostility)
+    def _store(self, name: str) -> SimulatedBackend:
+        store = SimulatedBackend(self.loop.entropy(f"hanging {name}"), self.climate.hostility)
+        store.hangs = self.hangs()
         self.stores.append(store)
         return store
 
@@ -219,16 +224,16 @@ class _World(world._World):
     def told(self) -> Report:
         return Report("alone", self.report.ends + self.report.hits, self.hanging.hung, self.patience.longest)
 
-    async def run(self) -> world.Report:
-        report = await super().run()
-        await self.store.aclose()
-        return report
-
     async def _live(self) -> None:
         self.lives += 1
-        if self.lives < 2 or not self.closes:
+        if self.lives == 2 and self.closes:
+            await self._close_while_they_hang()
+        else:
             await super()._live()
-            return
+        if self.lives == 2:
+            await self.store.aclose()
+
+    async def _close_while_they_hang(self) -> None:
         self.cache = self._cache()
         await self.cache.__aenter__()
         async with self.hanging.hang(answer=False):
@@ -238,8 +243,9 @@ class _World(world._World):
         with suppress(BackendError):
             await self.cache.aclose(deadline)
         took = self.loop.time() - before
-        self.hanging.answer()
         assert took <= deadline + CLOSING, f"aclose({deadline}) took {took:.1f} s"
+        self.hanging.answer()
+        await asyncio.sleep(1.0)
         await self._background_ends()
 
     async def _requests(self) -> None:
@@ -342,7 +348,7 @@ class _Scheduling(shim_rank_world.World):
     def _machines(self, stack: Any) -> Any:
         devices, backends = super()._machines(stack)
         for rank, backend in backends.items():
-            backend.hostility = replace(self.hostility, hangs=self.hangs[rank])
+            backend.hangs = self.hangs[rank]
         self.hanging.stores += backends.values()
         return devices, backends
 
@@ -370,18 +376,13 @@ def ranks(seed: int) -> Report:
     random = Random(f"{seed}/hangs")
     drawn = (random_worlds.draw(seed + number * 2**32) for number in range(100))
     climate = next(climate for climate in drawn if climate.config.stores)
-    policy = climate.config.prefetch_policy
-    all_ranks = range(climate.topology.ranks)
-    hangs = {rank: draw_hangs(random, policy) for rank in all_ranks}
-    calmer = {rank: climate.hostility.get(rank, Hostility()) for rank in all_ranks}
-    hostility = {
-        rank: replace(one, delay=min(one.delay, 0.005), hangs=hangs[rank]) for rank, one in calmer.items()
-    }
+    hangs = {rank: draw_hangs(random, climate.config.prefetch_policy) for rank in range(climate.topology.ranks)}
+    hostility = {rank: replace(one, delay=min(one.delay, 0.005)) for rank, one in climate.hostility.items()}
     climate = climate._replace(hostility=hostility, calm=False, fate="", disturb=0.0, requests=random.randint(4, 8),
                                concurrency=random.randint(2, 4))
 
     async def main(loop: SimulatedLoop) -> Report:
-        made = _Ranks(loop, climate, patience(list(hangs.values()), 30.0, margin=2.0), random)
+        made = _Ranks(loop, climate, hangs, random)
         with made.patience.watching():
             report = await made.run()
         return Report("ranks", report.met, made.hanging.hung, made.patience.longest)
@@ -394,11 +395,13 @@ class _Ranks(random_worlds.RandomWorld):
     """A store of any rank may hang."""
 
     def __init__(
-        self, loop: SimulatedLoop, climate: random_worlds.Climate, patience: Patience, random: Random
+        self, loop: SimulatedLoop, climate: random_worlds.Climate, hangs: Mapping[int, Sequence[Hang]], random: Random
     ) -> None:
         super().__init__(loop, climate)
-        self.patience = patience
-        self.hanging = Hanging(random, patience)
+        for rank, store in self.world.backends.items():
+            store.hangs = hangs[rank]
+        self.patience = patience(list(hangs.values()), 30.0, margin=2.0)
+        self.hanging = Hanging(random, self.patience)
         self.hanging.stores += self.world.backends.values()
 
     async def _requests(self) -> None:

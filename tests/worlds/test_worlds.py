@@ -16,6 +16,7 @@ from asynccache.errors import CopyFailed
 from asynccache.runtime.engine_batches import EngineBatches, Fences, not_over
 from asynccache.runtime.lease import Publishing
 from asynccache.worker.contract import BatchInFlight
+from asynccache.worker.local import LocalBatch
 from tests.simulated.loop import Deadlock
 from tests.simulated.world import WrongBytes, play
 
@@ -70,6 +71,11 @@ def survivors(worlds: int) -> str:
 
 def test_a_backup_that_does_not_wait_for_ready_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineBatches, "pending", lambda self: [])
+    assert survivors(300) == "WrongBytes"
+
+
+def test_a_failed_batch_that_counts_as_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalBatch, "failed", property(lambda self: False))
     assert survivors(300) == "WrongBytes"
 
 
