@@ -518,7 +518,8 @@ class AsyncCache:
 
         ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
         the store is detached at once. The call returns when the store is closed, which is after the store's calls that
-        are under way. If one of them hangs, it ends after the store's ``timeout``, and no request waits for that.
+        are under way. If one of them hangs, it is cancelled after the store's ``timeout``, and ends when the store lets
+        go of the host's memory, however late that is. No request waits for that.
         Cancelling it while it drains leaves the store attached. Cancelling it later stops the waiting, and the store is
         closed all the same.
 

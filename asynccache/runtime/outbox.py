@@ -54,6 +54,9 @@ class Lateness:
     clock, until a call of this kind ends in time while none that is late is still under way. The kinds are told apart
     because a store may be quick to answer and slow to write.
 
+    Reads also make it late no longer once none is under way: then no fetch has pages that anybody could wait for, and
+    there may be no further read to show that storage is in time. Where pages wait to be written, a further write comes.
+
     ``tell``: called with True when storage is late from now on, and with False when it is late no more.
     """
 
@@ -61,6 +64,7 @@ class Lateness:
         self._tell = tell
         self._late: set[StoreCall] = set()
         self._overdue = dict.fromkeys(StoreCall, 0)
+        self._reads = 0
 
     def __repr__(self) -> str:
         return f"Lateness({', '.join(kind.name for kind in self._late) or 'in time'})"
@@ -77,13 +81,14 @@ class Lateness:
             self._turn(kind, True)
 
         timer = asyncio.get_running_loop().call_later(PATIENCE, note)
+        self._reads += kind is StoreCall.READ
         try:
             yield
         finally:
             timer.cancel()
-            if overdue:
-                self._overdue[kind] -= 1
-            elif not self._overdue[kind]:
+            self._reads -= kind is StoreCall.READ
+            self._overdue[kind] -= overdue
+            if not self._overdue[kind] and (not overdue or (kind is StoreCall.READ and not self._reads)):
                 self._turn(kind, False)
 
     def _turn(self, kind: StoreCall, late: bool) -> None:

@@ -242,8 +242,8 @@ class Listener:
                 Path(where.path).unlink()              # noqa: ASYNC240  a socket, and once
         strangers = dict(self._strangers)
         for link, task in strangers.items():
-            task.cancel()
-            link.abort()                               # a task that is cancelled before it begins does not
+            if task.cancel():                          # else it has become a link in this very turn
+                link.abort()                           # a task that is cancelled before it begins does not
         await asyncio.gather(*strangers.values(), return_exceptions=True)
 
     def _connection(self) -> StreamLink:
@@ -255,8 +255,8 @@ class Listener:
             return
         if len(self._strangers) >= MOST_STRANGERS:
             oldest = next(iter(self._strangers))
-            self._strangers.pop(oldest).cancel()
-            oldest.abort()
+            if self._strangers.pop(oldest).cancel():  # else it has become a link in this very turn, and stays
+                oldest.abort()
         task = asyncio.get_running_loop().create_task(self._admit(link), name="asynccache-link-handshake")
         self._strangers[link] = task
         task.add_done_callback(lambda _: self._strangers.pop(link, None))

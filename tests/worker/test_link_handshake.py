@@ -16,7 +16,7 @@ import pytest
 
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import sockets
-from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink
+from asynccache.worker.link import LENGTH, MOST_FRAME, RankLink, StreamLink
 from asynccache.worker.sockets import (
     GREETING,
     MOST_HELLO,
@@ -287,6 +287,34 @@ async def test_of_too_many_strangers_the_oldest_gives_way_and_a_worker_still_com
     for _, writer in strangers:
         writer.close()
     link.abort()
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["a stranger comes", "the head listens no more"])
+async def test_a_worker_that_has_come_in_is_no_stranger_any_more(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MOST_STRANGERS", 1)
+    loop, head, closing = asyncio.get_running_loop(), Head(), list[asyncio.Task[None]]()
+    elsewhere = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
+    other = StreamLink(room=0)
+    await loop.create_connection(lambda: other, *elsewhere.sockets[0].getsockname())
+
+    def answer(hello: bytes, link: RankLink) -> bytes:
+        if what == "a stranger comes":  # after the worker's last step, and before the listener hears that it ended
+            loop.call_soon(listener._came, other)
+        else:
+            closing.append(loop.create_task(listener.aclose()))
+        return head.take(hello, link)
+
+    listener = await open_listener(ANYWHERE, SECRET, answer, timeout=30.0)
+    worker, _ = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+    ear = Ear(worker)
+    await asyncio.sleep(0.05)
+    assert not ear.lost
+    worker.abort()
+    other.abort()
+    elsewhere.close()
+    await elsewhere.wait_closed()
     await head.aclose(listener)
 
 
