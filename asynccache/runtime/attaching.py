@@ -18,7 +18,7 @@ from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.driving import all_ended, drive, holding
-from asynccache.runtime.saving_and_forgetting import drain, unsaved
+from asynccache.runtime.saving_and_forgetting import drain, longest_write, unsaved
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class StoreAttachments:
         store = self._worker.stores.find(name)
         if deadline is not None and store.options.write:
             await self._save(deadline)
-        left = await unsaved(self._driver)
+        left, patience = await unsaved(self._driver), longest_write(self._worker)
         driver, failed = self._driver, list[BackendError]()
         async with holding(driver.lock):
             driver.apply_outcomes()
@@ -138,7 +138,9 @@ class StoreAttachments:
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
             driver.perform(driver.locked(driver.core.detach_storage, self._access()))
         if closing is not None:
-            await asyncio.wait([closing])
+            _, late = await asyncio.wait([closing], timeout=patience)
+            if late:
+                raise BackendError(f"{store.options.name}: a call does not end; the store is closed when it lets go")
         if failed:
             raise failed[0]
         return left

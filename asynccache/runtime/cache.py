@@ -518,15 +518,15 @@ class AsyncCache:
 
         ``drain``: for how many seconds to store first what is not stored yet; True: ``close_deadline`` seconds; False:
         the store is detached at once. The call returns when the store is closed, which is after the store's calls that
-        are under way. If one of them hangs, it is cancelled after the store's ``timeout``, and ends when the store lets
-        go of the host's memory, however late that is. No request waits for that.
+        are under way. If one of them hangs, it is cancelled after the store's ``timeout``. A store that does not let go
+        of the host's memory even then is waited for as long as ``invalidate`` waits, and is closed when it does.
         Cancelling it while it drains leaves the store attached. Cancelling it later stops the waiting, and the store is
         closed all the same.
 
         Raises:
             ConfigError: there is no such store, or several and no name was given; or ``drain`` is neither a truth value
                 nor a number of seconds.
-            BackendError: the store is gone, but its backend could not close cleanly.
+            BackendError: the store is gone, but its backend could not close cleanly, or not yet.
         """
         parts = self._ready()
         if name is not None:

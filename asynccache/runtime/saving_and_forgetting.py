@@ -67,7 +67,7 @@ async def forget(
     more. Leases finish undisturbed and publish nothing more. Cancelling it may leave the pages where they are, out of
     reach.
 
-    Writes of these pages that are under way are waited for no longer than ``_longest_write`` says. A page that is
+    Writes of these pages that are under way are waited for no longer than ``longest_write`` says. A page that is
     written later stays in storage, out of reach.
     """
     prefetching.cancel(space)
@@ -95,7 +95,7 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, o
 
     Raises:
         BackendError: a store could not be cleared, or it still writes pages of the old tree after the time that
-            ``_longest_write`` says; these pages may be in it.
+            ``longest_write`` says; these pages may be in it.
     """
     prefetching.cancel()
     if not worker.takes_stores:
@@ -129,17 +129,17 @@ async def _invalidate(driver: Driver, begin: Callable[[], Plan | More]) -> None:
     await in_turns(driver, lambda: some)
 
 
-def _longest_write(worker: Worker) -> float:
+def longest_write(worker: Worker) -> float:
     """Return for how many seconds a write may be under way after the outbox has given it up: it waits for its place,
     and then for the store, for ``timeout`` seconds each. A store that takes longer does not let go of its buffers."""
     return 2 * max((entry.options.timeout for entry in worker.stores.entries), default=0.0) + MOMENT
 
 
 async def _ended_in_time(driver: Driver, ops: Iterable[int], worker: Worker) -> bool:
-    """Wait until the operations ``ops`` have ended, but not longer than ``_longest_write``. Returns whether they have
+    """Wait until the operations ``ops`` have ended, but not longer than ``longest_write``. Returns whether they have
     ended. Cancelling it stops the waiting."""
     try:
-        async with asyncio.timeout(_longest_write(worker)):
+        async with asyncio.timeout(longest_write(worker)):
             await all_ended(driver.ops, tuple(ops))
     except TimeoutError:
         return False

@@ -1,5 +1,5 @@
-"""A store that hangs delays an invalidation or a reset by its own time-outs at most, and only if it has something to do
-with it. In virtual time."""
+"""A store that hangs delays an invalidation, a reset or its own detaching by its own time-outs at most, and only if it
+has something to do with it. In virtual time."""
 
 from __future__ import annotations
 
@@ -128,6 +128,21 @@ def test_a_reset_says_that_a_store_hangs_after_its_time_outs(verb: str) -> None:
         assert cache.closed is None
 
     simulated(verb, test)
+
+
+def test_a_store_that_hangs_is_detached_and_closes_when_it_lets_go() -> None:
+    async def test(cache: AsyncCache, backend: Deaf) -> None:
+        await publish(cache, "hangs", seed=1)
+        await asyncio.sleep(0.05)
+        begun = now()
+        with pytest.raises(BackendError, match="does not end"):
+            await cache.detach_storage(drain=False)
+        assert now() - begun <= BOUND + 0.1
+        assert not list(cache.stores)
+        assert backend.holding, "the store has let go: this shows nothing"
+        assert await serve(cache, text(5, seed=9)) == 0
+
+    simulated("put", test)
 
 
 def test_a_flush_with_a_time_out_ends_by_it_though_the_store_lets_nothing_go() -> None:
