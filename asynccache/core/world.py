@@ -561,20 +561,17 @@ class World:
         """Take ``top`` and all below it out of reach: a batch that was to compute ``top`` has failed. What was
         announced of these pages is withdrawn. They leave as pages of a dead root do, when nothing pins them any
         more."""
-        left, todo = top.root.left, [top]
-        while todo:
-            node = todo.pop()
-            self.loose.append(node)
+        left = top.root.left
+        nodes = cut_off(top, self.page_bytes)
+        for node in nodes:
             if left is not None:
                 left.append(node.hashes)
             for medium, place in ((Medium.GPU, 0), (Medium.CPU, self.count)):
                 if node.state[place] == PRESENT:
                     self.publish(medium, False, node)
-            if node.children is not None:
-                todo.extend(node.children.values())
-        root = cut_off(top, self.page_bytes)
-        root.mute = True
-        self.dead_roots.append(root)
+        top.root.mute = True
+        self.dead_roots.append(top.root)
+        self.loose.extend(nodes)
         self.freed = True
 
     def remove_if_empty(self, node: Node, tier: int) -> None:
