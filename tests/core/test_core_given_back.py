@@ -11,7 +11,7 @@ from asynccache.core.cache import Skip
 from asynccache.core.plan import BackupHost, Medium, More, Publish
 from asynccache.core.settings import ComponentSlots
 from tests.simulated.fetching import Fetch, open_fetch
-from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
 
 def fetching(text: str, **options: Any) -> tuple[SynchronousRuntime, Fetch]:
@@ -169,3 +169,59 @@ def test_a_release_of_what_is_forgotten_looks_at_its_own_path_alone() -> None:
     holders[77].release()
     assert run.core.statistics().nodes == 199
     assert run.core.world.steps - steps < 10
+
+
+def forgotten(texts: list[str], **options: Any) -> tuple[SynchronousRuntime, list[Running]]:
+    """Requests that hold these texts, a node each, in a namespace that is forgotten then. A call drops few nodes."""
+    run = SynchronousRuntime(core_config(host=0, slice_steps=2, **options))
+    held = []
+    for text in texts:
+        for end in range(1, len(text) + 1):
+            run.insert(text[:end])
+        request = run.lease(spell(text), limit=len(text) * run.page)
+        assert request is not None
+        held.append(request)
+    while isinstance(answer := run.core.invalidate(SPACE), More):
+        run.perform(answer.plan)
+    run.perform(answer)
+    assert not run.core.behind
+    run.prompt = False
+    return run, held
+
+
+def follow_up(run: SynchronousRuntime) -> int:
+    """Follow up until nothing is left to do. Returns in how many calls."""
+    calls = 0
+    while run.core.behind:
+        calls += 1
+        run.perform(run.core.follow_up())
+    return calls
+
+
+def test_all_that_is_left_of_a_forgotten_namespace_is_given_back_however_small_the_slices_are() -> None:
+    run, (request,) = forgotten(["abcdefgh"])
+    request.release()
+    assert follow_up(run) > 2
+    run.audit(idle=True)
+
+
+def test_what_is_given_back_behind_a_pass_that_is_under_way_is_dropped_by_the_next_one() -> None:
+    run, requests = forgotten(["abcdefgh", "ijklmnop", "qrstuvwx"])
+    for first in requests:
+        first.release()
+        for _ in range(3):
+            run.perform(run.core.follow_up())
+    follow_up(run)
+    run.audit(idle=True)
+
+
+def test_nobody_follows_up_for_ever_where_a_request_holds_a_forgotten_namespace() -> None:
+    run, (first, second) = forgotten(["abcdefgh", "ijklmnop"])
+    first.release()
+    run.perform(run.core.follow_up())
+    run.perform(run.core.follow_up())
+    run.perform(run.core.complete(()))
+    assert follow_up(run) < 40
+    second.release()
+    follow_up(run)
+    run.audit(idle=True)
