@@ -287,7 +287,7 @@ class CacheCore:
             self._transfers.store_again()
             self._transfers.retry_deferred()
             if self.world.dead_roots:
-                self._invalidation.sweep()
+                self.world.behind |= self._invalidation.sweep()
         return self.world.plan()
 
     def _given_back(self) -> Plan:

@@ -5,13 +5,14 @@ forgetting of namespaces (``Invalidation``), and the report of all pages to a st
 Laws:
 * A pass visits each node once that is in the tree from its beginning to its end, even if nodes split, leave and come
   between two slices (``Walk``). So nobody has to hold the tree lock from one slice to the next.
-* Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more.
+* Nobody matches below a dead root. The nodes below it leave the tree leaf by leaf when nothing pins them any more. One
+  walk finds those that may go when their namespace is invalidated. After that, whatever takes the last pin or the last
+  child from a node says so (``World.loose``), so nothing is looked at again and again.
 * Pages that come into the tree during a backfill go to the store by the usual way, not by the backfill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from asynccache.core.holds import Claims
@@ -22,8 +23,8 @@ from asynccache.core.room import RoomMaker
 from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, Root
-from asynccache.core.world import LISTED, Walk, World
+from asynccache.core.tree import Node
+from asynccache.core.world import Walk, World
 
 _HASHES = 32  # how many hashes are listed in a step
 
@@ -111,12 +112,12 @@ class Listing:
 
 
 class Invalidation:
-    """Takes namespaces out of a world."""
+    """Takes namespaces out of a world. ``_walks``: over the roots that have died, until each is over."""
 
     def __init__(self, world: World, room: RoomMaker) -> None:
         self._world = world
         self._room = room
-        self._pass = self._dead_nodes()
+        self._walks: list[Walk] = []
 
     def invalidate(self, space: bytes | None, claims: Claims) -> None:
         """See ``CacheCore.invalidate``."""
@@ -130,54 +131,25 @@ class Invalidation:
             if root is not None:
                 root.dead, root.mute = True, space is None
                 world.dead_roots.append(root)
-                self._pass = self._dead_nodes()
+                self._walks.append(Walk(world, [root]))
         claims.drop_dead()
 
     def sweep(self) -> bool:
-        """Drop nodes below dead roots that nothing pins any more: a slice of the pass over them, and if that pass ends,
-        the first slice of another one. Return True if the pass goes on. What is pinned is left to a later pass, so
-        every pass ends."""
-        world = self._world
-        if not self._drop_some():
-            return True
-        self._pass = self._dead_nodes()
-        if not world.spent():
-            self._drop_some()
-        world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
-        return False
-
-    def _drop_some(self) -> bool:
-        """Go on with the pass. Return True if it has ended."""
-        world = self._world
-        for node in self._pass:
-            world.steps += 1
-            self._drop(node)
+        """Drop some of the nodes below dead roots that nothing pins any more. Return True if there may be more of
+        them now."""
+        world, walks = self._world, self._walks
+        while world.loose or walks:
+            if world.loose:
+                world.steps += 1
+                self._drop(world.loose.pop())
+            elif walks[-1].over():
+                walks.pop()
+            elif (node := walks[-1].step()) is not None:
+                self._drop(node)
             if world.spent():
-                return False
-        return True
-
-    def _dead_nodes(self) -> Iterator[Node]:
-        """Yield all nodes below dead roots, each after its children. Nodes may leave and split between two steps."""
-        for root in tuple(self._world.dead_roots):
-            yield from self._leaves(root)
-
-    def _leaves(self, root: Root) -> Iterator[Node]:
-        """Yield the nodes below ``root``, each after its children."""
-        stack: list[tuple[Node, list[Node]]] = [(root, self._children(root))]
-        while stack:
-            node, below = stack[-1]
-            if below:
-                child = below.pop()
-                stack.append((child, self._children(child)))
-            else:
-                stack.pop()
-                if node is not root:
-                    yield node
-
-    def _children(self, node: Node) -> list[Node]:
-        below = list(node.children.values()) if node.children is not None else []
-        self._world.steps += len(below) // LISTED
-        return below
+                break
+        world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
+        return bool(world.loose or walks)
 
     def _drop(self, node: Node) -> None:
         for tier in (DEVICE, HOST):

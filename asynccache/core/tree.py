@@ -162,23 +162,25 @@ def _forget_child(above: Node, page: bytes) -> None:
         above.children = None
 
 
-def cut_off(top: Node, page_bytes: int) -> Root:
-    """Take ``top``, with all below it, out of reach of every walk down from its root, and return the dead root below
-    which these nodes are from now on. Walks up from them go on as before, through the parent of ``top``, which counts
-    ``top`` and its pins as before: whoever holds one of these nodes holds the whole path."""
+def cut_off(top: Node, page_bytes: int) -> list[Node]:
+    """Take ``top``, with all below it, out of reach of every walk down from its root, and return these nodes, each
+    before its children. From now on they are below a dead root, ``top.root``. Walks up from them go on as before,
+    through the parent of ``top``, which counts ``top`` and its pins as before: whoever holds one of these nodes holds
+    the whole path."""
     parent = top.parent
     assert parent is not None
     root = Root(top.root.hashes, len(top.stamp))
     root.dead, root.origin = True, top.root.origin
     _forget_child(parent, top.key[:page_bytes])
-    todo = [top]
+    nodes, todo = [], [top]
     while todo:
         node = todo.pop()
         node.root = root
+        nodes.append(node)
         if node.children is not None:
             todo.extend(node.children.values())
     link(parent, top, page_bytes)
-    return root
+    return nodes
 
 
 def cut(node: Node, pages: int, page_bytes: int) -> Node:

@@ -95,7 +95,8 @@ class World:
     ``limit``: how many it may be at the end of this call. ``passed``: how many cells were passed over in the orders,
     because they are no candidates; ``PASSED`` of them count as a step. A call that pins a long path for no longer than
     itself may take more steps: those cells are put back when the pins go, and must be passed over in the next slice,
-    too. ``behind``: True if work is left that ``follow_up`` does.
+    too. ``behind``: True if work is left that ``follow_up`` does. ``loose``: nodes below dead roots that may go
+    now: their last pin or child on a tier has gone. ``Invalidation`` drops them.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -120,6 +121,7 @@ class World:
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}
         self.dead_roots: list[Root] = []
+        self.loose: list[Node] = []
         self.counters = Counters()
         self.ghosts = Ghosts(config.remember) if config.remember else None
         self.clean_pages = 0
@@ -331,6 +333,8 @@ class World:
         """Put a cell into its eviction order, if it is a candidate and waits in none yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
             self.queue(node, place, self.late(node, place)).put(node.stamp[place % self.count], node)
+        if node.root.dead and not place % self.count and self.is_candidate(node, place):
+            self.loose.append(node)
 
     def queue(self, node: Node, place: int, late: int) -> Queue:
         """Return the queue in which this cell waits, or would wait, in the order ``late`` of its place."""
@@ -558,20 +562,16 @@ class World:
         announced of these pages is withdrawn. They leave as pages of a dead root do, when nothing pins them any
         more."""
         left = top.root.left
-        if self.config.publish or left is not None:
-            todo = [top]
-            while todo:
-                node = todo.pop()
-                if left is not None:
-                    left.append(node.hashes)
-                for medium, place in ((Medium.GPU, 0), (Medium.CPU, self.count)):
-                    if node.state[place] == PRESENT:
-                        self.publish(medium, False, node)
-                if node.children is not None:
-                    todo.extend(node.children.values())
-        root = cut_off(top, self.page_bytes)
-        root.mute = True
-        self.dead_roots.append(root)
+        nodes = cut_off(top, self.page_bytes)
+        for node in nodes:
+            if left is not None:
+                left.append(node.hashes)
+            for medium, place in ((Medium.GPU, 0), (Medium.CPU, self.count)):
+                if node.state[place] == PRESENT:
+                    self.publish(medium, False, node)
+        top.root.mute = True
+        self.dead_roots.append(top.root)
+        self.loose.extend(nodes)
         self.freed = True
 
     def remove_if_empty(self, node: Node, tier: int) -> None:

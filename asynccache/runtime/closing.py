@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class SavingLimit:
-    """The moment at which saving ends: ``seconds`` from now on, or earlier if ``shorten`` is called."""
+    """The moment at which saving ends: ``seconds`` from now on (below 0: now), or earlier if ``shorten`` is called."""
 
     def __init__(self, seconds: float) -> None:
         self._clock = asyncio.get_running_loop().time
-        self._end = self._clock() + seconds
+        self._end = self._clock() + max(0.0, float(seconds))
         self._beyond = 0.0
         self._timeout: asyncio.Timeout | None = None
 
@@ -32,7 +32,7 @@ class SavingLimit:
 
     def shorten(self, seconds: float) -> None:
         """Move the end to ``seconds`` from now on, if that is earlier."""
-        self._end = min(self._end, self._clock() + seconds)
+        self._end = min(self._end, self._clock() + max(0.0, float(seconds)))
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._end + self._beyond)
 

@@ -57,7 +57,7 @@ def test_stores_come_and_go_under_stress(faults: str, tmp_path: Path, monkeypatc
     Attaching.folder, Attaching.changes = tmp_path, 0
     monkeypatch.setattr(session, "Session", Attaching)
     report = tmp_path / "report.json"
-    status = main(["stress", *SMALL, "--requests", "250", "--storage", "none", "--faults", faults,
+    status = main(["stress", *SMALL, "--requests", "500", "--storage", "none", "--faults", faults,
                    "--cancel-rate", "0.1", "--prefetch-policy", "wait_complete", "--json", str(report)])  # fmt: skip
     found: dict[str, Any] = json.loads(report.read_text())
     assert status == 0, found

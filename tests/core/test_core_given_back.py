@@ -125,3 +125,47 @@ def test_a_prefetch_below_a_path_that_is_longer_than_the_host_is_skipped() -> No
     run.settle()
     assert isinstance(open_fetch(run, spell("abcdefghijkl")), Skip)
     run.audit(idle=True)
+
+
+@pytest.mark.parametrize("host", [0, 64])
+def test_what_is_forgotten_leaves_when_its_last_holder_goes_however_much_it_is(host: int) -> None:
+    run = SynchronousRuntime(core_config(device=64, host=host, slice_steps=4))
+    holders = []
+    for text in [f"a{chr(i)}" for i in range(40)]:
+        request = run.lease(spell(text))
+        assert request is not None
+        request.compute(8)
+        assert request.commit()
+        holders.append(request)
+    run.settle()
+    answer = run.core.invalidate(SPACE)
+    while isinstance(answer, More):
+        run.perform(answer.plan)
+        answer = run.core.sweep()
+    run.perform(answer)
+    assert run.core.statistics().nodes == 41, "the holders have lost pages"
+    run.prompt = False
+    for request in holders:
+        request.release()
+    run.prompt = True
+    run.perform(run.core.follow_up())
+    assert run.core.statistics().nodes == 0, "some are left, and nobody is told to go on"
+    run.audit(idle=True)
+
+
+def test_a_release_of_what_is_forgotten_looks_at_its_own_path_alone() -> None:
+    run = SynchronousRuntime(core_config(device=256, host=0))
+    holders = []
+    for i in range(200):
+        request = run.lease(spell(chr(i)))
+        assert request is not None
+        request.compute(4)
+        assert request.commit()
+        holders.append(request)
+    answer = run.core.invalidate(SPACE)
+    assert not isinstance(answer, More)
+    run.perform(answer)
+    steps = run.core.world.steps
+    holders[77].release()
+    assert run.core.statistics().nodes == 199
+    assert run.core.world.steps - steps < 10
