@@ -18,7 +18,7 @@ from asynccache import checks
 from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
-from asynccache.errors import BackendError, CacheClosed, ConfigError
+from asynccache.errors import BackendError, CacheClosed, ConfigError, RankFailure
 from asynccache.runtime.cache_parts import CacheParts, OnEvent
 from asynccache.runtime.closing import SavingLimit, leave_behind, save
 from asynccache.runtime.driving import acquire
@@ -271,7 +271,9 @@ class AsyncCache:
         try:
             if driver.closed is None:
                 await save(parts, self._limit)
-            left = Unsaved(0, 0) if driver.broken else await unsaved(driver)
+            left = await unsaved(driver)
+        except (CacheClosed, RankFailure):  # the core's books may be wrong
+            left = Unsaved(0, 0)
         finally:
             stopped = await self._stop_in_time(parts)
         if not stopped:

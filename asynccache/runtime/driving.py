@@ -96,9 +96,9 @@ async def drive(
 
 async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], *, reads: bool = False) -> T:
     """Make the core call that ``begin`` returns until it answers, perform its plans, and return the answer. The lock is
-    held for a slice at a time, and others go on between two slices. ``begin`` is called under the lock, before the
-    first slice. ``reads``: the call changes nothing, so it is made also if the cache is closed. Cancelling it leaves
-    out the slices that were not made yet.
+    held for a slice at a time, and others go on between two slices. ``begin`` is a core call, too, and is made under
+    the lock before the first slice. ``reads``: the call changes nothing, so it is made also if the cache is closed,
+    unless the core's books may be wrong. Cancelling it leaves out the slices that were not made yet.
 
     Raises:
         CacheClosed: the cache is closed.
@@ -109,7 +109,7 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
             if driver.closed is None or not reads:
                 driver.apply_outcomes()
             if call is None:
-                call = begin()
+                call = driver.locked(begin)
             result = driver.locked(call)
             if isinstance(result, (Plan, More)):
                 driver.perform(result.plan if isinstance(result, More) else result)

@@ -75,8 +75,9 @@ class Supervisor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
-            if self.running:  # from outside: when the group itself cancels its tasks it is not running any more
-                self.fail(asyncio.CancelledError(f"{task.get_name()} was cancelled"))
+            if self.running:  # from outside; or by the group, since a task failed whose own callback is still to come
+                failed = next((error for other in self._tasks if (error := _error(other)) is not None), None)
+                self.fail(failed or asyncio.CancelledError(f"{task.get_name()} was cancelled"))
         elif (error := task.exception()) is not None:
             self._died(error)
 
@@ -106,3 +107,8 @@ class Supervisor:
             raise
         finally:
             self._group = None
+
+
+def _error(task: asyncio.Task[None]) -> BaseException | None:
+    """Return what ``task`` has raised; None if it goes on, was cancelled or ended well."""
+    return task.exception() if task.done() and not task.cancelled() else None

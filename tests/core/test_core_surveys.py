@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.passes import Listed, Listing
-from asynccache.core.plan import Clone, More
+from asynccache.core.plan import Clone, Compute, More
 from asynccache.core.settings import SLICE_STEPS
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
@@ -47,6 +47,21 @@ def test_all_pages_are_listed_in_slices_also_those_that_leave_between_them() -> 
     assert sorted(answer.hashes) == sorted(i.to_bytes(32, "little") for i in range(TEXTS))
     assert answer.writes == set()
     assert listed(run, run.core.listing(b"other".ljust(32))) == ([], set())
+
+
+def test_pages_of_a_batch_that_fails_while_they_are_listed_are_on_the_list() -> None:
+    """A backup may have written them already."""
+    run = SynchronousRuntime(core_config())
+    batch = run.lease(spell("abcd"))
+    assert batch is not None
+    batch.compute(4 * run.page, True)
+    assert batch.commit(computed=False)
+    listing = run.core.listing(SPACE)
+    run.tell(*run.in_flight(Compute))
+    assert len(listed(run, listing).hashes) == 4
+    batch.release()
+    run.settle()
+    run.audit(idle=True)
 
 
 def test_a_walk_visits_the_upper_piece_of_a_node_that_splits_though_the_lower_one_leaves() -> None:

@@ -11,6 +11,7 @@ from asynccache import AsyncCache, CacheClosed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.supervisor import Supervisor
 from tests.runtime.runtime_kit import parts, serve, settings, text, until
+from tests.simulated.loop import SimulatedLoop, simulate
 
 
 @pytest.mark.asyncio
@@ -71,3 +72,21 @@ async def test_a_supervisor_that_stops_when_told_did_not_die() -> None:
     await supervisor.start()
     await supervisor.stop()
     assert not deaths
+
+
+def test_a_task_that_fails_is_what_the_supervisor_names_even_if_those_that_its_end_cancels_are_heard_first() -> None:
+    async def main(loop: SimulatedLoop) -> BaseException | None:
+        supervisor = Supervisor(lambda error: None)
+        await supervisor.start()
+        for number in range(10):
+            supervisor.spawn(asyncio.sleep(60), f"sleeps {number}")
+        supervisor.spawn(fails(), "fails")
+        await asyncio.sleep(1)
+        await supervisor.stop()
+        return supervisor.error
+
+    async def fails() -> None:
+        await asyncio.sleep(0.1)
+        raise KeyError
+
+    assert {type(simulate(main, seed)) for seed in range(20)} == {KeyError}
