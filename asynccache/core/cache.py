@@ -227,7 +227,8 @@ class CacheCore:
         """Hang the fetched pages up to ``end`` (tokens) into the tree as it is now, and give the other slots back.
 
         ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: the requests that claim the pages; see
-        ``claim``. ``Wait``: its ``ops`` are backups that must end first; nothing was done.
+        ``claim``. ``Wait``: its ``ops`` are backups that must end first; nothing was done. If the anchor has left the
+        tree for good, the prefetch is revoked: the plan says that it FAILED.
         """
         blockers = self._prefetches.commit(op, end, hashes, holders)
         return Wait(self.world.plan(), blockers) if blockers else self.follow_up()

@@ -110,7 +110,6 @@ class Listing:
         return Listed(self._pages, self._writes)
 
 
-
 class Invalidation:
     """Takes namespaces out of a world. ``_walks``: over the roots that have died, until each is over."""
 

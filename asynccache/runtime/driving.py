@@ -118,11 +118,6 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
         await asyncio.sleep(0)
 
 
-async def transact(driver: Driver, call: Callable[[], Plan | More]) -> None:
-    """``drive``, for a core call whose answer is a plan."""
-    await drive(driver, call, driver.perform)
-
-
 async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None:
     """The ack task, which applies outcomes and makes the commits of fetches when nobody else comes by: for ever, wait
     for an ack, take the lock once, apply all that wait by then, and call ``then``. An acquisition for each ack would

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from asynccache.config import PoolSpec
 from asynccache.core.cache import PrefetchBegun, PrefetchShape, Taken, needed_pages, usable_end
-from asynccache.core.plan import SLOT_BYTES, More, Wait
+from asynccache.core.plan import SLOT_BYTES, More, Status, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import common_pages
 from asynccache.runtime.driver import Driver
@@ -385,7 +385,8 @@ class Fetch:
     def _commit(self, end: int) -> Sequence[int]:
         """Under the lock: hang the pages up to ``end`` into the tree, and return no operations. If another operation
         must end first, nothing changes; returned are the operations of which one has to end before the next attempt.
-        Nothing is done if the fetch was closed meanwhile."""
+        Nothing is done if the fetch was closed meanwhile. If the pages above its own have left the tree, since a batch
+        of the engine failed, the core revokes it instead."""
         if self.over:
             return ()
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
@@ -394,11 +395,12 @@ class Fetch:
         if isinstance(answer, Wait):
             self._driver.perform(answer.plan)
             return answer.ops
-        self.end = end
         self._driver.perform(answer)
-        for sharer in self.sharers:
-            sharer.claimed()
-            sharer.reach(self.shape.covered, min(end, self._common(sharer.key) * self.shape.page_size))
+        if (self.op, Status.FAILED) not in answer.ended:
+            self.end = end
+            for sharer in self.sharers:
+                sharer.claimed()
+                sharer.reach(self.shape.covered, min(end, self._common(sharer.key) * self.shape.page_size))
         self.close()
         return ()
 

@@ -21,7 +21,7 @@ from asynccache.core.cache import CacheCore
 from asynccache.core.passes import Survey, Unsaved
 from asynccache.core.plan import EMPTY, More, Plan
 from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import transact
+from asynccache.runtime.driving import drive
 from tests.runtime.fail_stop_kit import POINTS, Injected, Injector, points
 from tests.runtime.fail_stop_worlds import PLAYS, grained, run
 from tests.runtime.runtime_kit import parts, serve, settings, text, turns
@@ -136,7 +136,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
 
     cache = await AsyncCache(settings()).__aenter__()
     driver = parts(cache).driver
-    slices = asyncio.ensure_future(transact(driver, call))
+    slices = asyncio.ensure_future(drive(driver, call, driver.perform))
     await turns(1)
     with pytest.raises(Injected):
         driver.unlocked(fails)

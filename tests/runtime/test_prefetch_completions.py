@@ -104,6 +104,27 @@ async def test_a_completion_that_is_given_up_in_the_queue_gives_its_pages_back_a
 
 
 @pytest.mark.asyncio
+async def test_a_completion_below_pages_of_a_batch_that_failed_brings_nothing_and_says_so() -> None:
+    device = CpuDevice()
+    async with stored() as storage, opened(config(), device=device, storage=storage) as cache:
+        await cache.prefetch(text(2))                 # to the host alone
+        ready = device.gate()
+        lease = cache.lease(text(2))
+        lease._ask = lease._ask._replace(load=False)  # as if there were no room to load them
+        async with lease:
+            await lease.commit(text(2), ready=ready)  # the pages on the host are on the device now, too
+            lease.release(after=ready)
+        async with queued(cache) as handle:
+            await asyncio.to_thread(ready.fire, RuntimeError("out of memory"))
+            await turns()
+            parts(cache).driver.apply_outcomes()
+        assert await handle == (PrefetchStatus.MISS, 0, "")
+        await settled(cache)
+        assert (await cache.match(text(6))).host == 0
+    await device.aclose()
+
+
+@pytest.mark.asyncio
 async def test_who_waits_for_a_completion_hears_why_the_cache_closed() -> None:
     async with stored() as storage:
         device = CpuDevice()
