@@ -11,18 +11,13 @@ import pytest
 from asynccache_shim import NO_TOKEN, Batch, Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
-from asynccache.core.audit import check
 from asynccache.runtime.outbox import PATIENCE
 from asynccache.runtime.prefetch import GRACE
-from asynccache.storage import CheckedStore
-from asynccache.storage.checked import store_layout
-from tests.runtime.runtime_kit import parts, settings, text
+from tests.runtime.runtime_kit import text
 from tests.runtime.test_hung_storage import Hangs, serve
-from tests.simulated.device import SimulatedDevice
-from tests.simulated.loop import SimulatedLoop, simulate
-
-DEAF = pytest.mark.parametrize("deaf", [30.0, 1e6], ids=["for a while", "for ever"])
-SOON = 0.05
+from tests.runtime.test_late_storage import DEAF, SOON, timed
+from tests.runtime.test_late_storage import play as over_a_store_that_hangs
+from tests.simulated.loop import SimulatedLoop
 
 
 class OneToken:
@@ -32,43 +27,26 @@ class OneToken:
         return [1 if chunk.sample else NO_TOKEN for chunk in batch.chunks]
 
 
-Body = Callable[[AsyncCache, Scheduler, Hangs, SimulatedLoop], Coroutine[Any, Any, None]]
-
-
-def play(body: Body, verb: str, deaf: float, device: int = 20, host: int = 10, **more: Any) -> None:
+def play(
+    body: Callable[[AsyncCache, Scheduler, Hangs], Coroutine[Any, Any, None]], verb: str, deaf: float, **more: Any
+) -> None:
     """Run ``body`` with a scheduler over a cache whose store will hang in ``verb`` alone."""
 
-    async def main(loop: SimulatedLoop) -> None:
-        copies = SimulatedDevice(seed=1, latency=(0.0, 0.001))
-        backend = Hangs(verb, deaf, alone=True)
-        config = settings(device, host, prefetch_timeout_per_1k=0.0, close_deadline=5.0, **more)
-        store = CheckedStore(backend, store_layout(config.pools()), threads=0)
-        async with AsyncCache(config, device=copies, storage=store) as cache:
-            async with Scheduler(cache, OneToken(), SchedulerConfig(max_running=4, step_tokens=64)) as scheduler:
-                await body(cache, scheduler, backend, loop)
-            backend.answers.set()
-            await asyncio.sleep(1.0)
-            await cache.flush()
-            parts(cache).claims.drop_all()
-            check(parts(cache).core, idle=True)
-        await store.aclose()
-        await copies.aclose()
+    async def scheduled(cache: AsyncCache, backend: Hangs, loop: SimulatedLoop) -> None:
+        async with Scheduler(cache, OneToken(), SchedulerConfig(max_running=4, step_tokens=64)) as scheduler:
+            await body(cache, scheduler, backend)
 
-    simulate(main, 1)
+    over_a_store_that_hangs(scheduled, verb, deaf, **more)
 
 
-async def ended(request: Request) -> float:
-    """Return how many seconds ``request`` takes."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    async with asyncio.timeout(3600):
-        await request.done()
-    return loop.time() - began
+def ended(request: Request) -> Coroutine[Any, Any, float]:
+    """Return how many seconds ``request`` takes. To be awaited."""
+    return timed(request.done())
 
 
 @DEAF
 def test_requests_that_decode_get_their_pages_while_a_write_hangs(deaf: float) -> None:
-    async def body(cache: AsyncCache, scheduler: Scheduler, backend: Hangs, loop: SimulatedLoop) -> None:
+    async def body(cache: AsyncCache, scheduler: Scheduler, backend: Hangs) -> None:
         go, ready = asyncio.Event(), asyncio.Event()
 
         async def hold() -> None:
@@ -88,7 +66,7 @@ def test_requests_that_decode_get_their_pages_while_a_write_hangs(deaf: float) -
         go.set()
         await holder
 
-    play(body, "put", deaf, prefetch_policy="best_effort", write_back_watermark=0.0)
+    play(body, "put", deaf, host=10, prefetch_policy="best_effort", write_back_watermark=0.0)
 
 
 @DEAF
@@ -99,7 +77,7 @@ def test_a_request_whose_own_prefetch_hangs_is_computed_when_its_patience_and_a_
 ) -> None:
     """All of them beside each other; and one that storage has nothing of does not wait for them."""
 
-    async def body(cache: AsyncCache, scheduler: Scheduler, backend: Hangs, loop: SimulatedLoop) -> None:
+    async def body(cache: AsyncCache, scheduler: Scheduler, backend: Hangs) -> None:
         for seed in range(4):
             await serve(cache, text(4, seed=seed))
         await cache.flush()
