@@ -60,8 +60,8 @@ class Survey:
 
 
 class Listed(NamedTuple):
-    """What a namespace has. ``hashes``: the prefix hashes of its pages, 32 bytes each. ``writes``: the backups to
-    storage of its pages that were in flight when the list was made."""
+    """The pages of a namespace. ``hashes``: their prefix hashes, 32 bytes each. ``writes``: the backups to
+    storage of these pages that were in flight when the list was made."""
 
     hashes: list[bytes]
     writes: set[int]

@@ -65,7 +65,7 @@ Save = Callable[[Node], Room]
 
 
 class Verdict(Enum):
-    """What is to be done with a device cell that goes next."""
+    """The decision about a device cell that goes next: whether it is copied first."""
 
     EXPENDABLE = "it goes: there is a copy, or none is wanted"
     OUTDONE = "it goes without a copy, because the host would give up that copy first"

@@ -44,7 +44,7 @@ _HITS = bytes(result == Result.HIT for result in range(256))
 
 
 class Fetch:
-    """What is fetched for one prefetch and for those that share it, from the first question to commit or revoke.
+    """One fetch, for the prefetch that began it and for those that share it: from the first question to its end.
 
     ``op``: its operation; 0 before it has begun. ``shape``: which pages it is to bring; once it has begun, those that
     storage has. ``sharers``: the prefetches that it serves. ``wish``: theirs, taken together. ``cut``: why it got less

@@ -43,7 +43,7 @@ TOO_LATE = 1.0
 
 
 class StoreCall(Enum):
-    """What is asked of storage."""
+    """The two kinds of calls of storage that may be late."""
 
     READ = "a question, or to read"
     WRITE = "to write, or to clear itself"

@@ -16,7 +16,7 @@ PART = 4096
 
 
 class Holder(Protocol):
-    """What has pages: a group, a pack."""
+    """A place with pages: a group, a pack."""
 
     def keys(self) -> Iterable[bytes]:
         """The key of each page, by position, also of those that are dead."""
