@@ -61,7 +61,7 @@ def plan_reads(
     wrong: list[int] = []
     for location, which in sorted(index.locate(keys)):
         pack, at = index.at(location)
-        _, header, offset, length, _ = pack.entry(at)
+        _, header, offset, length = pack.entry(at)
         if records[which].payload.nbytes != length:
             wrong.append(which)
             continue
