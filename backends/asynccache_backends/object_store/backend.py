@@ -196,7 +196,8 @@ class ObjectBackend:
         """
         with self._operations:
             async with self._catalog.lock:
-                self._catalog.cleared()
+                self._catalog.unread.clear()
+                self._catalog.index.clear()
                 for folder in (INDEX, PACKS):
                     async for metas in self._client.list(folder):
                         kept = self._uploads.under_way()
@@ -223,7 +224,7 @@ class ObjectBackend:
         return {
             "pages": index.pages,
             "bytes": index.bytes,
-            "packs": index.pack_count,
+            "packs": len(index.holders),
             "stored_bytes": index.stored,
             "unreadable_packs": len(self._catalog.unread),
             "tombstones": len(index.tombs),

@@ -149,15 +149,10 @@ class PackCatalog:
         self.counts["vanished_packs"] += self.index.has(pack.name)
         self.index.drop(pack.name)
 
-    def cleared(self) -> None:
-        """Forget everything, because all objects are being removed."""
-        self.unread.clear()
-        self.index.clear()
-
     @property
     def save_due(self) -> bool:
         """True if so much is new since the last snapshot that another is worth it."""
-        return self._unsaved >= max(SAVE_AFTER, self.index.pack_count // 4)
+        return self._unsaved >= max(SAVE_AFTER, len(self.index.holders) // 4)
 
     async def save(self) -> None:
         """Store a snapshot and remove the earlier ones. Cancelling it leaves the old one, the new one or both.

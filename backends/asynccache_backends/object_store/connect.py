@@ -35,7 +35,6 @@ PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
 MOST_PACK = 256 << 20
-MOST_REQUESTS = 999_999
 
 _REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]{0,254}")
@@ -70,7 +69,12 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     Raises:
         ConfigError: an option is unknown, unusable or a secret.
     """
-    refuse_secrets(url)
+    for name, text in url.options.items():
+        if is_secret(name) or (name == "endpoint" and "@" in text):
+            raise ConfigError(
+                f"storage={url.scheme}: option {name!r} would put a secret into a URL; credentials come from the "
+                "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY...)"
+            )
     if "capacity" in url.options:
         raise ConfigError(f"storage={url.scheme}: there is no capacity: a lifetime rule of the bucket bounds its size")
     url.allow_only((*OPTIONS, *PLACES[url.scheme][1]))
@@ -81,7 +85,7 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     pack = url.size("pack", USUAL_PACK)
     if not LEAST_PACK <= pack <= MOST_PACK:
         raise ConfigError(f"storage option pack={pack} must be {LEAST_PACK} to {MOST_PACK} bytes")
-    parallel = url.whole_number("parallel", 16, 1, MOST_REQUESTS)
+    parallel = url.whole_number("parallel", 16, 1, 999_999)
     timeout = url.number("request_timeout", 30, 0.1)
     return ObjectSettings(pack, url.number("refresh", 5), parallel, timeout)
 
@@ -130,16 +134,6 @@ def _is_endpoint(text: str) -> bool:
     host, _, path = rest.partition("/")
     known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
     return known and path.isprintable() and " " not in path
-
-
-def refuse_secrets(url: ParsedUrl) -> None:
-    """Raise ConfigError if an option looks like a secret, or the endpoint has a user in it."""
-    for name, value in url.options.items():
-        if is_secret(name) or (name == "endpoint" and "@" in value):
-            raise ConfigError(
-                f"storage={url.scheme}: option {name!r} would put a secret into a URL; credentials come from the "
-                "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY...)"
-            )
 
 
 @cache

@@ -32,12 +32,7 @@ class PackIndex(PageIndex[Pack]):
         self._numbers: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"PackIndex(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
-
-    @property
-    def pack_count(self) -> int:
-        """The number of packs."""
-        return len(self.holders)
+        return f"PackIndex(pages={self.pages}, packs={len(self.holders)}, tombs={len(self.tombs)})"
 
     def packs(self) -> list[Pack]:
         """Return all packs, the earliest first. It sorts them, so it is not for the hot path."""
