@@ -149,7 +149,7 @@ soak: $(VENV)/.installed-dev
 # packages. Its other pytest plugins are left out: their warnings are errors here.
 ifeq ($(VENV),)
 GPU_SITE   := build/gpu/site
-GPU_PYTHON := PYTHONPATH="$(CURDIR):$(CURDIR)/backends:$(CURDIR)/scheduler_shim:$(CURDIR)/$(GPU_SITE)" $(PYTHON)
+GPU_PYTHON := PYTHONPATH="$(CURDIR):$(CURDIR)/backends:$(CURDIR)/scheduler_shim:$(abspath $(GPU_SITE))" $(PYTHON)
 test-gpu: unpacked-wheels
 else
 GPU_PYTHON := $(BIN)/python
