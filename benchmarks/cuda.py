@@ -37,6 +37,9 @@ PARTS = {
     "loads": "loads of 32 layers beside computing, through a cache, by each path",
     "pinning": "pinning 4 GiB beside launches",
 }
+LAST_START = 80.0
+"""Seconds after which no further part begins, so that two minutes are enough also where copies are slow. A part takes
+less than 40."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,20 +71,21 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
         raise ConfigError(f"there is no GPU to measure: {missing}")
     device = open_device(args.device)
     try:
-        return asyncio.run(measure(device, args.parts, tell, cuda_copies.raw_calls(device.driver)))
+        return measure(device, args.parts, tell, cuda_copies.raw_calls(device.driver))
     except (AsyncCacheError, MemoryError, RuntimeError) as error:  # all of torch's and cupy's are RuntimeError
         raise ConfigError(f"the GPU could not be measured: {first_line(error)}") from error
 
 
-async def measure(device: Any, parts: Sequence[str], tell: Tell, raw: RawCalls | None = None) -> Figures:
+def measure(device: Any, parts: Sequence[str], tell: Tell, raw: RawCalls | None = None) -> Figures:
     """Return the figures of ``device``, which is closed at the end, by part. Without ``raw``, calls that the cache does
-    not make are not measured. Cancelling ends it after the part that runs, and closes the device as well."""
+    not make are not measured. Blocks: loops run only for what needs one, so Ctrl-C ends it at once."""
     from asynccache.memory.cuda.cupy_driver import find
 
     identity = device.driver.identity()._asdict()
     found: Figures = {"bench": "cuda", "device": identity, "torch": torch.__version__, "torch_cuda": torch.version.cuda,
                       "cupy": find().cupy}  # fmt: skip
-    seconds = found["seconds"] = {}
+    seconds, started = dict[str, float](), time.perf_counter()
+    found |= {"seconds": seconds, "left_out": []}
     try:
         device.driver.use_device()
         index = int(device.name.partition(":")[2].partition("?")[0] or 0)
@@ -89,8 +93,10 @@ async def measure(device: Any, parts: Sequence[str], tell: Tell, raw: RawCalls |
         memory = cuda_copies.Memory(device.driver)
         for part in parts:
             began = time.perf_counter()
+            if began - started > LAST_START:
+                found["left_out"].append(part)
+                continue
             tell(PARTS[part])
-            await asyncio.sleep(0)  # somebody may have interrupted it
             match part:
                 case "pieces":
                     found["large_gb_s"] = cuda_copies.measure_large(memory)
@@ -102,23 +108,27 @@ async def measure(device: Any, parts: Sequence[str], tell: Tell, raw: RawCalls |
                 case "queue":
                     found[part] = cuda_engine.measure_queue(memory, index)
                 case "waking":
-                    found[part] = await cuda_engine.measure_waking(device, tell)
+                    found[part] = asyncio.run(cuda_engine.measure_waking(device, tell))
                 case "beside":
                     found[part] = cuda_engine.measure_beside(memory, products, tell)
                 case "loads":
-                    found[part] = await cuda_engine.measure_loads(device, products, tell)
+                    found[part] = asyncio.run(cuda_engine.measure_loads(device, products, tell))
                 case "pinning":
                     found[part] = cuda_engine.measure_pinning(device.driver, index)
             seconds[part] = round(time.perf_counter() - began, 1)
         memory.close()
     finally:
-        await device.aclose()
+        asyncio.run(device.aclose())
     return found
 
 
 def charts(figures: Figures) -> Iterator[Chart]:
     """Yield a table for each part, and last the settings that the figures speak for."""
     name = figures["device"]["name"]
+    if figures["left_out"]:
+        yield Chart("There was no time to measure; run by itself what has no figure here", ("",), [
+            Row(part, [None]) for part in figures["left_out"]
+        ])  # fmt: skip
     if "pieces" in figures:
         large = ", ".join(f"{direction} {rate} GB/s" for direction, rate in figures["large_gb_s"].items())
         for direction, count in dict.fromkeys((row["direction"], row["pieces"]) for row in figures["pieces"]):

@@ -41,6 +41,8 @@ WITHIN_BLOCKS = (8, 64)
 LAYERS, ROUNDS, SECONDS = 32, 5, 0.05
 """``SECONDS``: a figure takes no further round once its rounds took so long."""
 ROWS, PAGES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10), 64
+OTHERS = ("no overlap", "any order")
+"""Ways that the cache does not go. A driver may refuse them."""
 MARGIN = 0.9
 """The kernel is worth its multiprocessors, and more blocks are worth having, where the other way reaches less than this
 share of the rate."""
@@ -171,7 +173,8 @@ def timed(memory: Memory, call: Callable[[], object], size: int) -> tuple[float,
 
 
 def measure_pieces(memory: Memory, raw: RawCalls | None, tell: Tell) -> list[Figures]:
-    """Return a row for each direction, width and number of pieces: ``gb_s`` and ``call_us`` by way."""
+    """Return a row for each direction, width and number of pieces: ``gb_s`` and ``call_us`` by way. A way of ``OTHERS``
+    that the driver refuses has no figure."""
     rows = []
     for towards in (OUT, IN, WITHIN):
         for width in WIDTHS:
@@ -180,7 +183,13 @@ def measure_pieces(memory: Memory, raw: RawCalls | None, tell: Tell) -> list[Fig
                 if width * count > SIZE // 2:
                     continue
                 pieces = Pieces(memory, towards, width, count)
-                found = {way: timed(memory, call, pieces.bytes) for way, call in pieces.ways(raw).items()}
+                found = dict[str, tuple[float, float]]()
+                for way, call in pieces.ways(raw).items():
+                    try:
+                        found[way] = timed(memory, call, pieces.bytes)
+                    except DriverError as error:
+                        if error.sticky or way not in OTHERS:
+                            raise
                 rows.append({"direction": towards.value, "width": width, "pieces": count,
                              "gb_s": {way: rate for way, (rate, _) in found.items()},
                              "call_us": {way: us for way, (_, us) in found.items()}})  # fmt: skip

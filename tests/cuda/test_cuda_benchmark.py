@@ -22,7 +22,7 @@ import torch
 
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
-from asynccache.memory.cuda.driver_protocol import Spans
+from asynccache.memory.cuda.driver_protocol import DriverError, Spans
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
 from benchmarks import cuda, cuda_copies, cuda_engine
@@ -123,9 +123,9 @@ def raw_on(driver: SimulatedCuda) -> cuda_copies.RawCalls:
         driver.copy(stream, OUT if on_host else IN if from_host else WITHIN, copies)
 
     def copy_2d(dst: int, to: int, src: int, of: int, width: int, height: int, kind: int, stream: int) -> None:
-        rows = [np.array([base + i * pitch for i in range(height)], np.uint64)
-                for base, pitch in ((dst, to), (src, of))]  # fmt: skip
-        driver.copy(stream, directions[kind], Spans(*rows, np.full(height, width, np.uint64)))
+        to_rows, of_rows = (np.array([base + i * pitch for i in range(height)], np.uint64)
+                            for base, pitch in ((dst, to), (src, of)))  # fmt: skip
+        driver.copy(stream, directions[kind], Spans(to_rows, of_rows, np.full(height, width, np.uint64)))
 
     return cuda_copies.RawCalls(batch, copy_2d)
 
@@ -144,7 +144,7 @@ def test_the_command_measures_and_tells_everything(
     monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
     monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
     assert cuda.main(["--json", str(path)]) == 0
-    figures, said = json.loads(path.read_text()), capsys.readouterr()
+    figures, said = json.loads(path.read_text()), capsys.readouterr().out
     assert list(figures["seconds"]) == list(cuda.PARTS)
     assert [(row["direction"], row["width"], row["pieces"]) for row in figures["pieces"]] == [
         (towards.value, width, count) for towards in (OUT, IN, WITHIN) for width in (4096, 65536) for count in (8, 16)
@@ -168,18 +168,18 @@ def test_the_command_measures_and_tells_everything(
     for title in ("8 pieces in a call: GB/s", "2-D copies", "behind a busy stream", "A load of 32 layers, ms, and a",
                   "Beside copies", "Loads of 32 layers beside computing", "Pinning 1.0 MiB",
                   "what these figures would set", "batches sources read in any order"):  # fmt: skip
-        assert title in " ".join(said.out.split())
-    assert max(map(len, said.out.splitlines())) <= 80
-    assert said.err
+        assert title in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("part", cuda.PARTS)
 def test_each_part_can_be_measured_alone_and_without_calls_that_the_cache_does_not_make(
     simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], part: str
 ) -> None:
-    device = simulated_device()
+    device, told = simulated_device(), list[str]()
     torch_on(driver_of(device))
-    figures = asyncio.run(cuda.measure(device, [part], lambda _: None))
+    figures = cuda.measure(device, [part], told.append)
+    assert told[0] == cuda.PARTS[part]
     assert part in figures
     assert sum(other in figures for other in cuda.PARTS) == 1
     for chart in cuda.charts({"device": figures["device"], **figures}):
@@ -267,6 +267,23 @@ def test_the_settings_that_figures_speak_for(
     assert told["blocks"] == {"set": 8, "measured": 4}
 
 
+def test_what_the_driver_refuses_of_ways_that_the_cache_does_not_go_has_no_figure(
+    simulated_device: Make, small: None
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DriverError("cuMemcpyBatchAsync: invalid argument", code[0])
+
+    device, code = simulated_device(), [1]
+    memory, raw = cuda_copies.Memory(device.driver), cuda_copies.RawCalls(refuse, refuse)
+    ways = [set(row["gb_s"]) for row in cuda_copies.measure_pieces(memory, raw, lambda _: None)]
+    assert all(not way & set(cuda_copies.OTHERS) and "engines" in way for way in ways)
+    code[0] = 700  # the end of the context, and of the measurement
+    with pytest.raises(DriverError):
+        cuda_copies.measure_pieces(memory, raw, lambda _: None)
+    memory.close()
+    asyncio.run(device.aclose())
+
+
 @pytest.mark.parametrize(("how", "says"), [
     ({"pinnable": 1 << 10}, "host memory cannot be pinned"), ({"break_at": 5}, "an illegal memory access"),
 ])
@@ -304,13 +321,34 @@ def test_a_thread_that_copies_beside_fails_the_measurement(simulated_device: Mak
         pass
 
 
+@pytest.mark.parametrize("last", [-1.0, 3600.0])
+def test_a_part_that_would_begin_too_late_is_left_out_and_named(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
+    last: float,
+) -> None:  # fmt: skip
+    device = simulated_device()
+    torch_on(driver_of(device))
+    monkeypatch.setattr(cuda, "LAST_START", last)
+    figures = cuda.measure(device, ["queue", "pinning"], lambda _: None)
+    left_out = ["queue", "pinning"] if last < 0 else []
+    assert figures["left_out"] == left_out
+    assert [part for part in ("queue", "pinning") if part not in figures] == left_out
+    told = [row.name for chart in cuda.charts(figures) for row in chart.rows]
+    assert told[: len(left_out)] == left_out
+
+
 class TestOnAGpu:
     pytestmark = GPU
 
-    def test_it_measures_everything_in_two_minutes(self, tmp_path: Path) -> None:
-        path, began = tmp_path / "cuda.json", time.perf_counter()
+    def test_it_measures_everything(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Less of it: other tests share the GPU."""
+        for name, value in {"SIZE": 1 << 28, "WIDTHS": (4 << 10, 64 << 10), "COUNTS": (8, 64), "ROUNDS": 1}.items():
+            monkeypatch.setattr(cuda_copies, name, value)
+        for name, value in {"LOADS": ((16 << 10, 64),), "ROUNDS": 1, "SAMPLES": 2, "WAKES": 20, "PINNED": 1 << 28,
+                            "PRODUCTS": 20, "TOKEN_COPIES": 20}.items():
+            monkeypatch.setattr(cuda_engine, name, value)
+        path = tmp_path / "cuda.json"
         assert cuda.main(["--quiet", "--json", str(path)]) == 0
-        assert time.perf_counter() - began < 120
         figures = json.loads(path.read_text())
-        assert all(figures[part] for part in cuda.PARTS)
-        assert min(figures["large_gb_s"].values()) > 1
+        assert not [part for part in cuda.PARTS if not figures.get(part)]
+        assert min(figures["large_gb_s"].values()) > 0.5
