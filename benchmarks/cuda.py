@@ -37,6 +37,9 @@ PARTS = {
     "loads": "loads of 32 layers beside computing, through a cache, by each path",
     "pinning": "pinning 4 GiB beside launches",
 }
+SETTINGS = {
+    "kernel_below": "kernel_below, bytes", "few": "pieces from which on the kernel goes", "blocks": "blocks",
+}
 LAST_START = 80.0
 """Seconds after which no further part begins, so that two minutes are enough also where copies are slow. A part takes
 less than 40."""
@@ -130,13 +133,15 @@ def charts(figures: Figures) -> Iterator[Chart]:
             Row(part, [None]) for part in figures["left_out"]
         ])  # fmt: skip
     if "pieces" in figures:
-        large = ", ".join(f"{direction} {rate} GB/s" for direction, rate in figures["large_gb_s"].items())
+        yield Chart(f"{name}, one large copy: GB/s", ("",), [
+            Row(direction, [rate]) for direction, rate in figures["large_gb_s"].items()
+        ])  # fmt: skip
         for direction, count in dict.fromkeys((row["direction"], row["pieces"]) for row in figures["pieces"]):
             rows = [row for row in figures["pieces"] if (row["direction"], row["pieces"]) == (direction, count)]
             ways = list(dict.fromkeys(way for row in rows for way in row["gb_s"]))
-            yield Chart(f"{name}, {direction}, {count} pieces in a call: GB/s", ways, [
+            yield Chart(f"{direction}, {count} pieces in a call: GB/s", ways, [
                 Row(spelled(row["width"]), [row["gb_s"].get(way) for way in ways]) for row in rows
-            ], [f"one large copy: {large}"])
+            ])  # fmt: skip
     if figures.get("pages"):
         columns = ("2d_gb_s", "rows_gb_s", "2d_call_us", "rows_call_us")
         yield Chart("Pages of 32 layers as 2-D copies and as batches of rows: GB/s, and µs of the call for a page",
@@ -154,7 +159,7 @@ def charts(figures: Figures) -> Iterator[Chart]:
         yield Chart("A load of 32 layers, ms, and a wake-up, µs, beside a thread that computes",
                     ("load p50", "max", "wake p50", "p99"),
                     [Row(f"{row['pages']} pages of {spelled(row['width'])}, {row['beside']}", [row[n] for n in columns])
-                     for row in figures["waking"]])  # fmt: skip
+                     for row in figures["waking"]], list(cuda_engine.told_of_waking(figures["waking"])))  # fmt: skip
     if "beside" in figures:
         columns = ("gb_s", "product_ms", "token_copy_p50_us", "token_copy_p99_us")
         yield Chart("Beside copies: their GB/s, ms of a product of matrices, µs of a copy of tokens to the host",
@@ -175,8 +180,8 @@ def charts(figures: Figures) -> Iterator[Chart]:
         ])  # fmt: skip
     if "settings" in figures:
         yield Chart("Settings, and what these figures would set", ("set", "measured"), [
-            Row(f"{one['direction']}: {name}", [one[name]["set"], one[name]["measured"]])
-            for one in figures["settings"] for name in ("kernel_below", "few", "blocks")
+            Row(f"{one['direction']}: {what}", [one[name]["set"], one[name]["measured"]])
+            for one in figures["settings"] for name, what in SETTINGS.items()
         ], [f"{sentence}." for sentence in cuda_copies.sentences(figures["pieces"])])  # fmt: skip
 
 

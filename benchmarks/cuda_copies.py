@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 IN, OUT, WITHIN = CopyDirection.IN, CopyDirection.OUT, CopyDirection.WITHIN
 SIZE, MOST = 1 << 30, 128 << 20
 """Bytes on each side; and those of one measured run, at most (but one call at least)."""
-WIDTHS = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64, 128, 512, 2048))
+WIDTHS = tuple(kib << 10 for kib in (1, 4, 8, 16, 24, 32, 64, 128, 512, 2048))
 COUNTS = (8, 16, 32, 64, 512)
 """Pieces in one call: what a layer of a short and of a long prompt has."""
 BLOCKS = (2, 4, 8)
@@ -41,7 +41,7 @@ WITHIN_BLOCKS = (8, 64)
 LAYERS, ROUNDS, SECONDS = 32, 5, 0.05
 """``SECONDS``: a figure takes no further round once its rounds took so long."""
 ROWS, PAGES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10), 64
-OTHERS = ("no overlap", "any order")
+OTHERS = ("no flag", "any")
 """Ways that the cache does not go. A driver may refuse them."""
 MARGIN = 0.9
 """The kernel is worth its multiprocessors, and more blocks are worth having, where the other way reaches less than this
@@ -139,16 +139,17 @@ class Pieces:
 
     def ways(self, raw: RawCalls | None) -> dict[str, Callable[[], object]]:
         """Return the ways to copy these pieces, by name. ``engines`` and ``kernel N`` (on N blocks) are the cache's
-        own; ``no overlap`` and ``any order`` are batches with other attributes."""
+        own; ``no flag`` (no overlap with computing) and ``any`` (sources are read in any
+        order) are batches with other attributes."""
         ways: dict[str, Callable[[], object]] = {"engines": self.by_engines}
         blocks = WITHIN_BLOCKS if self._towards is WITHIN else BLOCKS
         ways |= {f"kernel {n}": partial(self.by_kernel, n) for n in blocks}
         if self.count <= 64:
-            ways["one by one"] = self.one_by_one
+            ways["single"] = self.one_by_one
         if raw is not None and raw.batch is not None:
-            ways["no overlap"] = partial(self.by_batch, raw.batch, 1, 0)
+            ways["no flag"] = partial(self.by_batch, raw.batch, 1, 0)
             if self._towards is IN:  # from pinned memory that nobody writes: a backup may not be read like that
-                ways["any order"] = partial(self.by_batch, raw.batch, 3, 0)
+                ways["any"] = partial(self.by_batch, raw.batch, 3, 0)
         return ways
 
 
@@ -259,17 +260,23 @@ def measure_pages(memory: Memory, raw: RawCalls) -> list[Figures]:
 
 def suggested(rows: Sequence[Figures], towards: CopyDirection, settings: CudaSettings) -> Figures:
     """Return what the figures of one direction speak for. ``kernel_below``: the least width from which on the copy
-    engines suffice, with many pieces. ``few``: the least number of short pieces from which on the kernel is faster;
-    None if it never is. ``blocks``: the least number that is nearly as fast as the best, with short pieces."""
+    engines suffice, with many pieces. ``few``: the least number of pieces from which on the kernel is faster, for all
+    widths below that together; None if it never is. ``blocks``: the least number that is nearly as fast as the best,
+    with short pieces."""
     mine = [row for row in rows if row["direction"] == towards.value]
     many = [row for row in mine if row["pieces"] == max(row["pieces"] for row in mine)]
     widths = sorted({row["width"] for row in mine})
     way = f"kernel {min(BLOCKS, key=lambda blocks: abs(blocks - settings.blocks))}"
     slow = [row["width"] for row in many if row["gb_s"]["engines"] < MARGIN * row["gb_s"][way]]
     below = 0 if not slow else min((width for width in widths if width > max(slow)), default=2 * widths[-1])
-    short = [row for row in mine if row["width"] < below]
-    few = next((count for count in sorted({row["pieces"] for row in short}) if all(
-        row["gb_s"]["engines"] < MARGIN * row["gb_s"][way] for row in short if row["pieces"] >= count)), None)
+    counts = sorted({row["pieces"] for row in mine})
+
+    def seconds(some: str, count: int) -> float:
+        short = [row for row in mine if row["width"] < below and row["pieces"] == count]
+        return sum(row["width"] / row["gb_s"][some] for row in short)
+
+    pays = [MARGIN * seconds("engines", count) > seconds(way, count) for count in counts]
+    few = next((count for i, count in enumerate(counts) if all(pays[i:])), None)
     rates = {blocks: sum(row["gb_s"][f"kernel {blocks}"] for row in many if row["width"] <= 32 << 10)
              for blocks in BLOCKS}  # fmt: skip
     blocks = min(blocks for blocks, rate in rates.items() if rate >= MARGIN * max(rates.values()))
@@ -280,8 +287,8 @@ def suggested(rows: Sequence[Figures], towards: CopyDirection, settings: CudaSet
 
 def sentences(rows: Sequence[Figures]) -> Iterator[str]:
     """Yield what the figures say of ways that the cache does not go."""
-    for direction, other, what in ((IN, "any order", "sources read in any order"), (IN, "no overlap", "without the "
-                                   "overlap flag"), (OUT, "no overlap", "without the overlap flag")):  # fmt: skip
+    for direction, other, what in ((IN, "any", "sources read in any order"), (IN, "no flag", "without the "
+                                   "overlap flag"), (OUT, "no flag", "without the overlap flag")):  # fmt: skip
         both = [(row["width"], row["gb_s"][other] / row["gb_s"]["engines"]) for row in rows
                 if row["direction"] == direction.value and other in row["gb_s"]]  # fmt: skip
         if both:
