@@ -171,6 +171,8 @@ test-gpu:
 FOUND_WHEELS := $(wildcard $(WHEELS)/*.whl)
 unpacked-wheels:
 	@$(PYTHON) -c '$(RECENT)'
+	@$(PYTHON) -c 'import sys; from importlib.util import find_spec; \
+	    sys.exit("VENV= is for a Python that has torch and cupy; $(PYTHON) has no torch" if not find_spec("torch") else 0)'
 	@[ -n "$(FOUND_WHEELS)" ] || { echo "there are no wheels in $(WHEELS); on a machine with a package index," \
 	    "make test-gpu-wheels PYTHON_VERSION=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')" \
 	    "brings them" >&2; exit 2; }
