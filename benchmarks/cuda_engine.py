@@ -42,8 +42,8 @@ PATHS = {"engines": 0, "kernel": 1 << 62}
 """For each path the ``kernel_below``, in bytes, that forces it."""
 ROUNDS, SAMPLES, WAKES = 5, 20, 1000
 PRODUCTS, TOKEN_COPIES, TOKENS, PIECES = 200, 300, 2048, 440
-"""Products that are timed beside copies; copies of so many bytes of tokens to the host; pieces
-of a call that copies meanwhile."""
+"""Products that are timed beside copies; copies of tokens to the host; bytes of one; pieces of a call that copies
+meanwhile."""
 PINNED = 4 << 30
 BUSY, BLOCKED = 0.5, 0.02
 """Seconds for which a stream is busy while its queue is filled; a call that takes longer than ``BLOCKED`` has found
@@ -133,7 +133,7 @@ class Launches(_Thread):
 class Copies(_Thread):
     """A thread that copies without end: four calls at a time. ``calls``: how many there were."""
 
-    def __init__(self, driver: CudaDriver, stream: int, call: Callable[[], None]) -> None:
+    def __init__(self, driver: CudaDriver, stream: int, call: Callable[[], object]) -> None:
         self._driver, self._stream, self._call = driver, stream, call
         self.calls = 0
 
@@ -263,7 +263,7 @@ def measure_beside(memory: Memory, products: Products, tell: Tell) -> list[Figur
     driver = memory.driver
     tokens, here = driver.device_tensor((TOKENS,)), pinned_tensor(driver, (TOKENS,))
     one = Spans(*(np.array([number], np.uint64) for number in (here.data_ptr(), tokens.data_ptr(), TOKENS)))
-    ways: list[tuple[str, Callable[[], None] | None, int]] = [("nothing", None, 0)]
+    ways: list[tuple[str, Callable[[], object] | None, int]] = [("nothing", None, 0)]
     for towards in (CopyDirection.OUT, CopyDirection.IN):
         for width in (16 << 10, 64 << 10):
             some = Pieces(memory, towards, width, PIECES)

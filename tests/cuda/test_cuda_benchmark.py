@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from asynccache.errors import CacheClosed
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.driver_protocol import DriverError, Spans
@@ -303,6 +304,23 @@ def test_a_gpu_that_fails_is_one_sentence(
     assert "benchmarks.cuda: the GPU could not be measured: " in said
     assert says in said
     assert said.count("\n") == 1
+
+
+def test_ctrl_c_closes_the_device_and_gives_its_status(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(memory: object) -> None:
+        raise KeyboardInterrupt
+
+    device = simulated_device()
+    torch_on(driver_of(device))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
+    monkeypatch.setattr(cuda_copies, "raw_calls", raw_on)
+    monkeypatch.setattr(cuda_copies, "measure_large", interrupt)
+    assert cuda.main(["pieces", "--quiet"]) == 130
+    with pytest.raises(CacheClosed):
+        device.stream("late")
 
 
 def test_a_thread_that_copies_beside_counts_its_copies(simulated_device: Make) -> None:
