@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Self
 
@@ -39,7 +39,7 @@ PAGE_TOKENS = 16
 LOADS = ((4 << 10, 512), (16 << 10, 64), (16 << 10, 512), (64 << 10, 512))
 """Bytes that a page has in a layer, and pages of a prompt."""
 PATHS = {"engines": 0, "kernel": 1 << 62}
-"""For each path the ``kernel_below``, in bytes, that forces it."""
+"""For each path the thresholds, in bytes, that force it."""
 ROUNDS, SAMPLES, WAKES = 5, 20, 1000
 PRODUCTS, TOKEN_COPIES, TOKENS, PIECES = 200, 300, 2048, 440
 """Products that are timed beside copies; copies of tokens to the host; bytes of one; pieces of a call that copies
@@ -54,8 +54,8 @@ CALLS = (("a copy", 32 << 10, 1), ("a batch", 32 << 10, 64), ("a batch", 4 << 10
 
 def forced(device: CudaDevice, path: str) -> CudaDevice:
     """Return the GPU of ``device`` as one that goes by this path alone (``PATHS``)."""
-    settings = replace(device.settings, kernel_below=PATHS[path])
-    return CudaDevice(device.driver, device.name, settings=settings)
+    thresholds = {one.name: PATHS[path] for one in fields(device.settings) if one.name.endswith("_below")}
+    return CudaDevice(device.driver, device.name, settings=replace(device.settings, **thresholds))
 
 
 class Products:

@@ -13,7 +13,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Any
@@ -107,8 +107,7 @@ async def measured(device: Any) -> Report:
 
 
 async def _by_path(opened: Any, below: int) -> Report:
-    """Copy pages to the GPU that was ``opened`` and back, with this ``kernel_below``: in both directions at random
-    places. Return the rates in GB/s by direction, and whether every byte came back (``whole``)."""
+    """Copy pages to the GPU that was ``opened`` and back, with these thresholds for the kernel, at random places. Return the rates in GB/s by direction, and whether every byte came back (``whole``)."""
     import numpy as np
 
     from asynccache.config import PoolSpec
@@ -117,7 +116,8 @@ async def _by_path(opened: Any, below: int) -> Report:
     from asynccache.memory.cuda.device import CudaDevice
     from asynccache.memory.pools import Mover
 
-    device = CudaDevice(opened.driver, opened.name, settings=replace(opened.settings, kernel_below=below))
+    thresholds = {one.name: below for one in fields(opened.settings) if one.name.endswith("_below")}
+    device = CudaDevice(opened.driver, opened.name, settings=replace(opened.settings, **thresholds))
     try:
         mover = Mover(device, [PoolSpec(
             name="doctor", component=ComponentKind.FULL, bytes_per_page=WIDTH * LAYERS, layers=LAYERS,

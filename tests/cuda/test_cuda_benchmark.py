@@ -232,7 +232,8 @@ def test_every_way_moves_the_same_pieces(simulated_device: Make, small: None, to
 
 def test_the_calls_that_the_cache_does_not_make_have_their_arguments_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeLibrary()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    for kind in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, kind, lambda name: library)
     raw = cuda_copies.raw_calls(SimpleNamespace(runtime=SimpleNamespace(memcpy2DAsync=print)))
     assert raw.copy_2d is print
     assert raw.batch is not None

@@ -56,7 +56,7 @@ def found() -> FoundCuda:
 @pytest.fixture
 def with_gpu(simulated_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose GPU is the simulated one."""
-    for name, value in {"LAYERS": 2, "PAGES": 16, "WIDTH": 1 << 10, "ROUNDS": 1, "WAKE_UPS": 5}.items():
+    for name, value in {"LAYERS": 2, "PAGES": 64, "WIDTH": 1 << 10, "ROUNDS": 1, "WAKE_UPS": 5}.items():
         monkeypatch.setattr(doctor, name, value)
     monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
     settings = CudaSettings(kernel_below=8192)
@@ -75,7 +75,7 @@ def test_doctor_tells_what_will_be_used_and_why(
                   "a driver for CUDA 13 or newer is needed", "numactl --preferred=1",
                   "pip install 'cupy-cuda13x>=14.0' 'nvidia-cuda-nvrtc>=13,<14'",
                   "device to host, pieces of 1.0 KiB: ", "host to device, pieces of 1.0 KiB: ",
-                  "GB/s by the copy engines and ", "16 pages of 2 layers came back whole by both",
+                  "GB/s by the copy engines and ", "64 pages of 2 layers came back whole by both",
                   "settings  kernel_below=8192, blocks=8"):  # fmt: skip
         assert words in said
 
