@@ -107,7 +107,8 @@ async def measured(device: Any) -> Report:
 
 
 async def _by_path(opened: Any, below: int) -> Report:
-    """Copy pages to the GPU that was ``opened`` and back, with these thresholds for the kernel, at random places. Return the rates in GB/s by direction, and whether every byte came back (``whole``)."""
+    """Copy pages to the GPU that was ``opened`` and back, by the kernel if a piece is shorter than ``below`` bytes.
+    Return the rates in GB/s by direction, and whether every byte came back (``whole``)."""
     import numpy as np
 
     from asynccache.config import PoolSpec
