@@ -78,11 +78,13 @@ def raw_calls(driver: Any) -> RawCalls:
 
 
 class Memory:
-    """A stream of its own, and ``SIZE`` bytes: pinned on the host, and twice on the device."""
+    """A stream of its own, and ``SIZE`` bytes: pinned on the host, and twice on the device. ``pointer``: the stream's
+    ``cudaStream_t``."""
 
     def __init__(self, driver: CudaDriver) -> None:
         driver.use_device()
         self.driver, self.stream = driver, driver.stream_create()
+        self.pointer: int = getattr(self.stream, "ptr", self.stream)
         self._host = pinned_tensor(driver, (SIZE,))
         self._device, self._other = driver.device_tensor((SIZE,)), driver.device_tensor((SIZE,))
         self.random = np.random.default_rng(1)
@@ -135,7 +137,7 @@ class Pieces:
         return entries
 
     def by_batch(self, batch: Callable[[int, Spans, int, int], None], order: int, flags: int) -> None:
-        batch(self._memory.stream, self._spans, order, flags)
+        batch(self._memory.pointer, self._spans, order, flags)
 
     def ways(self, raw: RawCalls | None) -> dict[str, Callable[[], object]]:
         """Return the ways to copy these pieces, by name. ``engines`` and ``kernel N`` (on N blocks) are the cache's
@@ -224,7 +226,7 @@ class Pages:
 
     def in_2d(self) -> None:
         """Make a 2-D copy for each page."""
-        width, pitch, stream = self._width, self._pitch, self._memory.stream
+        width, pitch, stream = self._width, self._pitch, self._memory.pointer
         for there, here in zip(self._there.tolist(), self._here.tolist(), strict=True):
             if self._towards is OUT:
                 self._raw.copy_2d(there, width, here, pitch, width, LAYERS, 2, stream)

@@ -67,6 +67,10 @@ class Products:
         self._out = torch.empty_like(self._a)
         torch.cuda.synchronize(index)
 
+    def handle(self, driver: CudaDriver) -> Any:
+        """Return the stream as ``driver`` names it."""
+        return getattr(driver, "stream_from", int)(self.stream.cuda_stream)
+
     def put(self, count: int) -> None:
         """Enqueue ``count`` products. Returns at once."""
         with torch.cuda.stream(self.stream):  # nothing may be awaited in here
@@ -133,7 +137,7 @@ class Launches(_Thread):
 class Copies(_Thread):
     """A thread that copies without end: four calls at a time. ``calls``: how many there were."""
 
-    def __init__(self, driver: CudaDriver, stream: int, call: Callable[[], object]) -> None:
+    def __init__(self, driver: CudaDriver, stream: Any, call: Callable[[], object]) -> None:
         self._driver, self._stream, self._call = driver, stream, call
         self.calls = 0
 
@@ -184,7 +188,7 @@ def measure_queue(memory: Memory, index: int) -> list[Figures]:
         driver.stream_synchronize(memory.stream)
         with Launches(index) as launches:
             products.put(busy)
-            driver.event_record(event, products.stream.cuda_stream)
+            driver.event_record(event, products.handle(driver))
             driver.stream_wait_event(memory.stream, event)
             ends, number = time.perf_counter() + 0.8 * busy * each, 0
             while fit is None and (began := time.perf_counter()) < ends:
@@ -288,7 +292,7 @@ def measure_beside(memory: Memory, products: Products, tell: Tell) -> list[Figur
 
 
 def _products_and_tokens(driver: CudaDriver, products: Products, tokens: Spans) -> Figures:
-    stream, late = products.stream.cuda_stream, list[float]()
+    stream, late = products.handle(driver), list[float]()
     seconds = products.seconds(PRODUCTS)
     for _ in range(TOKEN_COPIES):
         began = time.perf_counter()
