@@ -231,7 +231,9 @@ async def test_events_and_streams_of_torch_that_may_be_of_any_device(
     anys = SimpleNamespace(device=cuda, stream_id=35, device_index=1, device_type=1)
     assert device.engine_stream(anys) is engine.stream
     assert made == [{"stream_id": 35, "device_index": 1, "device_type": 1}]
-    handle = recorded(engine, TorchEvent).cuda_event
+    event = recorded(engine, TorchEvent)
+    assert isinstance(event, TorchEvent)
+    handle = event.cuda_event
     await device.engine_event(SimpleNamespace(device=cuda, event_id=handle)).wait()
     for wrong in (SimpleNamespace(device=cpu, event_id=handle), SimpleNamespace(device=cuda, event_id=None)):
         with pytest.raises(ConfigError, match="no event that a CUDA stream can wait for"):

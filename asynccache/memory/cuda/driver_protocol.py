@@ -81,79 +81,61 @@ class CudaDriver(Protocol):
 
     def identity(self) -> DeviceIdentity:
         """Return which device this is."""
-        ...
 
     def use_device(self) -> None:
         """Make this device the current one of the calling thread. Only for threads that belong to the device."""
-        ...
 
     def free_memory(self) -> int:
         """Return how many bytes of device memory can be had."""
-        ...
 
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return uint8 memory on the device, which is zeroed when the call returns."""
-        ...
 
     def host_register(self, address: int, size: int) -> None:
         """Pin host memory and map it for the device, at the same address."""
-        ...
 
     def host_unregister(self, address: int) -> None:
         """Undo ``host_register``."""
-        ...
 
     def host_alloc(self, size: int) -> int:
         """Return the address of new host memory that is pinned and mapped for the device at the same address."""
-        ...
 
     def host_free(self, address: int) -> None:
         """Undo ``host_alloc``."""
-        ...
 
     def stream_create(self) -> StreamHandle:
         """Return a new stream, which does not wait for the default stream. Its kernels get the next multiprocessors
         that come free."""
-        ...
 
     def stream_from(self, pointer: int) -> StreamHandle:
         """Return the handle of an engine's stream, which is never destroyed here. ``pointer``: its ``cudaStream_t``."""
-        ...
 
     def event_from(self, pointer: int) -> EventHandle:
         """Return the handle of an engine's event, which is never destroyed here. ``pointer``: its ``cudaEvent_t``."""
-        ...
 
     def captures_here(self) -> bool:
         """Return True if the calling thread captures a graph in the stream that is torch's current one."""
-        ...
 
     def stream_destroy(self, stream: StreamHandle) -> None:
         """Give a stream back. Nothing is in it any more."""
-        ...
 
     def stream_synchronize(self, stream: StreamHandle) -> None:
         """Sleep or spin until all work that ``stream`` was given so far has happened."""
-        ...
 
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         """Have later work of ``stream`` wait for the work that ``event`` stands for now. A later recording of ``event``
         does not count."""
-        ...
 
     def is_captured(self, stream: StreamHandle) -> bool:
         """Return True if work given to ``stream`` is captured into a graph instead of being done."""
-        ...
 
     def event_create(self) -> EventHandle:
         """Return a new event without timing, for which ``event_synchronize`` sleeps."""
-        ...
 
     def event_destroy(self, event: EventHandle) -> None: ...
 
     def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
         """Record ``event`` behind all work that ``stream`` was given so far."""
-        ...
 
     def event_query(self, event: EventHandle) -> bool:
         """Return True if ``event`` has happened. If it was recorded in a capture, that graph is lost.
@@ -161,18 +143,14 @@ class CudaDriver(Protocol):
         Raises:
             DriverError: the event's work failed, or is in a graph: that is not the same as "not yet".
         """
-        ...
 
     def event_synchronize(self, event: EventHandle) -> None:
         """Sleep until ``event`` has happened."""
-        ...
 
     def copy(self, stream: StreamHandle, towards: CopyDirection, spans: Spans) -> int:
         """Enqueue copies of runs, which read their sources in the order of the stream. Return how many entries of the
         driver's queue they take."""
-        ...
 
     def launch(self, stream: StreamHandle, table: Table, blocks: int) -> int:
         """Enqueue the copy kernel. ``table`` has been read when the call returns. Return how many entries of the
         driver's queue the launch takes."""
-        ...
