@@ -9,6 +9,10 @@
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 #   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
 #   CUDA      the major version that test-gpu installs cupy for, 12 or 13; the default is torch's own
+#   VENV      the virtual environment. `make test-gpu VENV=` takes PYTHON as it is, which has torch and cupy: nothing is
+#             fetched, and what else the tests need comes from WHEELS, which `make test-gpu-wheels` fills elsewhere
+#   WHEELS    that folder; PYTHON_VERSION: the version of Python that it is for
+#   GPU_JOBS  how many processes share the GPU in test-gpu; 0: one
 
 PYTHON   ?= python3
 PIP_ARGS ?=
@@ -17,6 +21,9 @@ SECONDS  ?= 600
 DEMO     ?=
 S3       ?= moto
 CUDA     ?=
+WHEELS   ?= build/wheels
+PYTHON_VERSION ?= 3.12
+GPU_JOBS ?= 8
 VLLM     ?= 0.32.0
 VLLM_NEXT ?= 0.33.0
 VENV     := .venv
@@ -41,7 +48,13 @@ RECENT   := import sys; sys.exit(sys.version_info < (3, 11) and \
 # the sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
+ifeq ($(VENV),)
+ifneq ($(MAKECMDGOALS),test-gpu)
+$(error VENV= (no virtual environment) is for make test-gpu alone)
+endif
+endif
+
+.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-gpu-wheels unpacked-wheels test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -54,6 +67,8 @@ help:
 	@echo "make check   make test without the tests marked slow and those of the compiled core: before a commit"
 	@echo "make soak    whole recorded traces, ranks at length, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
+	@echo "make test-gpu VENV= PYTHON=python3   the same with that Python's torch and cupy, without a package index"
+	@echo "make test-gpu-wheels PYTHON_VERSION=3.12   on another machine: what that needs, into the folder $(WHEELS)"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
 	@echo "make test-vllm    our tier under vLLM $(VLLM), which is installed under build/vllm (3 GB): its manager, then its engine"
 	@echo "make test-vllm-tier | test-vllm-next   its manager only, without an engine; the manager of vLLM $(VLLM_NEXT)"
@@ -130,13 +145,51 @@ soak: $(VENV)/.installed-dev
 	$(PYTEST) $(SPREAD) -m soak
 	@status=0; for program in $(SOAKS); do $(BIN)/python -m $$program --seconds $(SECONDS) || status=1; done; exit $$status
 
+# The interpreter of test-gpu: that of $(VENV), or $(PYTHON) as it is, with what the wheels brought before its own
+# packages. Its other pytest plugins are left out: their warnings are errors here.
+ifeq ($(VENV),)
+GPU_SITE   := build/gpu/site
+GPU_PYTHON := PYTHONPATH="$(CURDIR):$(CURDIR)/backends:$(CURDIR)/scheduler_shim:$(abspath $(GPU_SITE))" $(PYTHON)
+test-gpu: unpacked-wheels
+else
+GPU_PYTHON := $(BIN)/python
 test-gpu: $(VENV)/.installed-gpu
-	$(BIN)/asynccache doctor
-	$(BIN)/python -m pytest -q -rs tests/cuda
-	$(BIN)/python -m pytest -q -rs -m "not soak" --device cuda:0 tests/runtime tests/shim tests/sidecars
-	$(BIN)/python -m pytest -q -rs --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
+endif
+GPU_TESTS  := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 ASYNCCACHE_GPU=required $(GPU_PYTHON) -m pytest -q -rs --durations=10 \
+    -p pytest_asyncio.plugin -p xdist.plugin -p _hypothesis_pytestplugin -n $(GPU_JOBS) --dist worksteal
+
+test-gpu:
+	$(GPU_PYTHON) -m asynccache doctor
+	@$(GPU_PYTHON) -c 'import sys; from asynccache.memory.cuda.cupy_driver import find; \
+	    sys.exit(find().missing and "test-gpu ends here: " + find().missing)'
+	$(GPU_TESTS) tests/cuda
+	$(GPU_TESTS) -m "not soak" --device cuda:0 tests/runtime tests/shim tests/sidecars
+	$(GPU_TESTS) --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
 	    -k "not costs_nothing_until_touched and not engines_tensors"
-	$(BIN)/asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1
+	$(GPU_PYTHON) -m asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1
+
+FOUND_WHEELS := $(wildcard $(WHEELS)/*.whl)
+unpacked-wheels:
+	@$(PYTHON) -c '$(RECENT)'
+	@$(PYTHON) -c 'import sys; from importlib.util import find_spec; \
+	    sys.exit("VENV= is for a Python that has torch and cupy; $(PYTHON) has no torch" if not find_spec("torch") else 0)'
+	@[ -n "$(FOUND_WHEELS)" ] || { echo "there are no wheels in $(WHEELS); on a machine with a package index," \
+	    "make test-gpu-wheels PYTHON_VERSION=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')" \
+	    "brings them" >&2; exit 2; }
+	@rm -rf $(GPU_SITE)
+	@$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --no-compile --no-cache-dir \
+	    --target $(GPU_SITE) $(FOUND_WHEELS)
+
+# What a Python that has torch, numpy and cupy needs besides, as wheels for Linux on x86-64; asynccache's own is there for
+# its entry points, and the checkout's code is what runs.
+test-gpu-wheels: $(VENV)/.created
+	@mkdir -p $(WHEELS) && rm -f $(WHEELS)/*.whl
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS) \
+	    --only-binary=:all: --implementation cp --python-version $(PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
+	    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(WHEELS) \
+	    msgspec aiofiles xxhash uvloop rich pyzmq prometheus-client pytest pytest-asyncio pytest-xdist hypothesis
+	$(BIN)/python -m pip wheel --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) -w $(WHEELS) .
+	@echo "$(WHEELS): $$(ls $(WHEELS) | wc -l) wheels for Python $(PYTHON_VERSION), $$(du -sh $(WHEELS) | cut -f1)"
 
 test-kernels: build/kernels/.installed
 	build/kernels/bin/python -m pytest -q -rs --noconftest tests/cuda/test_cuda_kernel.py

@@ -4,6 +4,8 @@ device with a simulated driver, which needs no GPU and looks for races besides.
 ``pytest --core compiled`` runs every test on the compiled core; without it, all of them run on the source, whatever is
 compiled. Tests that change what is inside the core are marked ``source``: they are not run on the compiled core.
 
+With ``ASYNCCACHE_GPU=required`` a test that is marked ``gpu`` fails where it would be skipped.
+
 A test that needs a program is skipped where that cannot start, and the last lines say how many were skipped for what
 reason. ``--skipped FILE`` writes these lines into a file, too.
 
@@ -111,8 +113,12 @@ def _seconds(item: pytest.Item) -> float:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """A program that cannot start is a skip, wherever in a test or a fixture that is found out; where the stores are
-    required, it stays a failure."""
+    required, it stays a failure. Where the GPU is required, no test that needs one is skipped."""
     error = call.excinfo.value if call.excinfo is not None else None
+    required_gpu = os.environ.get("ASYNCCACHE_GPU") == "required" and item.get_closest_marker("gpu")
+    if isinstance(error, pytest.skip.Exception) and required_gpu:
+        failed = partial(pytest.fail, f"ASYNCCACHE_GPU=required, and yet: {error}", pytrace=False)
+        call.excinfo = pytest.CallInfo.from_call(failed, call.when).excinfo
     if isinstance(error, NowhereRequired) or (isinstance(error, CannotStart) and not required()):
         reason = " ".join(str(error).split())
         call.excinfo = pytest.CallInfo.from_call(partial(pytest.skip, reason), call.when).excinfo

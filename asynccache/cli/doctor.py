@@ -2,8 +2,8 @@
 will use.
 
 Law: the command never fails because something is missing. Without a GPU it says so in a sentence, and says what the
-cache does then. With a GPU it measures, in some seconds, how fast the copy engines and the kernel copy, and how long it
-takes to wake a coroutine.
+cache does then. With a GPU it copies pages by each path, compares every byte, and tells the rates and how long it takes
+to wake a coroutine. That takes some seconds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import resource
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Any
@@ -26,7 +27,12 @@ from asynccache.extras import BRINGS, install
 
 Report = dict[str, Any]
 
-SMALL_BUFFER = 64 << 20
+LAYERS, PAGES, WIDTH = 32, 128, 16 << 10
+"""The pages that are copied; bytes that each has in a layer."""
+ROUNDS, WAKE_UPS = 3, 200
+
+
+NAMES = {"engines": "the copy engines", "kernel": "the kernel"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +75,11 @@ def _examined(name: str) -> Report:
     be used."""
     from asynccache.memory.cuda.device import open_device
 
+    async def opened() -> Report:
+        return await measured(await asyncio.to_thread(open_device, name))  # in a thread of its own, as a cache does
+
     try:
-        return asyncio.run(measured(open_device(name)))
+        return asyncio.run(opened())
     except (AsyncCacheError, MemoryError) as error:
         return {"error": first_line(error)}
 
@@ -78,17 +87,69 @@ def _examined(name: str) -> Report:
 async def measured(device: Any) -> Report:
     """Return the properties and the speed of ``device``, and close it. If this is cancelled, copies are left in flight,
     which end by themselves."""
-    from asynccache.cli.cuda_copies import by_path, measure, wake_up
+    from asynccache.cli.meter import spread
 
     identity = device.driver.identity()
     try:
-        async with by_path(device) as devices:
-            copies = measure(device, devices, SMALL_BUFFER, 3)
-        waking = await wake_up(device, 200)
+        paths = {path: await _by_path(device, below) for path, below in (("engines", 0), ("kernel", 1 << 62))}
+        stream, late = device.stream("wake-up"), list[float]()
+        for _ in range(WAKE_UPS):
+            began = time.perf_counter()
+            await stream.record().wait()
+            late.append(time.perf_counter() - began)
     finally:
         await device.aclose()
-    return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)}, "copies": copies,
-            "wake_up": waking, "settings": asdict(device.settings)}  # fmt: skip
+    wake = spread(late, 1e6)
+    return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)},
+            "copies": {"width": WIDTH, "pages": PAGES, "layers": LAYERS, **paths},
+            "wake_up": {"p50_us": round(wake.p50, 2), "p99_us": round(wake.p99, 2), "samples": WAKE_UPS},
+            "settings": asdict(device.settings)} | _lost(paths)  # fmt: skip
+
+
+async def _by_path(opened: Any, below: int) -> Report:
+    """Copy pages to the GPU that was ``opened`` and back, by the kernel if a piece is shorter than ``below`` bytes.
+    Return the rates in GB/s by direction, and whether every byte came back (``whole``)."""
+    import numpy as np
+
+    from asynccache.config import PoolSpec
+    from asynccache.core.plan import Move
+    from asynccache.core.settings import ComponentKind, HitPolicy
+    from asynccache.memory.cuda.device import CudaDevice
+    from asynccache.memory.pools import Mover
+
+    thresholds = {one.name: below for one in fields(opened.settings) if one.name.endswith("_below")}
+    device = CudaDevice(opened.driver, opened.name, settings=replace(opened.settings, **thresholds))
+    try:
+        mover = Mover(device, [PoolSpec(
+            name="doctor", component=ComponentKind.FULL, bytes_per_page=WIDTH * LAYERS, layers=LAYERS,
+            device_pages=PAGES, host_pages=2 * PAGES, hit_policy=HitPolicy.ALL_PAGES,
+        )])  # fmt: skip
+        random, host, taken = np.random.default_rng(1), mover.host_pools["doctor"], {"in": [0.0], "out": [0.0]}
+        pages = [random.integers(0, 256, WIDTH * LAYERS, np.uint8).tobytes() for _ in range(PAGES)]
+        for i, page in enumerate(pages):
+            host.page(i)[:] = page
+        there = random.permutation(PAGES).astype("<i4")
+        loads = [Move(0, np.arange(PAGES, dtype="<i4").tobytes(), there.tobytes())]
+        backups = [Move(0, there.tobytes(), np.arange(2 * PAGES - 1, PAGES - 1, -1, dtype="<i4").tobytes())]
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            await mover.load(loads).done.wait()
+            taken["in"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            await mover.backup(backups).wait()
+            taken["out"].append(time.perf_counter() - began)
+        size = WIDTH * LAYERS * PAGES
+        return {"device to host": round(size / min(taken["out"][1:]) / 1e9, 2),
+                "host to device": round(size / min(taken["in"][1:]) / 1e9, 2),
+                "whole": all(host.page(2 * PAGES - 1 - i) == page for i, page in enumerate(pages))}  # fmt: skip
+    finally:
+        await device.aclose()
+
+
+def _lost(paths: Report) -> Report:
+    """Return the entry ``error`` if bytes were lost on a path."""
+    lost = [NAMES[path] for path, found in paths.items() if not found["whole"]]
+    return {"error": f"pages that went by {' and '.join(lost)} came back with wrong bytes"} if lost else {}
 
 
 def nvrtc() -> Report:
@@ -168,14 +229,16 @@ def _needed(versions: list[str]) -> Iterator[str]:
 
 
 def _hardware(report: Report) -> Iterator[str]:
-    from asynccache.cli.cuda_copies import told
-
-    device, wake = report["device"], report["wake_up"]
+    device, wake, copies = report["device"], report["wake_up"], report["copies"]
     node = device["numa_node"]
     yield (f"device    {device['name']}, {spelled(device['total'])}, bus {device['bus']}, NUMA node "
            f"{'unknown' if node is None else node}")  # fmt: skip
     yield f"copies    {'many in one call' if device['batches'] else 'one call each: this driver has no batches'}"
-    yield from (f"          {line}" for line in told(report["copies"]))
+    for direction in ("device to host", "host to device"):
+        rates = " and ".join(f"{copies[path][direction]} GB/s by {NAMES[path]}" for path in NAMES)
+        yield f"          {direction}, pieces of {spelled(copies['width'])}: {rates}"
+    yield f"          {copies['pages']} pages of {copies['layers']} layers came back whole by both"
+    yield f"settings  {', '.join(f'{name}={value}' for name, value in report['settings'].items())}"
     yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs to wake a coroutine"
     if node is not None:
         yield f"Host pools are fastest on the device's own node: start under numactl --preferred={node}."

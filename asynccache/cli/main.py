@@ -24,8 +24,6 @@ from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
     "store": "CPU time and bandwidth per page of a store",
-    "cuda": "a GPU: rates of copies by the copy engines and by the kernel, time to wake a coroutine, and loads beside "
-            "computing",
     "ttft": "time to first token of a small model with random weights, by the tier that has the prefix",
 }
 BUG = 3

@@ -32,7 +32,6 @@ PLACES = {
     "explain": ("asynccache.cli.explain.ask", ["explain", "http://127.0.0.1:9", "--tokens", "1"]),
     "doctor": ("asynccache.cli.doctor.execute", ["doctor"]),
     "bench store": ("asynccache.cli.bench_store.run", ["bench", "store", "memory:"]),
-    "bench cuda": ("asynccache.cli.bench_cuda.run", ["bench", "cuda"]),
     "bench ttft": ("asynccache.cli.bench_ttft.run", ["bench", "ttft"]),
 }
 STRESS = ["stress", "--duration", "60", "--device-tokens", "8192", "--host-tokens", "16384", "--concurrency", "4"]

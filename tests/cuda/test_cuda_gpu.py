@@ -3,7 +3,6 @@ the tests of the runtime, the scheduler and the sidecars on the same device."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache.cli import bench_cuda, cuda_copies
+from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.main import main
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths
@@ -89,7 +88,7 @@ async def test_a_backup_waits_for_the_event_of_torch_or_cupy_as_it_was_recorded(
     mover, stream = Mover(device, [pool(size=1 << 16)]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     event: Any = (torch.cuda if library == "torch" else pytest.importorskip("cupy").cuda).Event()
     assert mover.engine_event(event).done(), "it was never recorded"
-    own = stream if library == "torch" else pytest.importorskip("cupy").cuda.ExternalStream(stream.cuda_stream)
+    own = stream if library == "torch" else pytest.importorskip("cupy").cuda.Stream.from_external(Named(stream))
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
         for i in range(mover.layers):
@@ -107,6 +106,30 @@ async def test_a_backup_waits_for_the_event_of_torch_or_cupy_as_it_was_recorded(
     await device.aclose()
 
 
+class Named:
+    """A stream of torch for cupy. torch speaks the protocol itself in later versions."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.stream.cuda_stream
+
+
+@pytest.mark.asyncio
+async def test_a_cache_opens_in_a_process_that_has_used_torch() -> None:
+    """torch has memory at hand then, so it asks CUDA for nothing in the thread in which the device opens, and that
+    thread would have no context."""
+    torch.empty(1 << 10, device="cuda:0")
+    torch.cuda.synchronize()
+    full = Full(bytes_per_token=64, device_tokens=1600, host_tokens=3200)
+    async with AsyncCache(CacheConfig(model="m", components=(full,), device="cuda:0")) as cache:
+        async with cache.lease(list(range(33))) as lease:
+            await lease.commit(list(range(33)))
+        await cache.flush()
+        assert (await cache.explain(list(range(33)))).host == 32
+
+
 @pytest.mark.asyncio
 async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(gpu_device: Make) -> None:
     device = gpu_device()
@@ -115,7 +138,7 @@ async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(g
     with torch.cuda.graph(graph):
         numbers += 1
         event.record()
-        with pytest.raises(ConfigError, match="the driver refuses to wait for it"):
+        with pytest.raises(ConfigError, match="this thread captures a graph"):
             mover.engine_event(event)
     graph.replay()
     torch.cuda.synchronize()
@@ -178,14 +201,7 @@ async def test_thousands_of_transfers_are_in_flight(gpu_device: Make) -> None:
 def test_doctor_measures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["copies"]["large_gb_s"]["device to host"] > 1
+    for path in ("engines", "kernel"):
+        assert report["copies"][path]["whole"]
+        assert report["copies"][path]["device to host"] > 0.5
     assert report["wake_up"]["p50_us"] < 100_000
-
-
-def test_the_benchmark_measures_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 64 << 10))
-    for name, value in {"BUFFER": 1 << 28, "ROUNDS": 1, "SAMPLES": 20}.items():
-        monkeypatch.setattr(bench_cuda, name, value)
-    figures = bench_cuda.run(argparse.Namespace(device="cuda:0"), lambda _: None)
-    assert figures["copies"]["pieces"]
-    assert figures["leases"]["ratio"] > 0.5

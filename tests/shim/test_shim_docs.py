@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert source is not None
     program = tmp_path / "example.py"
     program.write_text(source[1])
-    path = f"{ROOT}:{ROOT / 'backends'}:{ROOT / 'scheduler_shim'}"
+    path = os.pathsep.join([f"{ROOT}", f"{ROOT / 'backends'}", f"{ROOT / 'scheduler_shim'}", *filter(None, sys.path)])
     result = subprocess.run(
         [sys.executable, "-W", "error", program], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False,
         timeout=60,
