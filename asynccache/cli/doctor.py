@@ -12,10 +12,11 @@ import argparse
 import asyncio
 import resource
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Any
+
+import msgspec
 
 from asynccache import compiled
 from asynccache.cli.parsing import gpu
@@ -88,7 +89,7 @@ async def measured(device: Any) -> Report:
     finally:
         await device.aclose()
     return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)}, "copies": copies,
-            "wake_up": waking, "settings": asdict(device.settings)}  # fmt: skip
+            "wake_up": waking, "settings": msgspec.structs.asdict(device.settings)}  # fmt: skip
 
 
 def nvrtc() -> Report:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 
-from asynccache.config import Sidecar
-from asynccache.configuration import settings
 from asynccache.configuration.building import variable
 from asynccache.configuration.settings import REQUIRED, Path, Setting
+
+from asynccache.config import Sidecar
+from asynccache.configuration import settings
 
 BEGIN = "<!-- written by: python -m tests.configuration.reference -->"
 END = "<!-- to here -->"

@@ -6,10 +6,9 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+from asynccache.configuration.line_numbers import line_numbers, line_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from asynccache.configuration.line_numbers import line_numbers, line_of
 
 TEXT = '''\
 # key = 1

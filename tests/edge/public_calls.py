@@ -12,12 +12,12 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
+from msgspec.structs import replace
 
 from asynccache import (
     Adapter,
