@@ -64,6 +64,10 @@ def split_urls(text: str) -> tuple[str, ...]:
     return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
 
 
+def _urls(name: str, text: str) -> tuple[str, ...]:
+    return split_urls(text)
+
+
 def _integers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))
@@ -246,8 +250,7 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
     page_size: Annotated[int, Meta(ge=1, le=MOST_PAGE, description="Tokens in a page, the unit of every tier.")] = 16
     device: Annotated[str, Meta(description=(
         "Where the pages of the first tier are: `cpu`, `cuda:N`, `cuda:N?blocks=16` (see CUDA)."))] = "cpu"
-    storage: Annotated[str | tuple[str, ...] | None, Meta(
-        extra={"parse": lambda _, text: split_urls(text)}, description=(
+    storage: Annotated[str | tuple[str, ...] | None, Meta(extra={"parse": _urls}, description=(
         "The third tier: a URL such as `file:/var/kv?capacity=10GiB`, or several, nearest first (in the environment "
         "with spaces between them); `none`: there is no third tier."))] = None
     write_policy: Annotated[WritePolicy, Meta(description=(

@@ -37,7 +37,8 @@ At = tuple[str, ...]
 """The place of a setting: its name, and before it the names of the tables in which it stands."""
 
 
-EVERY: dict[At, Mapping[str, Field]] = {(): CACHE} | {("components", n): fields_of(cls) for n, cls in COMPONENTS.items()}
+EVERY: dict[At, Mapping[str, Field]] = {(): CACHE}
+EVERY |= {("components", name): fields_of(cls) for name, cls in COMPONENTS.items()}
 
 
 class Given(NamedTuple):
@@ -198,7 +199,8 @@ def _build(found: Mapping[At, Given], whole: Mapping[str, Any]) -> Loaded:
         config = CacheConfig(**tables[()], **{**parts, **whole})
     except ConfigError as error:
         words = set(re.findall(r"[\w.-]+", str(error)))
-        named = [f"{'.'.join(at)}: {given.origin}" for at, given in found.items() if at[-1] in words]
+        named = [f"{'.'.join(at)}: {given.origin}" for at, given in found.items()
+                 if at[-1] in words and at[-1] in fields_at(at) and (len(at) < 3 or at[1] in words)]
         return Loaded(None, (), (str(error) + (f" ({', '.join(named)})" if named else ""),))
     return Loaded(config, tuple(_effective(config, found)), ())
 

@@ -62,9 +62,13 @@ class Field(NamedTuple):
             case [inspect.EnumType(cls=enum)]:
                 return checks.member(name, value, enum)
             case [inspect.LiteralType(values=choices)]:
-                return checks.choice(name, value, choices)
+                return checks.choice(name, value, [str(one) for one in choices])
             case [inspect.DictType()]:
                 return checks.texts(name, value)
+            case [inspect.VarTupleType()]:             # msgspec would take a set, too, in any order
+                checks.instance(name, value, (list, tuple))
+            case [inspect.StrType(), inspect.VarTupleType()]:
+                checks.instance(name, value, (str, list, tuple))
         try:
             return msgspec.convert(value, self.hint)
         except Exception as error:  # of msgspec's, or what somebody's object raises

@@ -122,9 +122,11 @@ class ParsedUrl:
         Raises:
             ConfigError: an option is unknown or unusable; the message names it.
         """
-        self.allow_only(fields_of(kind))
-        return kind(**{name: fields_of(kind)[name].read(f"storage option {name}", text)
-                       for name, text in self.options.items()})
+        if not (isinstance(kind, type) and issubclass(kind, Settings)):
+            raise ConfigError(f"kind={checks.shown(kind)} must be a subclass of Settings")
+        fields = fields_of(kind)
+        self.allow_only(fields)
+        return kind(**{name: fields[name].read(f"storage option {name}", text) for name, text in self.options.items()})
 
     def allow_only(self, names: Collection[str]) -> None:
         """Raise ConfigError if the URL has an option that is not one of ``names``, a collection of texts."""

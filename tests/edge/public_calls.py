@@ -659,8 +659,8 @@ CALLS: dict[str, Case] = {
     "asynccache_shim.follow": Case(_follow, {"worker": Thing(), "model": Thing()}),
     # stores
     "asynccache.storage.StoreOptions": plain(
-        StoreOptions, {"name": Text(), "write": Flag(), "promote": Flag(), "timeout": Number(above=0),
-                       "concurrency": Integer(1, 65536), "slow": SECONDS},
+        StoreOptions, {"name": These("'8'", "np.str_('8')"), "write": Flag(), "promote": Flag(),
+                       "timeout": Number(above=0), "concurrency": Integer(1, 65536), "slow": SECONDS},
     ),
     "asynccache.storage.ParsedUrl": plain(
         ParsedUrl, {"scheme": Text(), "path": Text(), "options": TEXTS}, scheme="memory"
@@ -714,6 +714,7 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.allow_only": of_url(
         "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
     ),
+    "asynccache.storage.ParsedUrl.settings": of_url("settings", {"kind": Thing()}, kind=StoreOptions),
     "asynccache.storage.ParsedUrl.choice": of_url(
         "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")
     ),
