@@ -122,7 +122,7 @@ def _flat(content: Mapping[str, Any], origin: str, above: At = ()) -> Iterator[t
     """Yield every value of nested tables by its place. A component or sidecar has an entry, too, in case it is
     empty."""
     for name, value in content.items():
-        at = (*above, name)
+        at = (*above, str(name))
         inner = isinstance(value, Mapping) and len(at) < (2 if at[0] == "storage_options" else 3) and at[0] in TABLES
         if not inner or len(at) == 2:
             yield at, Given(value, origin)
@@ -189,16 +189,16 @@ def _build(found: Mapping[At, Given], whole: Mapping[str, Any]) -> Loaded:
     problems += _missing(found, tables, whole)
     if problems:
         return Loaded(None, (), tuple(problems))
-    parts: dict[str, Any] = {
-        "components": [COMPONENTS[kind](**tables["components", kind]) for kind in COMPONENTS
-                       if ("components", kind) in tables],
-        "sidecars": [Sidecar(name=at[1], **own) for at, own in tables.items() if at[:1] == ("sidecars",)],
-        "storage_options": tables.get(("storage_options",), {}),
-    }
     try:
+        parts: dict[str, Any] = {
+            "components": [cls(**tables["components", name]) for name, cls in COMPONENTS.items()
+                           if ("components", name) in tables],
+            "sidecars": [Sidecar(name=at[1], **own) for at, own in tables.items() if at[:1] == ("sidecars",)],
+            "storage_options": tables.get(("storage_options",), {}),
+        }
         config = CacheConfig(**tables[()], **{**parts, **whole})
     except ConfigError as error:
-        words = set(re.findall(r"[\w.-]+", str(error)))
+        words = set(re.findall(r"([\w.-]+)'?[=:]", str(error)))
         named = [f"{'.'.join(at)}: {given.origin}" for at, given in found.items()
                  if at[-1] in words and at[-1] in fields_at(at) and (len(at) < 3 or at[1] in words)]
         return Loaded(None, (), (str(error) + (f" ({', '.join(named)})" if named else ""),))

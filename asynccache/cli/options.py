@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from asynccache.checks import nearest
 from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, check_device, choice, integer, port
 from asynccache.cli.pool_options import PRESET, check_replicas, check_sidecars
@@ -199,8 +201,6 @@ class RunSettings:
 
     def plain(self) -> dict[str, object]:
         """The settings as plain values for the JSON report, without secrets."""
-        import msgspec  # here: --version and --help answer without any dependency
-
         return {name: shown(name, value) for name, value in msgspec.to_builtins(self).items()}
 
 

@@ -186,6 +186,8 @@ def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatc
     ("device_tokens = 65_536", "device_tokens = 65_537",
      "full: device_tokens=65537 is not a multiple of page_size=16 "
      "(page_size: FILE, components.full.device_tokens: FILE)"),
+    ("layers = 4", "covers = [3, 1]\nlayers = 2", "full: covers=(3, 1) must name a layer of the model for each of "
+     "layers=2, never falling (components.full.covers: FILE, components.full.layers: FILE)"),
     ("host_tokens = 262_144", "", "needs a host tier: host_tokens is 0 (storage: FILE"),
 ])
 def test_what_is_wrong_is_named_with_its_file(kv: Path, old: str, new: str, message: str) -> None:
