@@ -26,8 +26,8 @@ def shown(name: str, value: object) -> object:
     """Return the value of a setting, or of a table or list of settings, with its secrets replaced by ``HIDDEN``."""
     if isinstance(value, dict):
         return {key: shown(str(key), one) for key, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(shown(name, one) for one in value)
+    if type(value) in (tuple, list):
+        return type(value)(shown(name, one) for one in value)  # type: ignore[call-arg]
     if not isinstance(value, str):
         return value
     if is_secret(name):

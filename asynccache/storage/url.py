@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from math import inf, nan
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 from msgspec import Meta
@@ -52,6 +52,10 @@ def parse_size(name: str, text: str) -> int:
     if size > MOST_SIZE:
         raise ConfigError(f"{name}={text!r} is more than {MOST_SIZE} bytes, and no store has as many")
     return size
+
+
+Size = Annotated[int, Meta(ge=0, le=MOST_SIZE, extra={"parse": parse_size})]
+"""A number of bytes, as the type of a setting. As text it may have a unit, see ``parse_size``."""
 
 
 class HostPort(NamedTuple):
@@ -116,8 +120,8 @@ class ParsedUrl:
     def __repr__(self) -> str:
         return f"ParsedUrl({str(self)!r})"
 
-    def settings(self, kind: type[_S]) -> _S:
-        """Return the options as settings of this kind.
+    def settings(self, kind: type[_S], **own: Any) -> _S:
+        """Return the options as settings of this kind. ``own``: those of its settings that are no options.
 
         Raises:
             ConfigError: an option is unknown or unusable; the message names it.
@@ -125,8 +129,9 @@ class ParsedUrl:
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             raise ConfigError(f"kind={checks.shown(kind)} must be a subclass of Settings")
         fields = fields_of(kind)
-        self.allow_only(fields)
-        return kind(**{name: fields[name].read(f"storage option {name}", text) for name, text in self.options.items()})
+        self.allow_only(fields.keys() - own.keys())
+        found = {name: fields[name].read(f"storage option {name}", text) for name, text in self.options.items()}
+        return kind(**found, **own)
 
     def allow_only(self, names: Collection[str]) -> None:
         """Raise ConfigError if the URL has an option that is not one of ``names``, a collection of texts."""

@@ -714,7 +714,9 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.allow_only": of_url(
         "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
     ),
-    "asynccache.storage.ParsedUrl.settings": of_url("settings", {"kind": Thing()}, kind=StoreOptions),
+    "asynccache.storage.ParsedUrl.settings": of_url(
+        "settings", {"kind": Thing(), "own": Unchecked("settings of that kind, which checks them")}, kind=StoreOptions
+    ),
     "asynccache.storage.ParsedUrl.choice": of_url(
         "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")
     ),
