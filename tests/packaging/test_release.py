@@ -47,8 +47,8 @@ class Built(NamedTuple):
 
 
 class Clean(NamedTuple):
-    """A virtual environment with the wheel. ``bare`` has nothing else but msgspec, which settings need; ``lent`` has its
-    dependencies as well."""
+    """A virtual environment with the wheel. ``bare`` has nothing else but msgspec, which settings need; ``lent`` has
+    its dependencies as well."""
 
     bare: Path
     lent: Path
