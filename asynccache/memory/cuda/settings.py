@@ -4,10 +4,12 @@ Pure."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from asynccache import checks
+from msgspec import Meta
+
 from asynccache.errors import ConfigError
+from asynccache.settings import Amount, Settings
 
 KERNEL_LOADS_BELOW = 32 << 10
 """The default of ``CudaSettings.kernel_loads_below``, in bytes. The driver and a copy engine take between half and one
@@ -15,20 +17,16 @@ microsecond for each descriptor. In that time a bus of 50 GB/s moves 25 to 50 KB
 for descriptors, longer ones do not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaSettings:
+class CudaSettings(Settings, frozen=True, kw_only=True):
     """The settings of one device. ``kernel_loads_below``: pieces shorter than this, in bytes, are loaded by the kernel,
     all others by the copy engines; 0: the kernel loads none. It holds for copies within the device, too.
     ``kernel_backups_below``: the same for backups. The kernel makes none unless it is told to: in another cache such
     kernels, which write to the host, made FlashAttention 3 beside them access illegal memory, and nobody knows why.
     ``blocks``: how many blocks, of 1,024 threads each, the kernel may take from the engine's own work."""
 
-    kernel_loads_below: int = field(default=KERNEL_LOADS_BELOW, metadata=checks.within(0))
-    kernel_backups_below: int = field(default=0, metadata=checks.within(0))
-    blocks: int = field(default=8, metadata=checks.within(1, 1024))
-
-    def __post_init__(self) -> None:
-        checks.check_fields(self)
+    kernel_loads_below: Amount = KERNEL_LOADS_BELOW
+    kernel_backups_below: Amount = 0
+    blocks: Annotated[int, Meta(ge=1, le=1024)] = 8
 
 
 def settings_from(options: Mapping[str, str]) -> CudaSettings:
