@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 
@@ -54,8 +54,8 @@ CALLS = (("a copy", 32 << 10, 1), ("a batch", 32 << 10, 64), ("a batch", 4 << 10
 
 def forced(device: CudaDevice, path: str) -> CudaDevice:
     """Return the GPU of ``device`` as one that goes by this path alone (``PATHS``)."""
-    thresholds = {one.name: PATHS[path] for one in fields(device.settings) if one.name.endswith("_below")}
-    return CudaDevice(device.driver, device.name, settings=replace(device.settings, **thresholds))
+    thresholds = {name: PATHS[path] for name in device.settings.__struct_fields__ if name.endswith("_below")}
+    return CudaDevice(device.driver, device.name, settings=msgspec.structs.replace(device.settings, **thresholds))
 
 
 class Products:
