@@ -8,29 +8,20 @@ Laws:
   file, ``NotPlain`` is raised, and the thing is neither opened nor followed nor removed.
 * A file has the permissions that follow from the folder's ``mode`` from its first byte on, whatever the process's
   umask is.
-* The pages of gets and puts are moved by ``ThreadIO`` and by nothing else. It takes large batches; the system calls
-  release the GIL, and beside them a thread does nothing in Python for each page.
+* The bytes of pages are moved by ``write_run`` and ``read_runs``, in the store's threads. These take large batches; the
+  system calls release the GIL, and beside them a thread does nothing in Python for each page.
 
-What is no coroutine blocks, but for the methods of ``ThreadIO``. Whole files (manifest, notes, snapshot, log) are read
-and written by ``aiofiles``.
+Everything here blocks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from pathlib import Path
-from threading import Thread
-from typing import NamedTuple, ParamSpec, TypeVar
-
-import aiofiles
-from aiofiles.os import wrap
-
-from asynccache.storage import ThreadPool, completed
+from typing import NamedTuple
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -47,41 +38,6 @@ class NotPlain(OSError):
     def __init__(self, path: Path, mode: int) -> None:
         kind = next((name for is_it, name in _KINDS if is_it(mode)), "something unknown")
         super().__init__(f"{path} is {kind}, and a plain file belongs there; move it away")
-
-
-class TooLarge(OSError):
-    """A file is larger than any that a store writes under this name."""
-
-    def __init__(self, path: Path, size: int, most: int) -> None:
-        super().__init__(f"{path} has {size} bytes, and {most} are the most that are believed; move it away")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class DaemonThreads(Executor):
-    """Does each call in a thread of its own, for ``aiofiles``: files off the hot path are few. The threads are daemon
-    threads, so a disk that hangs does not keep the process from ending, as the loop's own executor would."""
-
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Begin the call, and return the future of what it returns."""
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
-        Thread(target=work, name="asynccache-file-once", daemon=True).start()
-        return future
-
-
-THREADS = DaemonThreads()
 
 
 class Folder:
@@ -156,37 +112,6 @@ class Folder:
             self.unlink(name)
         return self.create(name, flags)
 
-    async def read(self, name: str, most: int) -> bytes:
-        """Return the content of the file ``name``. Cancelling it waits until the file is closed.
-
-        Raises:
-            TooLarge: it has more than ``most`` bytes.
-            OSError: as ``open``.
-        """
-        return await completed(self._read(name, most))
-
-    async def _read(self, name: str, most: int) -> bytes:
-        async with aiofiles.open(name, "rb", opener=self.open, executor=THREADS) as file:
-            size = await file.seek(0, os.SEEK_END)
-            if size > most:
-                raise TooLarge(self.path / name, size, most)
-            await file.seek(0)
-            return await file.read(size)
-
-    async def rewrite(self, name: str, parts: Sequence[bytes]) -> None:
-        """Write a file in such a way that after a crash either the old file or the whole new one is there. Raises
-        OSError if the disk refuses. Cancelling it waits until the new file is there, or given up."""
-        await completed(self._rewrite(name, parts))
-
-    async def _rewrite(self, name: str, parts: Sequence[bytes]) -> None:
-        new = f"{name}.new"
-        async with aiofiles.open(new, "wb", opener=lambda name, _: self.renew(name), executor=THREADS) as file:
-            await file.writelines(parts)
-            await file.flush()
-            await wrap(os.fdatasync)(file.fileno(), executor=THREADS)
-        await wrap(self.replace)(new, name, executor=THREADS)
-        await wrap(self.sync)(executor=THREADS)
-
     def unlink(self, name: str) -> None:
         """Remove the file ``name``. Raises OSError if there is none or the disk refuses."""
         os.unlink(name, dir_fd=self.fd)
@@ -198,7 +123,9 @@ class Folder:
 
     def sync(self) -> None:
         """Make sure that files which were created, renamed or removed before survive a power loss as such. Raises
-        OSError if the disk refuses."""
+        OSError if the disk refuses, or the folder was removed."""
+        if not os.fstat(self.fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         os.fsync(self.fd)
 
     def insist_on_files(self) -> None:
@@ -288,47 +215,16 @@ class RunsMoved(NamedTuple):
     """The outcome of some runs.
 
     ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
-    None. ``misaligned``: whether the system refused the buffers for direct I/O, so that buffered I/O was used.
+    None.
     """
 
     bytes: list[int]
     error: OSError | None
-    misaligned: bool
-
-
-class ThreadIO:
-    """File I/O in the background, on threads which make up to ``threads`` system calls at a time. It refers to files
-    and buffers until the future of their call is done. These futures raise no OSError: it is part of their value."""
-
-    def __init__(self, threads: int = 4) -> None:
-        self._threads = ThreadPool(threads, "asynccache-file")
-
-    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
-        """Write one run, by one pwritev or as many as it takes. If not all of it was written, the outcome has an
-        error."""
-        return self._threads.call(write_run, files, run)
-
-    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
-        """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
-        bytes, which is no error."""
-        return self._threads.call(read_runs, files, runs)
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
-        """Call a function that blocks, and return what it returns; an ``OSError`` is returned, not raised."""
-        return self._threads.call(lambda: _caught(function, *args, **kwargs))
-
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that blocks, and return what it returns or raise its ``OSError``. Cancelling it waits until
-        the function has ended."""
-        return await self._threads.run(function, *args, **kwargs)
-
-    def close(self) -> None:
-        """End the threads. No call may be in flight."""
-        self._threads.close()
 
 
 def write_run(files: FileHandles, run: FileRun) -> RunsMoved:
-    """Write a run, by direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
+    """Write a run, by one pwritev or as many as it takes; by direct I/O if ``files`` has such a descriptor and the
+    system accepts the buffers. If not all of it was written, the outcome has an error."""
     moved = _move(os.pwritev, files, [run])
     if moved.error is None and moved.bytes[0] < run.length:
         return moved._replace(error=OSError(errno.EIO, "short write"))
@@ -336,7 +232,8 @@ def write_run(files: FileHandles, run: FileRun) -> RunsMoved:
 
 
 def read_runs(files: FileHandles, runs: Sequence[FileRun]) -> RunsMoved:
-    """Read each run up to its end or the end of the file."""
+    """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
+    bytes, which is no error."""
     return _move(os.preadv, files, runs)
 
 
@@ -358,7 +255,7 @@ def _move(
         except OSError as failure:
             error = failure
             counts.append(0)
-    return RunsMoved(counts, error, files.direct is not None and fd == files.buffered)
+    return RunsMoved(counts, error)
 
 
 def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: FileRun) -> int:
@@ -379,10 +276,3 @@ def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
             return [buffer[count:], *buffers[i + 1 :]]
         count -= buffer.nbytes
     return []
-
-
-def _caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | OSError:
-    try:
-        return function(*args, **kwargs)
-    except OSError as error:
-        return error

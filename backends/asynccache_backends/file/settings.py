@@ -62,7 +62,7 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
 def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
     """Return the capacity and the size of a segment, in bytes."""
     capacity = url.size("capacity", DEFAULT_CAPACITY)
-    least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
+    least = group_bytes(max(layout.page_bytes.values(), default=1), 1) + BLOCK_BYTES  # a page, and the footer
     segment = url.size("segment", max(least, usual_segment(capacity)))
     if segment % BLOCK_BYTES or segment < least:
         raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")

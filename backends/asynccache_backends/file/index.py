@@ -1,0 +1,109 @@
+"""The index of a file store: where each key's page lies. It is in memory, and is rebuilt from the files at every start.
+
+A page's location is one integer (see ``page_index``): the number of its group and its index in that group. A page takes
+about 280 bytes of memory: its key as the key of a dict, its entry in the group's directory, and its location. A dead
+page keeps its place in its group until the segment is reclaimed.
+"""
+
+from __future__ import annotations
+
+from asynccache.storage import KEY_BYTES
+from asynccache_backends.file.segments import MAX_PAGES, PageGroup
+from asynccache_backends.page_index import PageIndex
+
+
+class FileIndex(PageIndex[PageGroup]):
+    """The index of a file store: its holders are groups. ``bytes`` counts payloads."""
+
+    position_bits = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._segments: dict[int, list[int]] = {}
+
+    def __repr__(self) -> str:
+        return f"FileIndex(pages={self.pages}, groups={len(self.holders)}, segments={len(self._segments)})"
+
+    def groups(self) -> list[PageGroup]:
+        """Return all groups, segment by segment."""
+        return [self.holders[n] for numbers in self._segments.values() for n in numbers]
+
+    def groups_of(self, segment: int) -> list[PageGroup]:
+        """Return the groups of one segment, in the order in which they were added."""
+        return [self.holders[n] for n in self._segments.get(segment, ())]
+
+    def add(self, group: PageGroup) -> None:
+        """Add the pages of a group that are not dead.
+
+        Of two copies of a page, the one that lies later in the log of segments is kept, and the other is marked as
+        dead. So the order in which groups are added does not matter: a running store, which adds them as their writes
+        end, keeps the same copies as a recovery, which adds them as they lie.
+        """
+        number = self._hold(group)
+        base = number << self.position_bits
+        self._segments.setdefault(group.segment, []).append(number)
+        fresh, locations = [], self._locations
+        for page, key in enumerate(group.keys()):
+            if group.dead >> page & 1:
+                continue
+            if key not in locations:
+                fresh.append(key)
+            elif self.at(locations[key])[0].place > group.place:
+                group.dead |= 1 << page
+                continue
+            else:
+                self._drop(key)
+            locations[key] = base + page
+            self.bytes += group.length
+        self._changed(True, fresh)
+
+    def forget(self, key: bytes) -> bool:
+        """Remove a key, and mark its page as dead. Returns False if the key is not stored."""
+        if key not in self._locations:
+            return False
+        self._drop(key)
+        self._changed(False, (key,))
+        return True
+
+    def forget_at(self, group: PageGroup, page: int) -> bool:
+        """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
+        now."""
+        key = group.entry(page)[:KEY_BYTES]
+        location = self._locations.get(key)
+        return location is not None and self.at(location) == (group, page) and self.forget(key)
+
+    def forget_before(self, key: bytes, place: tuple[int, int]) -> None:
+        """The same as ``forget``, if the page lies before ``place``, as (segment, offset)."""
+        location = self._locations.get(key)
+        if location is not None and self.at(location)[0].place < place:
+            self.forget(key)
+
+    def drop_segment(self, segment: int) -> None:
+        """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of
+        its groups."""
+        left = []
+        for number in self._segments.pop(segment, ()):
+            group = self.holders.pop(number)
+            for page, key in enumerate(group.keys()):
+                if not group.dead >> page & 1:
+                    del self._locations[key]
+                    left.append(key)
+                    self.bytes -= group.length
+            group.dead = (1 << group.count) - 1
+        self._changed(False, left)
+
+    def dead_keys(self, besides: int) -> set[bytes]:
+        """Return the keys of all dead pages outside of the segment ``besides``."""
+        found = set()
+        for group in self.groups():
+            if group.dead and group.segment != besides:
+                found.update(key for page, key in enumerate(group.keys()) if group.dead >> page & 1)
+        return found
+
+    def _drop(self, key: bytes) -> None:
+        group, page = self.at(self._locations.pop(key))
+        group.dead |= 1 << page
+        self.bytes -= group.length
+
+
+assert 1 << FileIndex.position_bits > MAX_PAGES  # so that consecutive locations are always pages of the same group

@@ -1,0 +1,478 @@
+"""The log of segments: everything that a store writes is appended to it, and its oldest segment is reclaimed for room.
+
+A record is written in two steps. ``begin`` takes its place in the active segment and hands the bytes to a thread. When
+they are in the file, ``end`` adds its pages to the index. Between the two steps the buffers belong to the thread and
+must not change.
+
+When no page fits the active segment any more, the next one becomes active, and the full one is sealed in the
+background. If one more segment would exceed the capacity, the oldest segment is deleted. Before that its pages get a second chance:
+those that were read since they were written are written again, up to half a segment's worth. All its other pages are
+lost. So pages that are read survive, and at most twice as many bytes are written as are put; ``stats`` has the measured
+factor. Reclaiming starts while the active segment is still nearly empty, so writers seldom have to wait for room.
+
+The state is changed only on the event loop. What the disk refuses is raised as OSError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import aiofiles
+
+from asynccache.storage import ThreadPool, completed, settled
+from asynccache_backends.file.files import FileRun, Folder, RunsMoved, read_runs, write_run
+from asynccache_backends.file.index import FileIndex
+from asynccache_backends.file.segments import (
+    BLOCK_BYTES,
+    DELETION,
+    ENTRY_BYTES,
+    GROUP_BYTES,
+    Deletions,
+    PageGroup,
+    Segment,
+    SegmentRecord,
+    create_segment,
+    extend,
+    group_bytes,
+    list_segments,
+    open_segment,
+    pack_block,
+    pack_footer,
+    read_footer,
+    scan,
+    segment_name,
+)
+
+
+class Append(NamedTuple):
+    """A record that is being written. ``block`` is the buffer of its header block."""
+
+    record: SegmentRecord
+    segment: Segment
+    block: memoryview
+    done: asyncio.Future[RunsMoved]
+
+
+class SegmentLog:
+    """The segments of an open store, the oldest first, and its index. ``active`` is the segment that is appended to, if
+    there is one. ``capacity``: how many bytes the files may take on the disk. ``segment_bytes``: the size of a new one.
+    ``used``: whether segments may be evicted; a store that is only looked at loses none."""
+
+    def __init__(
+        self, folder: Folder, threads: ThreadPool, seed: int, capacity: int, segment_bytes: int, *,
+        direct: bool, used: bool,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.threads = threads
+        self.seed = seed
+        self.capacity = capacity
+        self.segment_bytes = segment_bytes
+        self.direct = direct
+        self.used = used
+        self.index = FileIndex()
+        self.segments: dict[int, Segment] = {}
+        self.active: Segment | None = None
+        self.counts: Counter[str] = Counter()
+        self._last_number = 0
+        self._next: asyncio.Task[Segment | OSError] | None = None
+        self._seals: set[asyncio.Task[None]] = set()
+        self._reclaiming = asyncio.Lock()
+        self._blocks: list[memoryview] = []
+
+    def __repr__(self) -> str:
+        return f"SegmentLog(segments={len(self.segments)}, bytes={self.disk_bytes}, active={self.active!r})"
+
+    async def open(self) -> None:
+        """Open the segments of earlier runs. If the store is used, segments beyond the capacity are deleted, which may
+        be smaller than in an earlier run. Cancelling it waits until no thread reads."""
+        await self.threads.run(self._load)
+        if not self.used:
+            self.segment_bytes = max((s.size for s in self.segments.values()), default=self.segment_bytes)
+            return
+        while self._exceeds(0) and (oldest := self._oldest()):
+            await self._evict(oldest)
+        for segment in list(self.segments.values())[:-1]:
+            self._seal_soon(segment)
+
+    def _load(self) -> None:
+        """Build the index from footers, and from the records of segments that have none."""
+        deletions: list[Deletions] = []
+        for number in list_segments(self.folder.fd):
+            segment = self.segments[number] = open_segment(self.folder, number, self.direct)
+            self._last_number = number
+            records = read_footer(segment, self.seed)
+            segment.sealed = records is not None
+            for record in scan(segment, self.seed) if records is None else records:
+                segment.take(record)
+                if isinstance(record, Deletions):
+                    segment.deletions.append(record)
+                else:
+                    self.index.add(record)
+                self.counts["scanned_groups"] += not segment.sealed
+            deletions += segment.deletions
+        for record in deletions:
+            for key, *place in DELETION.iter_unpack(record.directory):
+                self.index.forget_before(key, (place[0], place[1]))
+
+    # appending
+
+    @property
+    def disk_bytes(self) -> int:
+        """The number of bytes that the files take on the disk."""
+        return sum(segment.size for segment in self.segments.values())
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The place behind all records."""
+        last = next(reversed(self.segments.values()), None)
+        return (last.number, last.tail) if last else (0, 0)
+
+    def fit(self, length: int, wanted: int) -> int:
+        """The same as the active segment's ``fit``; 0 if there is none."""
+        return self.active.fit(length, wanted) if self.active else 0
+
+    async def reserve(self, length: int, wanted: int) -> int:
+        """Do the same as ``fit``, but wait until there is room for at least one. The room may be gone after the next
+        await. Cancelling it only stops the waiting."""
+        while not (count := self.fit(length, wanted)):
+            await self._advance()
+        return count
+
+    def begin(
+        self, length: int, directory: bytes, payloads: Sequence[memoryview] = (), written: int | None = None
+    ) -> Append:
+        """Start to write a group, or deletions, for which ``fit`` has found room. ``written``: the unix time at which
+        its pages were first written; now by default."""
+        segment = self.active
+        assert segment is not None
+        at = segment.number, segment.tail
+        when = int(time.time()) if written is None else written
+        record = PageGroup(*at, length, directory, when) if length else Deletions(*at, directory)
+        segment.take(record)
+        segment.dirty = True
+        block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        packed = pack_block(record, self.seed)
+        block[: len(packed)] = packed
+        segment.enter()
+        run = FileRun(record.offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
+        done = self.threads.call(write_run, segment.files_for(length), run)
+        segment.writing[record.offset] = done
+        return Append(record, segment, block, done)
+
+    def end_of(self, append: Append) -> OSError | None:
+        """Finish a write whose future is done: the group's pages are found from now on. Returns the error if it
+        failed."""
+        record, segment, block, done = append
+        moved = done.result()
+        del segment.writing[record.offset]
+        segment.leave()
+        self._blocks.append(block)
+        if moved.error is not None:
+            self.counts["errors"] += 1
+        elif isinstance(record, Deletions):
+            segment.deletions.append(record)
+        elif not segment.dropped:
+            self.index.add(record)
+        self._seal_soon(segment)
+        return moved.error
+
+    async def read(self, segment: Segment, length: int, runs: Sequence[FileRun]) -> RunsMoved:
+        """Read runs of pages of ``length`` bytes. Cancelling it waits until they are read."""
+        segment.enter()
+        try:
+            return await self.threads.run(read_runs, segment.files_for(length), runs)
+        finally:
+            segment.leave()
+
+    async def log_deletions(self, keys: Iterable[bytes]) -> OSError | None:
+        """Write that the pages of ``keys``, which are out of the index already, were deleted. Returns the error of the
+        disk, or None. Cancelling it may leave them out."""
+        place = self.end  # before the first await: a page that is put again from now on lies behind it
+        entries = [DELETION.pack(key, *place) for key in keys]
+        self.counts["deleted"] += len(entries)
+        appends, error = [], None
+        try:
+            while entries:
+                count = await self.reserve(0, len(entries))
+                appends.append(self.begin(0, b"".join(entries[:count])))
+                del entries[:count]
+        except OSError as failure:
+            self.counts["errors"] += 1
+            error = failure
+        finally:
+            try:
+                await settled([append.done for append in appends])
+            finally:
+                errors = [self.end_of(append) for append in appends]
+        return error or next(filter(None, errors), None)
+
+    # the next segment
+
+    def look_ahead(self) -> None:
+        """Start to prepare the next segment if it is time: at once if another has to be reclaimed for it, and otherwise
+        when the active one is half full."""
+        if self.active is not None and (self._exceeds(self.segment_bytes) or self.active.room * 2 < self.active.size):
+            self._prepare_task()
+
+    async def _advance(self) -> None:
+        """Wait until the next segment is ready and make it the active one. If another call has done that meanwhile,
+        just return. Cancelling it only stops the waiting. Raises OSError if no segment can be made."""
+        task = self._prepare_task()
+        await asyncio.wait([task])
+        if self._next is not task:
+            return
+        self._next = None
+        segment = task.result()
+        if isinstance(segment, OSError):
+            raise segment
+        full, self.active = self.active, segment
+        self.segments[segment.number] = segment
+        if full is not None:
+            self._seal_soon(full)
+
+    def _prepare_task(self) -> asyncio.Task[Segment | OSError]:
+        if self._next is None or (self._next.done() and isinstance(self._next.result(), OSError)):
+            self._next = asyncio.get_running_loop().create_task(self._prepare(), name="asynccache-file-next")
+        return self._next
+
+    async def _prepare(self) -> Segment | OSError:
+        """Return the next segment. The first one of a run is the newest of the earlier run, if it has room and is not
+        mostly dead: its footer is cut off."""
+        last = next(reversed(self.segments.values()), None) if self.active is None else None
+        if last is not None and (last.tail * 4 > self.segment_bytes * 3 or self._is_mostly_dead(last)):
+            last = None
+        more = self.segment_bytes - (last.size if last else 0)
+        try:
+            async with self._reclaiming:
+                while self._exceeds(more) and (victim := self._oldest()) not in (None, last):
+                    await self._reclaim(victim)
+            if last is not None and not last.dropped:
+                last.sealed = False
+                await self.threads.run(extend, last, self.segment_bytes)
+                return last
+            self._last_number += 1
+            return await self.threads.run(
+                create_segment, self.folder, self._last_number, self.segment_bytes, self.direct
+            )
+        except OSError as error:
+            return error
+
+    def _exceeds(self, more: int) -> bool:
+        """Return True if so many more bytes would exceed the capacity."""
+        return self.used and self.disk_bytes + more > self.capacity
+
+    def _oldest(self) -> Segment | None:
+        """Return the oldest segment that is not the active one, or None."""
+        return next((s for s in self.segments.values() if s is not self.active), None)
+
+    # sealing, syncing
+
+    def _seal_soon(self, segment: Segment) -> None:
+        """Begin to seal a segment, unless it gets more records, some are still being written, or that was begun."""
+        if segment is self.active or segment.writing or segment.sealed or segment.dropped:
+            return
+        task = asyncio.get_running_loop().create_task(self._seal(segment), name="asynccache-file-seal")
+        self._seals.add(task)
+        task.add_done_callback(self._sealed)
+
+    def _sealed(self, task: asyncio.Task[None]) -> None:
+        """Count a failure, and leave it at that: without a footer the segment is scanned at the next start."""
+        self._seals.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.counts["errors"] += 1
+
+    async def _seal(self, segment: Segment) -> None:
+        """Write the footer, after all that it names was synced: so it never names a page that a power loss may have
+        taken. Cancelling it waits until the footer is written."""
+        segment.sealed = True
+        records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
+        segment.enter()
+        try:
+            await self._sync(segment)
+            footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
+            await completed(self._write_footer(segment, footer))
+        finally:
+            segment.leave()
+
+    async def _write_footer(self, segment: Segment, footer: bytes) -> None:
+        fd = segment.files.buffered
+        async with aiofiles.open(fd, "r+b", closefd=False, executor=self.threads) as file:
+            await file.seek(segment.tail)
+            await file.write(footer)
+            segment.size = await file.truncate()
+        segment.dirty = True
+
+    async def sync(self) -> None:
+        """Return once everything that was written before would survive a power loss. Cancelling it is safe."""
+        await settled([future for segment in self.segments.values() for future in segment.writing.values()])
+        for segment in list(self.segments.values()):
+            await self._sync(segment)
+        await self.threads.run(self.folder.sync)
+
+    async def _sync(self, segment: Segment) -> None:
+        """Sync one segment. If records are being written to it, it stays dirty, since this sync may not cover them."""
+        if segment.dropped or not segment.dirty:
+            return
+        segment.dirty = bool(segment.writing)
+        segment.enter()
+        try:
+            await self.threads.run(os.fdatasync, segment.files.buffered)
+        except BaseException:
+            segment.dirty = True
+            raise
+        finally:
+            segment.leave()
+
+    async def stop(self) -> None:
+        """Wait until no task is left, and delete a segment that was prepared and not used. Cancelling it does not
+        shorten the waiting."""
+        try:
+            await settled([*self._seals, *([self._next] if self._next is not None else [])])
+        finally:
+            unused, self._next = self._next and self._next.result(), None
+            if isinstance(unused, Segment) and unused.tail:
+                self.active = unused  # of an earlier run
+            elif isinstance(unused, Segment):
+                await self._evict(unused)
+
+    async def close(self) -> None:
+        """End the tasks, seal the active segment, and sync."""
+        await self.stop()
+        active, self.active = self.active, None
+        if active is not None:
+            await self._seal(active)
+        await self.sync()
+
+    # reclaiming
+
+    async def clear(self) -> None:
+        """Delete every segment. No page is found from now on."""
+        self.active = None
+        doomed = list(self.segments.values())
+        for segment in doomed:
+            self._forget(segment)
+        for segment in doomed:
+            await self.threads.run(self._unlink, segment)
+        await self.threads.run(self.folder.sync)
+
+    async def compact(self) -> int:
+        """Delete the segments that are mostly dead pages, after moving their other pages elsewhere. Returns how many
+        dead pages are gone.
+
+        No page is lost by it: a segment whose pages find no room elsewhere is kept. Cancelling it leaves the remaining
+        segments as they were.
+        """
+        gone = 0
+        for segment in list(self.segments.values()):
+            if segment is self.active or segment.dropped or segment.writing or not self._is_mostly_dead(segment):
+                continue
+            needed = self._live_bytes(segment) + BLOCK_BYTES * 2 * len(segment.deletions)
+            if needed > (self.active.room if self.active else 0) and not self._exceeds(self.segment_bytes):
+                with contextlib.suppress(OSError):  # without another segment this one is kept
+                    await self._advance()
+            async with self._reclaiming:
+                if not segment.dropped and segment is not self.active:
+                    gone += await self._compact(segment)
+        return gone
+
+    async def _compact(self, segment: Segment) -> int:
+        """Move the live pages of a segment elsewhere, and the deletions of pages of which older copies lie elsewhere;
+        and delete it if none is left. Returns how many dead pages are gone."""
+        groups = self.index.groups_of(segment.number)
+        dead = sum(group.count - len(group.live()) for group in groups)
+        await self._rescue(segment, [(group, group.live()) for group in groups], segment.size)
+        copies = self.index.dead_keys(segment.number) if segment.deletions else set()
+        directories = b"".join(record.directory for record in segment.deletions)
+        needed = [DELETION.pack(*deletion) for deletion in DELETION.iter_unpack(directories) if deletion[0] in copies]
+        while needed and (count := self.fit(0, len(needed))):
+            append = self.begin(0, b"".join(needed[:count]))
+            try:
+                await settled([append.done])
+            finally:
+                error = self.end_of(append)
+            if error is not None:
+                raise error
+            del needed[:count]
+        if needed or self._live_bytes(segment):
+            return 0
+        await self.sync()
+        await self._evict(segment)
+        return dead
+
+    async def _reclaim(self, victim: Segment) -> None:
+        groups = self.index.groups_of(victim.number)
+        hot = [(group, [page for page in group.live() if group.hot >> page & 1]) for group in groups if group.hot]
+        await self._rescue(victim, hot, self.segment_bytes // 2)
+        self.counts["reclaimed_segments"] += 1
+        await self._evict(victim)
+
+    async def _rescue(self, victim: Segment, found: Iterable[tuple[PageGroup, list[int]]], budget: int) -> None:
+        """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment."""
+        scratch: memoryview | None = None
+        for group, pages in found:
+            while count := self.fit(group.length, min(len(pages), budget // group.length)):
+                scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, group.length)))
+                await self._move(victim, group, pages[:count], scratch)
+                budget -= count * group.length
+                del pages[:count]
+
+    async def _move(self, victim: Segment, group: PageGroup, pages: Sequence[int], scratch: memoryview) -> None:
+        """Write pages of a group again, except for those that cannot be read or are dead by then."""
+        length = group.length
+        runs = [
+            FileRun(group.payload_offset(page), length, [scratch[i * length : (i + 1) * length]])
+            for i, page in enumerate(pages)
+        ]
+        moved = await self.read(victim, length, runs)
+        good = [
+            (page, run.buffers[0]) for page, run, count in zip(pages, runs, moved.bytes, strict=True)
+            if count == length and not group.dead >> page & 1
+        ]  # fmt: skip
+        if not (count := self.fit(length, len(good))):
+            return
+        pages, buffers = zip(*good[:count], strict=True)
+        append = self.begin(length, b"".join(map(group.entry, pages)), buffers, group.written)
+        try:
+            await settled([append.done])
+        finally:
+            assert isinstance(append.record, PageGroup)
+            append.record.dead = sum(1 << i for i, page in enumerate(pages) if group.dead >> page & 1)
+            error = self.end_of(append)
+        if error is None:
+            self.counts["moved_pages"] += count
+            self.counts["moved_bytes"] += count * length
+
+    def _live_bytes(self, segment: Segment) -> int:
+        live = [(group, len(group.live())) for group in self.index.groups_of(segment.number)]
+        return sum(group_bytes(group.length, count) + ENTRY_BYTES * count for group, count in live if count)
+
+    def _is_mostly_dead(self, segment: Segment) -> bool:
+        """Return True if a segment has more bytes of dead pages than of live ones."""
+        return 2 * self._live_bytes(segment) < segment.tail
+
+    async def _evict(self, segment: Segment) -> None:
+        """Delete a segment; the pages that are left in it count as evicted."""
+        before = self.index.pages
+        self._forget(segment)
+        self.counts["evicted_pages"] += before - self.index.pages
+        await self.threads.run(self._unlink, segment)
+
+    def _forget(self, segment: Segment) -> None:
+        self.segments.pop(segment.number, None)
+        self.index.drop_segment(segment.number)
+        segment.drop()
+
+    def _unlink(self, segment: Segment) -> None:
+        """Remove a segment's file. It blocks. Deletions outlive the pages that they speak of, after a power loss, too:
+        so the removal of older segments is synced first."""
+        if segment.deletions:
+            self.folder.sync()
+        with contextlib.suppress(FileNotFoundError):
+            self.folder.unlink(segment_name(segment.number))
