@@ -40,10 +40,10 @@ from asynccache.storage import (
     Verify,
     settled,
 )
-from asynccache_backends.file.files import FileRun, Folder, read_runs
+from asynccache_backends.file.files import FileRun, read_runs
 from asynccache_backends.file.folder import FolderLock, load_manifest
 from asynccache_backends.file.index import FileIndex
-from asynccache_backends.file.log import Append, SegmentLog
+from asynccache_backends.file.log import SegmentLog
 from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, pack_block, supports_direct
 from asynccache_backends.file.settings import settings_of
 
@@ -133,10 +133,11 @@ class FileBackend:
             folder = await threads.run(lock.take, settings.folder, settings.mode, settings.used)
             noted = settings.capacity if settings.used else None
             manifest = await load_manifest(folder, threads, layout.schema, noted)
-            log = SegmentLog(
-                folder, threads, manifest.seed, settings.capacity if settings.used else manifest.capacity,
-                settings.segment, direct=await threads.run(_use_direct, folder, settings.direct), used=settings.used,
-            )  # fmt: skip
+            direct = settings.direct != "off" and await threads.run(supports_direct, folder)
+            if settings.direct == "on" and not direct:
+                where = f"folder {str(folder.path)!r}"
+                raise ConfigError(f"storage option direct='on': {where} does not support O_DIRECT")
+            log = SegmentLog(folder, threads, settings, manifest, direct)
             await log.open()
         except BaseException as error:
             _release(log, threads, lock)
@@ -147,7 +148,8 @@ class FileBackend:
         return cls(log, lock, layout.page_bytes)
 
     def __repr__(self) -> str:
-        return f"FileBackend({str(self._log.folder.path)!r}, {self._log.index!r}, {self._log!r})"
+        log = self._log
+        return f"FileBackend({str(log.folder.path)!r}, pages={log.index.pages}, segments={len(log.segments)})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. The call never waits."""
@@ -168,9 +170,8 @@ class FileBackend:
             for runs, segment in zip(batches, segments, strict=True):
                 segment.enter()
                 length = runs[0].group.length
-                files = segment.files_for(length)
                 moves = [FileRun(r.group.payload_offset(r.page), length * len(r.which), r.buffers) for r in runs]
-                futures.append(log.threads.call(read_runs, files, moves))
+                futures.append(log.threads.call(read_runs, segment.files_for(length), moves))
             try:
                 await settled(futures)
             finally:
@@ -211,33 +212,34 @@ class FileBackend:
             if permit == REFUSED:
                 log.counts["refused_writes"] += 1
                 return results
-            appends: list[tuple[Append, list[int]]] = []
-            errors: list[OSError | None] = []
+            writes: list[tuple[asyncio.Future[None], list[int]]] = []
+            broken = False
             try:
                 for length, which in fresh.items():
                     at = 0
                     while at < len(which):
                         part = which[at : at + await log.reserve(length, len(which) - at)]
                         directory = b"".join([piece for i in part for piece in (keys[i].key, records[i].header)])
-                        appends.append((log.begin(length, directory, [records[i].payload for i in part]), part))
+                        writes.append((log.begin(length, directory, [records[i].payload for i in part]), part))
                         at += len(part)
                 log.look_ahead()
-            except OSError as error:
+            except OSError:
                 log.counts["errors"] += 1
-                errors.append(error)
+                broken = True
             finally:
                 try:
-                    await settled([append.done for append, _ in appends])
+                    await settled([write for write, _ in writes])
                 finally:
-                    for append, part in appends:
-                        errors.append(log.end_of(append))
-                        if errors[-1] is None:
-                            log.counts["put_bytes"] += len(part) * append.record.length
-                            for i in part:
-                                results[i] = HIT
-                    if any(errors):
+                    for write, part in writes:
+                        if write.exception() is not None:
+                            broken = True
+                            continue
+                        for i in part:
+                            results[i] = HIT
+                            log.counts["put_bytes"] += records[i].payload.nbytes
+                    if broken:
                         self._breaker.failure(permit, asyncio.get_running_loop().time())
-                    elif appends:
+                    elif writes:
                         self._breaker.success(permit)
                     else:
                         self._breaker.abandon(permit)
@@ -248,8 +250,8 @@ class FileBackend:
         may bring it back, MISS if it was not stored. Cancelling it may leave any of them deleted."""
         with self._operations:
             found = [self._log.index.forget(key.key) for key in keys]
-            error = await self._log.log_deletions([key.key for key, there in zip(keys, found, strict=True) if there])
-            return [(HIT if error is None else FAILED) if there else MISS for there in found]
+            noted = await self._log.log_deletions([key.key for key, there in zip(keys, found, strict=True) if there])
+            return [(HIT if noted else FAILED) if there else MISS for there in found]
 
     async def clear(self) -> None:
         """Delete every page and every segment. Cancelling it may leave any of them deleted.
@@ -394,12 +396,3 @@ def _release(log: SegmentLog | None, threads: ThreadPool, lock: FolderLock) -> N
         segment.drop()
     threads.close()
     lock.release()
-
-
-def _use_direct(folder: Folder, wanted: str) -> bool:
-    if wanted == "off":
-        return False
-    possible = supports_direct(folder)
-    if wanted == "on" and not possible:
-        raise ConfigError(f"storage option direct='on': folder {str(folder.path)!r} does not support O_DIRECT")
-    return possible

@@ -54,9 +54,6 @@ class Folder:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.mode = stat.S_IMODE(os.fstat(self.fd).st_mode) if mode is None else mode
 
-    def __repr__(self) -> str:
-        return f"Folder({str(self.path)!r}, mode={self.mode:04o})"
-
     def close(self) -> None:
         """Close the folder. Calling it twice is fine."""
         if self.fd >= 0:
@@ -69,32 +66,22 @@ class Folder:
         return self._look(name) is not None
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """Open the plain file ``name`` and return its descriptor. With ``O_CREAT`` in ``flags`` a missing file is made.
+        """Open the plain file ``name`` and return its descriptor. With ``O_CREAT`` in ``flags`` a missing file is made;
+        with ``O_EXCL``, too, it must be missing.
 
         Raises:
             NotPlain: something else has this name.
-            OSError: there is no such file, or it may not be opened.
+            OSError: there is no such file, or one with ``O_EXCL``, or it may not be opened.
         """
-        if self._look(name) is None and flags & os.O_CREAT:
-            return self.create(name, flags)
-        fd = os.open(name, (flags & ~os.O_CREAT) | _SAFELY, dir_fd=self.fd)
+        if self._look(name) is not None and not flags & os.O_EXCL:
+            flags &= ~os.O_CREAT
+        elif flags & os.O_CREAT:
+            flags |= os.O_EXCL
+        fd = os.open(name, flags | _SAFELY, self.mode & 0o666, dir_fd=self.fd)
         try:
             self._check_plain(name, os.fstat(fd).st_mode)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    def create(self, name: str, flags: int = os.O_RDWR) -> int:
-        """Make a new file ``name`` and return its descriptor.
-
-        Raises:
-            FileExistsError: something has this name already.
-            OSError: the disk refuses.
-        """
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | _SAFELY, self.mode & 0o666, dir_fd=self.fd)
-        try:
-            os.fchmod(fd, self.mode & 0o666)  # the umask may have taken permissions away
+            if flags & os.O_CREAT:
+                os.fchmod(fd, self.mode & 0o666)  # the umask may have taken permissions away
         except BaseException:
             os.close(fd)
             raise
@@ -102,15 +89,10 @@ class Folder:
 
     def renew(self, name: str, flags: int = os.O_RDWR) -> int:
         """Make a new file ``name`` and return its descriptor. A plain file of this name, which a killed process may
-        have left, is removed first.
-
-        Raises:
-            NotPlain: something else has this name.
-            OSError: the disk refuses.
-        """
+        have left, is removed first. Raises as ``open`` does."""
         if self._look(name) is not None:
             self.unlink(name)
-        return self.create(name, flags)
+        return self.open(name, flags | os.O_CREAT | os.O_EXCL)
 
     def unlink(self, name: str) -> None:
         """Remove the file ``name``. Raises OSError if there is none or the disk refuses."""
@@ -222,50 +204,44 @@ class RunsMoved(NamedTuple):
     error: OSError | None
 
 
-def write_run(files: FileHandles, run: FileRun) -> RunsMoved:
-    """Write a run, by one pwritev or as many as it takes; by direct I/O if ``files`` has such a descriptor and the
-    system accepts the buffers. If not all of it was written, the outcome has an error."""
-    moved = _move(os.pwritev, files, [run])
-    if moved.error is None and moved.bytes[0] < run.length:
-        return moved._replace(error=OSError(errno.EIO, "short write"))
-    return moved
+def write_run(files: FileHandles, run: FileRun) -> None:
+    """Write a run, by one pwritev or as many as it takes. Raises OSError if not all of it was written."""
+    if _whole(os.pwritev, files, run) < run.length:
+        raise OSError(errno.EIO, "short write")
 
 
 def read_runs(files: FileHandles, runs: Sequence[FileRun]) -> RunsMoved:
     """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
     bytes, which is no error."""
-    return _move(os.preadv, files, runs)
-
-
-def _move(
-    move: Callable[[int, Sequence[memoryview], int], int], files: FileHandles, runs: Sequence[FileRun]
-) -> RunsMoved:
-    fd = files.buffered if files.direct is None else files.direct
     counts: list[int] = []
     error: OSError | None = None
     for run in runs:
         try:
-            try:
-                counts.append(_whole(move, fd, run))
-            except OSError as refusal:
-                if refusal.errno != errno.EINVAL or fd == files.buffered:
-                    raise
-                fd = files.buffered
-                counts.append(_whole(move, fd, run))
+            counts.append(_whole(os.preadv, files, run))
         except OSError as failure:
             error = failure
             counts.append(0)
     return RunsMoved(counts, error)
 
 
-def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: FileRun) -> int:
-    """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved."""
-    moved = move(fd, run.buffers, run.offset)
+def _whole(move: Callable[[int, Sequence[memoryview], int], int], files: FileHandles, run: FileRun) -> int:
+    """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved.
+
+    That is direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
+    moved, buffers = 0, run.buffers
+    fd = files.buffered if files.direct is None else files.direct
     while moved < run.length:
-        count = move(fd, _after(run.buffers, moved), run.offset + moved)
+        try:
+            count = move(fd, buffers, run.offset + moved)
+        except OSError as refusal:
+            if refusal.errno != errno.EINVAL or fd == files.buffered:
+                raise
+            fd = files.buffered
+            continue
         if count == 0:
             break
         moved += count
+        buffers = _after(buffers, count) if moved < run.length else ()
     return moved
 
 

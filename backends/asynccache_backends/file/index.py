@@ -21,9 +21,6 @@ class FileIndex(PageIndex[PageGroup]):
         super().__init__()
         self._segments: dict[int, list[int]] = {}
 
-    def __repr__(self) -> str:
-        return f"FileIndex(pages={self.pages}, groups={len(self.holders)}, segments={len(self._segments)})"
-
     def groups(self) -> list[PageGroup]:
         """Return all groups, segment by segment."""
         return [self.holders[n] for numbers in self._segments.values() for n in numbers]
@@ -32,8 +29,8 @@ class FileIndex(PageIndex[PageGroup]):
         """Return the groups of one segment, in the order in which they were added."""
         return [self.holders[n] for n in self._segments.get(segment, ())]
 
-    def add(self, group: PageGroup) -> None:
-        """Add the pages of a group that are not dead.
+    def add(self, group: PageGroup, moved: bool = False) -> None:
+        """Add the pages of a group. If they were ``moved``, those that are in the index no more are dead.
 
         Of two copies of a page, the one that lies later in the log of segments is kept, and the other is marked as
         dead. So the order in which groups are added does not matter: a running store, which adds them as their writes
@@ -44,13 +41,12 @@ class FileIndex(PageIndex[PageGroup]):
         self._segments.setdefault(group.segment, []).append(number)
         fresh, locations = [], self._locations
         for page, key in enumerate(group.keys()):
-            if group.dead >> page & 1:
-                continue
-            if key not in locations:
-                fresh.append(key)
-            elif self.at(locations[key])[0].place > group.place:
+            old = locations.get(key)
+            if moved if old is None else self.at(old)[0].place > group.place:
                 group.dead |= 1 << page
                 continue
+            if old is None:
+                fresh.append(key)
             else:
                 self._drop(key)
             locations[key] = base + page
@@ -91,14 +87,6 @@ class FileIndex(PageIndex[PageGroup]):
                     self.bytes -= group.length
             group.dead = (1 << group.count) - 1
         self._changed(False, left)
-
-    def dead_keys(self, besides: int) -> set[bytes]:
-        """Return the keys of all dead pages outside of the segment ``besides``."""
-        found = set()
-        for group in self.groups():
-            if group.dead and group.segment != besides:
-                found.update(key for page, key in enumerate(group.keys()) if group.dead >> page & 1)
-        return found
 
     def _drop(self, key: bytes) -> None:
         group, page = self.at(self._locations.pop(key))

@@ -1,14 +1,14 @@
 """The log of segments: everything that a store writes is appended to it, and its oldest segment is reclaimed for room.
 
-A record is written in two steps. ``begin`` takes its place in the active segment and hands the bytes to a thread. When
-they are in the file, ``end`` adds its pages to the index. Between the two steps the buffers belong to the thread and
-must not change.
+A record is written by ``begin``, which takes its place in the active segment and hands the bytes to a thread. When they
+are in the file its pages are added to the index. Until then the buffers belong to the thread and must not change.
 
 When no page fits the active segment any more, the next one becomes active, and the full one is sealed in the
-background. If one more segment would exceed the capacity, the oldest segment is deleted. Before that its pages get a second chance:
-those that were read since they were written are written again, up to half a segment's worth. All its other pages are
-lost. So pages that are read survive, and at most twice as many bytes are written as are put; ``stats`` has the measured
-factor. Reclaiming starts while the active segment is still nearly empty, so writers seldom have to wait for room.
+background. If one more segment would exceed the capacity, the oldest segment is deleted. Before that its pages get a
+second chance: those that were read since they were written are written again, up to half a segment's worth. All its
+other pages are lost. So pages that are read survive, and at most twice as many bytes are written as are put; ``stats``
+has the measured factor. Reclaiming starts while the active segment is still nearly empty, so writers seldom have to
+wait for room.
 
 The state is changed only on the event loop. What the disk refuses is raised as OSError.
 """
@@ -22,12 +22,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import aiofiles
 
 from asynccache.storage import ThreadPool, completed, settled
 from asynccache_backends.file.files import FileRun, Folder, RunsMoved, read_runs, write_run
+from asynccache_backends.file.folder import Manifest
 from asynccache_backends.file.index import FileIndex
 from asynccache_backends.file.segments import (
     BLOCK_BYTES,
@@ -49,77 +50,68 @@ from asynccache_backends.file.segments import (
     scan,
     segment_name,
 )
-
-
-class Append(NamedTuple):
-    """A record that is being written. ``block`` is the buffer of its header block."""
-
-    record: SegmentRecord
-    segment: Segment
-    block: memoryview
-    done: asyncio.Future[RunsMoved]
+from asynccache_backends.file.settings import FileSettings
 
 
 class SegmentLog:
     """The segments of an open store, the oldest first, and its index. ``active`` is the segment that is appended to, if
     there is one. ``capacity``: how many bytes the files may take on the disk. ``segment_bytes``: the size of a new one.
-    ``used``: whether segments may be evicted; a store that is only looked at loses none."""
+    A store that is only looked at loses no page to want of room, so it may exceed its capacity."""
 
     def __init__(
-        self, folder: Folder, threads: ThreadPool, seed: int, capacity: int, segment_bytes: int, *,
-        direct: bool, used: bool,
+        self, folder: Folder, threads: ThreadPool, settings: FileSettings, manifest: Manifest, direct: bool
     ) -> None:  # fmt: skip
         self.folder = folder
         self.threads = threads
-        self.seed = seed
-        self.capacity = capacity
-        self.segment_bytes = segment_bytes
+        self.seed = manifest.seed
+        self.capacity = settings.capacity if settings.used else manifest.capacity
+        self.segment_bytes = settings.segment
         self.direct = direct
-        self.used = used
         self.index = FileIndex()
         self.segments: dict[int, Segment] = {}
         self.active: Segment | None = None
         self.counts: Counter[str] = Counter()
+        self._used = settings.used
         self._last_number = 0
         self._next: asyncio.Task[Segment | OSError] | None = None
         self._seals: set[asyncio.Task[None]] = set()
         self._reclaiming = asyncio.Lock()
         self._blocks: list[memoryview] = []
 
-    def __repr__(self) -> str:
-        return f"SegmentLog(segments={len(self.segments)}, bytes={self.disk_bytes}, active={self.active!r})"
-
     async def open(self) -> None:
         """Open the segments of earlier runs. If the store is used, segments beyond the capacity are deleted, which may
         be smaller than in an earlier run. Cancelling it waits until no thread reads."""
-        await self.threads.run(self._load)
-        if not self.used:
+        unsealed = await self.threads.run(self._load)
+        if not self._used:
             self.segment_bytes = max((s.size for s in self.segments.values()), default=self.segment_bytes)
             return
         while self._exceeds(0) and (oldest := self._oldest()):
             await self._evict(oldest)
-        for segment in list(self.segments.values())[:-1]:
-            self._seal_soon(segment)
+        for segment in unsealed:
+            if not segment.dropped and segment.number != self._last_number:
+                self._seal_soon(segment)
 
-    def _load(self) -> None:
-        """Build the index from footers, and from the records of segments that have none."""
-        deletions: list[Deletions] = []
+    def _load(self) -> list[Segment]:
+        """Build the index from footers, and from the records of segments that have none. Returns these segments."""
+        unsealed: list[Segment] = []
         for number in list_segments(self.folder.fd):
-            segment = self.segments[number] = open_segment(self.folder, number, self.direct)
             self._last_number = number
+            segment = self.segments[number] = open_segment(self.folder, number, self.direct)
             records = read_footer(segment, self.seed)
-            segment.sealed = records is not None
-            for record in scan(segment, self.seed) if records is None else records:
+            if records is None:
+                records = list(scan(segment, self.seed))
+                unsealed.append(segment)
+                self.counts["scanned_groups"] += len(records)
+            for record in records:
                 segment.take(record)
                 if isinstance(record, Deletions):
                     segment.deletions.append(record)
                 else:
                     self.index.add(record)
-                self.counts["scanned_groups"] += not segment.sealed
-            deletions += segment.deletions
-        for record in deletions:
-            for key, *place in DELETION.iter_unpack(record.directory):
-                self.index.forget_before(key, (place[0], place[1]))
+        for segment in self.segments.values():
+            for key, number, offset in (d for r in segment.deletions for d in DELETION.iter_unpack(r.directory)):
+                self.index.forget_before(key, (number, offset))
+        return unsealed
 
     # appending
 
@@ -146,15 +138,16 @@ class SegmentLog:
         return count
 
     def begin(
-        self, length: int, directory: bytes, payloads: Sequence[memoryview] = (), written: int | None = None
-    ) -> Append:
-        """Start to write a group, or deletions, for which ``fit`` has found room. ``written``: the unix time at which
-        its pages were first written; now by default."""
+        self, length: int, directory: bytes, payloads: Sequence[memoryview] = (), moved_from: PageGroup | None = None
+    ) -> asyncio.Future[None]:
+        """Start to write a group, or deletions, for which ``fit`` has found room. Returns a future that has an OSError
+        if the disk refuses. When it is done, the group's pages are found; of pages that are ``moved_from`` another
+        group, those that were not deleted meanwhile."""
         segment = self.active
         assert segment is not None
         at = segment.number, segment.tail
-        when = int(time.time()) if written is None else written
-        record = PageGroup(*at, length, directory, when) if length else Deletions(*at, directory)
+        written = int(time.time()) if moved_from is None else moved_from.written
+        record = PageGroup(*at, length, directory, written) if length else Deletions(*at, directory)
         segment.take(record)
         segment.dirty = True
         block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
@@ -164,24 +157,21 @@ class SegmentLog:
         run = FileRun(record.offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
         done = self.threads.call(write_run, segment.files_for(length), run)
         segment.writing[record.offset] = done
-        return Append(record, segment, block, done)
+        done.add_done_callback(partial(self._end, record, segment, block, moved_from is not None))  # before all others
+        return done
 
-    def end_of(self, append: Append) -> OSError | None:
-        """Finish a write whose future is done: the group's pages are found from now on. Returns the error if it
-        failed."""
-        record, segment, block, done = append
-        moved = done.result()
+    def _end(
+        self, record: SegmentRecord, segment: Segment, block: memoryview, moved: bool, done: asyncio.Future[None]
+    ) -> None:
         del segment.writing[record.offset]
         segment.leave()
         self._blocks.append(block)
-        if moved.error is not None:
+        if done.exception() is not None:
             self.counts["errors"] += 1
         elif isinstance(record, Deletions):
             segment.deletions.append(record)
         elif not segment.dropped:
-            self.index.add(record)
-        self._seal_soon(segment)
-        return moved.error
+            self.index.add(record, moved)
 
     async def read(self, segment: Segment, length: int, runs: Sequence[FileRun]) -> RunsMoved:
         """Read runs of pages of ``length`` bytes. Cancelling it waits until they are read."""
@@ -191,27 +181,23 @@ class SegmentLog:
         finally:
             segment.leave()
 
-    async def log_deletions(self, keys: Iterable[bytes]) -> OSError | None:
-        """Write that the pages of ``keys``, which are out of the index already, were deleted. Returns the error of the
-        disk, or None. Cancelling it may leave them out."""
+    async def log_deletions(self, keys: Iterable[bytes]) -> bool:
+        """Write that the pages of ``keys``, which are out of the index already, were deleted. Returns False if the disk
+        refuses. Cancelling it may leave them out."""
         place = self.end  # before the first await: a page that is put again from now on lies behind it
         entries = [DELETION.pack(key, *place) for key in keys]
         self.counts["deleted"] += len(entries)
-        appends, error = [], None
+        writes: list[asyncio.Future[None]] = []
         try:
             while entries:
                 count = await self.reserve(0, len(entries))
-                appends.append(self.begin(0, b"".join(entries[:count])))
+                writes.append(self.begin(0, b"".join(entries[:count])))
                 del entries[:count]
-        except OSError as failure:
+        except OSError:
             self.counts["errors"] += 1
-            error = failure
         finally:
-            try:
-                await settled([append.done for append in appends])
-            finally:
-                errors = [self.end_of(append) for append in appends]
-        return error or next(filter(None, errors), None)
+            await settled(writes)
+        return not entries and all(write.exception() is None for write in writes)
 
     # the next segment
 
@@ -254,7 +240,6 @@ class SegmentLog:
                 while self._exceeds(more) and (victim := self._oldest()) not in (None, last):
                     await self._reclaim(victim)
             if last is not None and not last.dropped:
-                last.sealed = False
                 await self.threads.run(extend, last, self.segment_bytes)
                 return last
             self._last_number += 1
@@ -266,7 +251,7 @@ class SegmentLog:
 
     def _exceeds(self, more: int) -> bool:
         """Return True if so many more bytes would exceed the capacity."""
-        return self.used and self.disk_bytes + more > self.capacity
+        return self._used and self.disk_bytes + more > self.capacity
 
     def _oldest(self) -> Segment | None:
         """Return the oldest segment that is not the active one, or None."""
@@ -275,9 +260,6 @@ class SegmentLog:
     # sealing, syncing
 
     def _seal_soon(self, segment: Segment) -> None:
-        """Begin to seal a segment, unless it gets more records, some are still being written, or that was begun."""
-        if segment is self.active or segment.writing or segment.sealed or segment.dropped:
-            return
         task = asyncio.get_running_loop().create_task(self._seal(segment), name="asynccache-file-seal")
         self._seals.add(task)
         task.add_done_callback(self._sealed)
@@ -285,21 +267,21 @@ class SegmentLog:
     def _sealed(self, task: asyncio.Task[None]) -> None:
         """Count a failure, and leave it at that: without a footer the segment is scanned at the next start."""
         self._seals.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.counts["errors"] += 1
+        self.counts["errors"] += not task.cancelled() and task.exception() is not None
 
     async def _seal(self, segment: Segment) -> None:
-        """Write the footer, after all that it names was synced: so it never names a page that a power loss may have
-        taken. Cancelling it waits until the footer is written."""
-        segment.sealed = True
+        """Write the footer of a segment that gets no more records, after all that it names was synced: so it never
+        names a page that a power loss may have taken. Cancelling it waits until the footer is written."""
+        await settled(list(segment.writing.values()))
         records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
-        segment.enter()
-        try:
-            await self._sync(segment)
-            footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
-            await completed(self._write_footer(segment, footer))
-        finally:
-            segment.leave()
+        footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
+        await self._sync(segment)
+        if not segment.dropped:
+            segment.enter()
+            try:
+                await completed(self._write_footer(segment, footer))
+            finally:
+                segment.leave()
 
     async def _write_footer(self, segment: Segment, footer: bytes) -> None:
         fd = segment.files.buffered
@@ -366,45 +348,30 @@ class SegmentLog:
         """Delete the segments that are mostly dead pages, after moving their other pages elsewhere. Returns how many
         dead pages are gone.
 
-        No page is lost by it: a segment whose pages find no room elsewhere is kept. Cancelling it leaves the remaining
-        segments as they were.
+        No page is lost by it: a segment whose pages find no room elsewhere is kept. Nor does one come back: a segment
+        with deletions is kept as long as there is an older one. Cancelling it leaves the remaining segments as they
+        were.
         """
         gone = 0
         for segment in list(self.segments.values()):
-            if segment is self.active or segment.dropped or segment.writing or not self._is_mostly_dead(segment):
+            is_oldest = segment is next(iter(self.segments.values()), None)
+            if segment.writing or not self._is_mostly_dead(segment) or (segment.deletions and not is_oldest):
                 continue
-            needed = self._live_bytes(segment) + BLOCK_BYTES * 2 * len(segment.deletions)
-            if needed > (self.active.room if self.active else 0) and not self._exceeds(self.segment_bytes):
+            room = self.active.room if self.active else 0
+            if self._live_bytes(segment) > room and not self._exceeds(self.segment_bytes):
                 with contextlib.suppress(OSError):  # without another segment this one is kept
                     await self._advance()
             async with self._reclaiming:
-                if not segment.dropped and segment is not self.active:
-                    gone += await self._compact(segment)
+                if segment.dropped or segment is self.active:
+                    continue
+                groups = self.index.groups_of(segment.number)
+                dead = sum(group.count - len(group.live()) for group in groups)
+                await self._rescue(segment, [(group, group.live()) for group in groups], segment.size)
+                if not self._live_bytes(segment):
+                    await self.sync()
+                    await self._evict(segment)
+                    gone += dead
         return gone
-
-    async def _compact(self, segment: Segment) -> int:
-        """Move the live pages of a segment elsewhere, and the deletions of pages of which older copies lie elsewhere;
-        and delete it if none is left. Returns how many dead pages are gone."""
-        groups = self.index.groups_of(segment.number)
-        dead = sum(group.count - len(group.live()) for group in groups)
-        await self._rescue(segment, [(group, group.live()) for group in groups], segment.size)
-        copies = self.index.dead_keys(segment.number) if segment.deletions else set()
-        directories = b"".join(record.directory for record in segment.deletions)
-        needed = [DELETION.pack(*deletion) for deletion in DELETION.iter_unpack(directories) if deletion[0] in copies]
-        while needed and (count := self.fit(0, len(needed))):
-            append = self.begin(0, b"".join(needed[:count]))
-            try:
-                await settled([append.done])
-            finally:
-                error = self.end_of(append)
-            if error is not None:
-                raise error
-            del needed[:count]
-        if needed or self._live_bytes(segment):
-            return 0
-        await self.sync()
-        await self._evict(segment)
-        return dead
 
     async def _reclaim(self, victim: Segment) -> None:
         groups = self.index.groups_of(victim.number)
@@ -414,40 +381,28 @@ class SegmentLog:
         await self._evict(victim)
 
     async def _rescue(self, victim: Segment, found: Iterable[tuple[PageGroup, list[int]]], budget: int) -> None:
-        """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment."""
+        """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment;
+        but not those that cannot be read, or are dead by then."""
         scratch: memoryview | None = None
         for group, pages in found:
-            while count := self.fit(group.length, min(len(pages), budget // group.length)):
-                scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, group.length)))
-                await self._move(victim, group, pages[:count], scratch)
-                budget -= count * group.length
+            length = group.length
+            while count := self.fit(length, min(len(pages), budget // length)):
+                scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, length)))
+                buffers = [scratch[i * length : (i + 1) * length] for i in range(count)]
+                offsets = map(group.payload_offset, pages[:count])
+                runs = [FileRun(at, length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
+                read = zip(pages[:count], buffers, (await self.read(victim, length, runs)).bytes, strict=True)
+                good = [(page, buffer) for page, buffer, n in read if n == length and not group.dead >> page & 1]
                 del pages[:count]
-
-    async def _move(self, victim: Segment, group: PageGroup, pages: Sequence[int], scratch: memoryview) -> None:
-        """Write pages of a group again, except for those that cannot be read or are dead by then."""
-        length = group.length
-        runs = [
-            FileRun(group.payload_offset(page), length, [scratch[i * length : (i + 1) * length]])
-            for i, page in enumerate(pages)
-        ]
-        moved = await self.read(victim, length, runs)
-        good = [
-            (page, run.buffers[0]) for page, run, count in zip(pages, runs, moved.bytes, strict=True)
-            if count == length and not group.dead >> page & 1
-        ]  # fmt: skip
-        if not (count := self.fit(length, len(good))):
-            return
-        pages, buffers = zip(*good[:count], strict=True)
-        append = self.begin(length, b"".join(map(group.entry, pages)), buffers, group.written)
-        try:
-            await settled([append.done])
-        finally:
-            assert isinstance(append.record, PageGroup)
-            append.record.dead = sum(1 << i for i, page in enumerate(pages) if group.dead >> page & 1)
-            error = self.end_of(append)
-        if error is None:
-            self.counts["moved_pages"] += count
-            self.counts["moved_bytes"] += count * length
+                if not (count := self.fit(length, len(good))):
+                    continue
+                directory = b"".join(group.entry(page) for page, _ in good[:count])
+                write = self.begin(length, directory, [buffer for _, buffer in good[:count]], group)
+                await settled([write])
+                budget -= count * length
+                if write.exception() is None:
+                    self.counts["moved_pages"] += count
+                    self.counts["moved_bytes"] += count * length
 
     def _live_bytes(self, segment: Segment) -> int:
         live = [(group, len(group.live())) for group in self.index.groups_of(segment.number)]

@@ -49,7 +49,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128_digest
 
 from asynccache.storage import HEADER_BYTES, KEY_BYTES
-from asynccache_backends.file.files import FileHandles, Folder, NotPlain, RunsMoved
+from asynccache_backends.file.files import FileHandles, Folder, NotPlain
 
 BLOCK_BYTES = 4096
 HEAD_BYTES = 64
@@ -67,7 +67,6 @@ PROBE = "direct.probe"
 _HEAD = struct.Struct("<8sQQQQ16sQ")
 _NO_SUM = bytes(16)
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
-_SCAN_BYTES = 1 << 20
 _SECTOR = 512  # bytes; st_blocks counts in these
 
 
@@ -181,8 +180,8 @@ class Segment:
     """One open segment file of ``size`` bytes.
 
     ``tail``: the offset of the next record. ``footer``: the bytes that a footer takes; their room is kept free.
-    ``sealed``: whether a footer is there or is being written. ``writing``: the records that are being written, by
-    offset. ``dirty``: whether it has to be synced. ``dropped``: whether it was removed from the store.
+    ``writing``: the records that are being written, by offset. ``dirty``: whether it has to be synced. ``dropped``:
+    whether it was removed from the store.
     """
 
     def __init__(self, number: int, files: FileHandles, size: int) -> None:
@@ -191,15 +190,11 @@ class Segment:
         self.size = size
         self.tail = 0
         self.footer = HEAD_BYTES
-        self.sealed = False
         self.deletions: list[Deletions] = []
-        self.writing: dict[int, asyncio.Future[RunsMoved]] = {}
+        self.writing: dict[int, asyncio.Future[None]] = {}
         self.dirty = False
         self.dropped = False
         self._users = 0
-
-    def __repr__(self) -> str:
-        return f"Segment({self.number}, {self.tail}/{self.size}, users={self._users})"
 
     @property
     def room(self) -> int:
@@ -261,7 +256,7 @@ def list_segments(folder: int) -> list[int]:
 def create_segment(folder: Folder, number: int, size: int, direct: bool) -> Segment:
     """Make and open a new segment of ``size`` bytes, which are allocated on the disk. If it raises OSError, no file is
     left."""
-    os.close(folder.create(segment_name(number)))
+    os.close(folder.open(segment_name(number), os.O_CREAT | os.O_EXCL))
     segment = None
     try:
         segment = open_segment(folder, number, direct)
@@ -327,27 +322,13 @@ def scan(segment: Segment, seed: int) -> Iterator[SegmentRecord]:
         if record is not None and (record.segment, record.offset) == (segment.number, at):
             yield record
             at += group_bytes(record.length, len(record.directory) // ENTRY_BYTES)
-        else:
-            at = _next_block(fd, at + BLOCK_BYTES, segment.size)
-
-
-def _next_block(fd: int, at: int, size: int) -> int:
-    """Return the offset, from ``at`` on, of the next block that begins like a header block; ``size`` if there is none.
-    Blocks that were never written are passed over."""
-    while at < size:
+            continue
+        at += BLOCK_BYTES
         try:
             at = os.lseek(fd, at, os.SEEK_DATA) // BLOCK_BYTES * BLOCK_BYTES
         except OSError as error:
-            if error.errno == errno.ENXIO:
+            if error.errno == errno.ENXIO:  # no data follows
                 break
-        data = os.pread(fd, _SCAN_BYTES, at)
-        if not data:
-            break
-        for step in range(0, len(data), BLOCK_BYTES):
-            if data.startswith(MAGIC, step):
-                return at + step
-        at += round_up(len(data))
-    return size
 
 
 def supports_direct(folder: Folder) -> bool:
