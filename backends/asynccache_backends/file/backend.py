@@ -212,7 +212,7 @@ class FileBackend:
             if permit == REFUSED:
                 log.counts["refused_writes"] += 1
                 return results
-            writes: list[tuple[asyncio.Future[None], list[int]]] = []
+            writes: list[tuple[asyncio.Future[BaseException | None], list[int]]] = []
             broken = False
             try:
                 for length, which in fresh.items():
@@ -231,7 +231,7 @@ class FileBackend:
                     await settled([write for write, _ in writes])
                 finally:
                     for write, part in writes:
-                        if write.exception() is not None:
+                        if write.result() is not None:
                             broken = True
                             continue
                         for i in part:

@@ -22,7 +22,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import aiofiles
 
@@ -139,10 +138,10 @@ class SegmentLog:
 
     def begin(
         self, length: int, directory: bytes, payloads: Sequence[memoryview] = (), moved_from: PageGroup | None = None
-    ) -> asyncio.Future[None]:
-        """Start to write a group, or deletions, for which ``fit`` has found room. Returns a future that has an OSError
-        if the disk refuses. When it is done, the group's pages are found; of pages that are ``moved_from`` another
-        group, those that were not deleted meanwhile."""
+    ) -> asyncio.Future[BaseException | None]:
+        """Start to write a group, or deletions, for which ``fit`` has found room. Returns a future of the disk's error,
+        if any. When it is done, the group's pages are found; of pages that are ``moved_from`` another group, those that
+        were not deleted meanwhile."""
         segment = self.active
         assert segment is not None
         at = segment.number, segment.tail
@@ -155,23 +154,24 @@ class SegmentLog:
         block[: len(packed)] = packed
         segment.enter()
         run = FileRun(record.offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
-        done = self.threads.call(write_run, segment.files_for(length), run)
-        segment.writing[record.offset] = done
-        done.add_done_callback(partial(self._end, record, segment, block, moved_from is not None))  # before all others
-        return done
+        ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        segment.writing[record.offset] = ended
 
-    def _end(
-        self, record: SegmentRecord, segment: Segment, block: memoryview, moved: bool, done: asyncio.Future[None]
-    ) -> None:
-        del segment.writing[record.offset]
-        segment.leave()
-        self._blocks.append(block)
-        if done.exception() is not None:
-            self.counts["errors"] += 1
-        elif isinstance(record, Deletions):
-            segment.deletions.append(record)
-        elif not segment.dropped:
-            self.index.add(record, moved)
+        def end(done: asyncio.Future[None]) -> None:
+            error = done.exception()
+            del segment.writing[record.offset]
+            segment.leave()
+            self._blocks.append(block)
+            if error is not None:
+                self.counts["errors"] += 1
+            elif isinstance(record, Deletions):
+                segment.deletions.append(record)
+            elif not segment.dropped:
+                self.index.add(record, moved_from is not None)
+            ended.set_result(error)
+
+        self.threads.call(write_run, segment.files_for(length), run).add_done_callback(end)
+        return ended
 
     async def read(self, segment: Segment, length: int, runs: Sequence[FileRun]) -> RunsMoved:
         """Read runs of pages of ``length`` bytes. Cancelling it waits until they are read."""
@@ -187,7 +187,7 @@ class SegmentLog:
         place = self.end  # before the first await: a page that is put again from now on lies behind it
         entries = [DELETION.pack(key, *place) for key in keys]
         self.counts["deleted"] += len(entries)
-        writes: list[asyncio.Future[None]] = []
+        writes: list[asyncio.Future[BaseException | None]] = []
         try:
             while entries:
                 count = await self.reserve(0, len(entries))
@@ -197,7 +197,7 @@ class SegmentLog:
             self.counts["errors"] += 1
         finally:
             await settled(writes)
-        return not entries and all(write.exception() is None for write in writes)
+        return not entries and not any(write.result() for write in writes)
 
     # the next segment
 
@@ -400,7 +400,7 @@ class SegmentLog:
                 write = self.begin(length, directory, [buffer for _, buffer in good[:count]], group)
                 await settled([write])
                 budget -= count * length
-                if write.exception() is None:
+                if write.result() is None:
                     self.counts["moved_pages"] += count
                     self.counts["moved_bytes"] += count * length
 

@@ -191,7 +191,7 @@ class Segment:
         self.tail = 0
         self.footer = HEAD_BYTES
         self.deletions: list[Deletions] = []
-        self.writing: dict[int, asyncio.Future[None]] = {}
+        self.writing: dict[int, asyncio.Future[BaseException | None]] = {}
         self.dirty = False
         self.dropped = False
         self._users = 0
