@@ -23,8 +23,6 @@ from typing import NamedTuple, Self
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
-    REFUSED,
-    Breaker,
     Collected,
     OpenCalls,
     PageKey,
@@ -40,16 +38,17 @@ from asynccache.storage import (
     Verify,
     settled,
 )
-from asynccache_backends.file.files import FileRun, read_runs
-from asynccache_backends.file.folder import FolderLock, load_manifest
+from asynccache_backends.file.files import FileRun
+from asynccache_backends.file.folder import FolderLock, load_manifest, supports_direct
 from asynccache_backends.file.index import FileIndex
 from asynccache_backends.file.log import SegmentLog
-from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, pack_block, supports_direct
+from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, pack_block
 from asynccache_backends.file.settings import settings_of
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
 THREADS = 4
+BACK_OFF = 1.0  # seconds
 MOST_BATCH = 4 << 20
 LEAST_BATCH = 1 << 20
 
@@ -105,7 +104,7 @@ class FileBackend:
         self._log = log
         self._lock = lock
         self._page_bytes = page_bytes
-        self._breaker = Breaker(threshold=1)
+        self._broken_until = 0.0
         self._operations = OpenCalls(f"store folder {str(log.folder.path)!r}")
 
     @classmethod
@@ -165,20 +164,14 @@ class FileBackend:
             batches, wrong = plan_reads(log.index, keys, records)
             for i in wrong:
                 results[i] = CORRUPT
-            segments = [log.segments[runs[0].group.segment] for runs in batches]
-            futures = []
-            for runs, segment in zip(batches, segments, strict=True):
-                segment.enter()
+            reads = []
+            for runs in batches:
                 length = runs[0].group.length
                 moves = [FileRun(r.group.payload_offset(r.page), length * len(r.which), r.buffers) for r in runs]
-                futures.append(log.threads.call(read_runs, segment.files_for(length), moves))
-            try:
-                await settled(futures)
-            finally:
-                for segment in segments:
-                    segment.leave()
-            for runs, future in zip(batches, futures, strict=True):
-                moved = future.result()
+                reads.append(log.read(log.segments[runs[0].group.segment], length, moves))
+            await settled(reads)
+            for runs, read in zip(batches, reads, strict=True):
+                moved = read.result()
                 log.counts["errors"] += moved.error is not None
                 for count, (group, page, which, _) in zip(moved.bytes, runs, strict=True):
                     whole = count // group.length
@@ -208,8 +201,7 @@ class FileBackend:
                     fresh.setdefault(size, []).append(i)
             if not fresh:
                 return results
-            permit = self._breaker.allow(asyncio.get_running_loop().time())
-            if permit == REFUSED:
+            if time.monotonic() < self._broken_until:
                 log.counts["refused_writes"] += 1
                 return results
             writes: list[tuple[asyncio.Future[BaseException | None], list[int]]] = []
@@ -238,11 +230,7 @@ class FileBackend:
                             results[i] = HIT
                             log.counts["put_bytes"] += records[i].payload.nbytes
                     if broken:
-                        self._breaker.failure(permit, asyncio.get_running_loop().time())
-                    elif writes:
-                        self._breaker.success(permit)
-                    else:
-                        self._breaker.abandon(permit)
+                        self._broken_until = time.monotonic() + BACK_OFF
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -264,7 +252,7 @@ class FileBackend:
 
     def parts(self) -> list[Part]:
         """Return a part for every group that has pages now."""
-        groups = ((group, len(group.live())) for group in self._log.index.groups())
+        groups = ((group, len(group.live())) for group in self._log.index.holders.values())
         return [Part(group.length, count, group) for group, count in groups if count]
 
     async def scrub(self, part: Part, verify: Verify) -> Scrubbed:
@@ -276,7 +264,8 @@ class FileBackend:
             if segment is None:
                 return Scrubbed()  # it was reclaimed meanwhile
             data = memoryview(mmap.mmap(-1, BLOCK_BYTES + group.length * group.count))
-            moved = await log.read(segment, group.length, [FileRun(group.offset, data.nbytes, [data])])
+            await settled([read := log.read(segment, group.length, [FileRun(group.offset, data.nbytes, [data])])])
+            moved = read.result()
             pages, length = group.live(), group.length
             if moved.error is not None:
                 log.counts["errors"] += 1
@@ -300,8 +289,7 @@ class FileBackend:
                     Stored(group.key(page), HEADER_BYTES + group.length, float(group.written))
                     for group in self._log.index.groups_of(number) for page in group.live()
                 ]  # fmt: skip
-            if found:
-                yield found
+            yield found
             await asyncio.sleep(0)
 
     async def collect(self, older_than: float | None) -> Collected:
@@ -316,7 +304,7 @@ class FileBackend:
             before = log.disk_bytes
             if older_than is not None:
                 until = time.time() - older_than
-                groups = [group for group in log.index.groups() if 0 < group.written < until]
+                groups = [group for group in log.index.holders.values() if 0 < group.written < until]
                 old = [group.key(page) for group in groups for page in group.live() if log.index.forget_at(group, page)]
                 await log.log_deletions(old)
             dead = await log.compact()

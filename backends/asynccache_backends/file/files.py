@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"), (stat.S_ISCHR, "a device"),
-    (stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a symbolic link"),
-)  # fmt: skip
+_KINDS = {
+    "p": "a FIFO", "s": "a socket", "b": "a device", "c": "a device", "d": "a folder", "l": "a symbolic link",
+}  # fmt: skip
 
 PRIVATE = 0o700
 
@@ -36,7 +35,7 @@ class NotPlain(OSError):
     """Something that is no plain file has the name of a store's file. The message says what it is, and where."""
 
     def __init__(self, path: Path, mode: int) -> None:
-        kind = next((name for is_it, name in _KINDS if is_it(mode)), "something unknown")
+        kind = _KINDS.get(stat.filemode(mode)[0], "something unknown")
         super().__init__(f"{path} is {kind}, and a plain file belongs there; move it away")
 
 
@@ -98,22 +97,12 @@ class Folder:
         """Remove the file ``name``. Raises OSError if there is none or the disk refuses."""
         os.unlink(name, dir_fd=self.fd)
 
-    def replace(self, old: str, new: str) -> None:
-        """Rename the file ``old`` to ``new``, in the place of a file of that name. Raises OSError if the disk
-        refuses."""
-        os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
     def sync(self) -> None:
         """Make sure that files which were created, renamed or removed before survive a power loss as such. Raises
         OSError if the disk refuses, or the folder was removed."""
         if not os.fstat(self.fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         os.fsync(self.fd)
-
-    def insist_on_files(self) -> None:
-        """Raise NotPlain if anything in the folder is no plain file."""
-        for name in os.listdir(self.fd):
-            self._look(name)
 
     def tighten(self, is_ours: Callable[[str], bool]) -> None:
         """Give the folder, and the files in it whose names ``is_ours`` accepts, the permissions of ``mode``, so that
@@ -153,17 +142,15 @@ def make_folder(path: Path, mode: int) -> None:
     Raises:
         OSError: one of them cannot be made.
     """
-    missing = [path]
-    while not os.path.lexists(missing[-1].parent):
-        missing.append(missing[-1].parent)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder, mode)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
-        else:
-            os.chmod(folder, mode)  # the umask may have taken permissions away
+    if not os.path.lexists(path.parent):
+        make_folder(path.parent, mode)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        os.chmod(path, mode)  # the umask may have taken permissions away
 
 
 def _set_mode(file: int | str, found: os.stat_result, mode: int, dir_fd: int | None = None) -> None:

@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 MOST_MANIFEST = 4 << 10
 
-_OURS = re.compile(r"manifest\.json(\.new)?|lock|direct\.probe|segment-[0-9a-f]{16}\.kv")
+_OURS = re.compile(r"manifest\.json(\.new)?|lock|segment-[0-9a-f]{16}\.kv")
 _NO_SUCH_LOCK = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -62,12 +62,13 @@ class FolderLock:
                 raise FileNotFoundError
         except FileNotFoundError:
             raise Unavailable(f"store folder {str(path)!r} holds no store") from None
+        self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
         try:
             _lock_folder(folder)
-            self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Unavailable(f"store folder {str(path)!r} is in use by process {_owner(folder)}") from None
+            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
         if mode is not None:
             folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
         os.ftruncate(self._file, 0)
@@ -93,13 +94,13 @@ def _lock_folder(folder: Folder) -> None:
             raise
 
 
-def _owner(folder: Folder) -> str:
-    """Return the process that has the lock, as far as the file ``lock`` still says."""
+def supports_direct(folder: Folder) -> bool:
+    """Return True if files in this folder can be opened with O_DIRECT. It blocks."""
     try:
-        with open(LOCK, "rb", opener=folder.open) as file:
-            return file.read(32).decode(errors="replace").strip() or "unknown"
+        os.close(folder.open(LOCK, os.O_RDONLY | os.O_DIRECT))
     except OSError:
-        return "unknown"
+        return False
+    return True
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -175,7 +176,7 @@ async def _write(folder: Folder, threads: ThreadPool, manifest: Manifest) -> Non
         await file.write(pack_manifest(manifest))
         await file.flush()
         await threads.run(os.fdatasync, file.fileno())
-    await threads.run(folder.replace, new, MANIFEST)
+    await threads.run(os.replace, new, MANIFEST, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
     await threads.run(folder.sync)
 
 

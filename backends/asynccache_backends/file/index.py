@@ -7,7 +7,6 @@ page keeps its place in its group until the segment is reclaimed.
 
 from __future__ import annotations
 
-from asynccache.storage import KEY_BYTES
 from asynccache_backends.file.segments import MAX_PAGES, PageGroup
 from asynccache_backends.page_index import PageIndex
 
@@ -20,10 +19,6 @@ class FileIndex(PageIndex[PageGroup]):
     def __init__(self) -> None:
         super().__init__()
         self._segments: dict[int, list[int]] = {}
-
-    def groups(self) -> list[PageGroup]:
-        """Return all groups, segment by segment."""
-        return [self.holders[n] for numbers in self._segments.values() for n in numbers]
 
     def groups_of(self, segment: int) -> list[PageGroup]:
         """Return the groups of one segment, in the order in which they were added."""
@@ -55,16 +50,16 @@ class FileIndex(PageIndex[PageGroup]):
 
     def forget(self, key: bytes) -> bool:
         """Remove a key, and mark its page as dead. Returns False if the key is not stored."""
-        if key not in self._locations:
-            return False
-        self._drop(key)
-        self._changed(False, (key,))
-        return True
+        there = key in self._locations
+        if there:
+            self._drop(key)
+            self._changed(False, (key,))
+        return there
 
     def forget_at(self, group: PageGroup, page: int) -> bool:
         """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
         now."""
-        key = group.entry(page)[:KEY_BYTES]
+        key = group.key(page)
         location = self._locations.get(key)
         return location is not None and self.at(location) == (group, page) and self.forget(key)
 
@@ -77,15 +72,11 @@ class FileIndex(PageIndex[PageGroup]):
     def drop_segment(self, segment: int) -> None:
         """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of
         its groups."""
-        left = []
+        left = [group.key(page) for group in self.groups_of(segment) for page in group.live()]
+        for key in left:
+            self._drop(key)
         for number in self._segments.pop(segment, ()):
-            group = self.holders.pop(number)
-            for page, key in enumerate(group.keys()):
-                if not group.dead >> page & 1:
-                    del self._locations[key]
-                    left.append(key)
-                    self.bytes -= group.length
-            group.dead = (1 << group.count) - 1
+            del self.holders[number]
         self._changed(False, left)
 
     def _drop(self, key: bytes) -> None:

@@ -38,8 +38,6 @@ from asynccache_backends.file.segments import (
     PageGroup,
     Segment,
     SegmentRecord,
-    create_segment,
-    extend,
     group_bytes,
     list_segments,
     open_segment,
@@ -73,33 +71,36 @@ class SegmentLog:
         self._used = settings.used
         self._last_number = 0
         self._next: asyncio.Task[Segment | OSError] | None = None
-        self._seals: set[asyncio.Task[None]] = set()
+        self._sealing: asyncio.Task[None] | None = None
         self._reclaiming = asyncio.Lock()
         self._blocks: list[memoryview] = []
 
     async def open(self) -> None:
         """Open the segments of earlier runs. If the store is used, segments beyond the capacity are deleted, which may
-        be smaller than in an earlier run. Cancelling it waits until no thread reads."""
-        unsealed = await self.threads.run(self._load)
+        be smaller than in an earlier run, and the newest segment becomes active if it has room: its footer is cut off.
+        Cancelling it waits until no thread reads."""
+        await self.threads.run(self._load)
         if not self._used:
             self.segment_bytes = max((s.size for s in self.segments.values()), default=self.segment_bytes)
             return
         while self._exceeds(0) and (oldest := self._oldest()):
             await self._evict(oldest)
-        for segment in unsealed:
-            if not segment.dropped and segment.number != self._last_number:
-                self._seal_soon(segment)
+        last = next(reversed(self.segments.values()), None)
+        if last and last.tail < self.segment_bytes * 3 // 4 and not self._exceeds(self.segment_bytes - last.size):
+            with contextlib.suppress(OSError):  # a full disk, and the segment stays as it is
+                await self.threads.run(last.extend, self.segment_bytes)
+                self.active, last.sealed = last, False
+        self._seal_soon()
 
-    def _load(self) -> list[Segment]:
-        """Build the index from footers, and from the records of segments that have none. Returns these segments."""
-        unsealed: list[Segment] = []
+    def _load(self) -> None:
+        """Build the index from footers, and from the records of segments that have none."""
         for number in list_segments(self.folder.fd):
             self._last_number = number
             segment = self.segments[number] = open_segment(self.folder, number, self.direct)
             records = read_footer(segment, self.seed)
+            segment.sealed = records is not None
             if records is None:
                 records = list(scan(segment, self.seed))
-                unsealed.append(segment)
                 self.counts["scanned_groups"] += len(records)
             for record in records:
                 segment.take(record)
@@ -110,7 +111,6 @@ class SegmentLog:
         for segment in self.segments.values():
             for key, number, offset in (d for r in segment.deletions for d in DELETION.iter_unpack(r.directory)):
                 self.index.forget_before(key, (number, offset))
-        return unsealed
 
     # appending
 
@@ -173,13 +173,12 @@ class SegmentLog:
         self.threads.call(write_run, segment.files_for(length), run).add_done_callback(end)
         return ended
 
-    async def read(self, segment: Segment, length: int, runs: Sequence[FileRun]) -> RunsMoved:
-        """Read runs of pages of ``length`` bytes. Cancelling it waits until they are read."""
+    def read(self, segment: Segment, length: int, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
+        """Start to read runs of pages of ``length`` bytes. The buffers belong to a thread until the future is done."""
         segment.enter()
-        try:
-            return await self.threads.run(read_runs, segment.files_for(length), runs)
-        finally:
-            segment.leave()
+        done = self.threads.call(read_runs, segment.files_for(length), runs)
+        done.add_done_callback(segment.leave)
+        return done
 
     async def log_deletions(self, keys: Iterable[bytes]) -> bool:
         """Write that the pages of ``keys``, which are out of the index already, were deleted. Returns False if the disk
@@ -218,10 +217,8 @@ class SegmentLog:
         segment = task.result()
         if isinstance(segment, OSError):
             raise segment
-        full, self.active = self.active, segment
-        self.segments[segment.number] = segment
-        if full is not None:
-            self._seal_soon(full)
+        self.active = self.segments[segment.number] = segment
+        self._seal_soon()
 
     def _prepare_task(self) -> asyncio.Task[Segment | OSError]:
         if self._next is None or (self._next.done() and isinstance(self._next.result(), OSError)):
@@ -229,23 +226,13 @@ class SegmentLog:
         return self._next
 
     async def _prepare(self) -> Segment | OSError:
-        """Return the next segment. The first one of a run is the newest of the earlier run, if it has room and is not
-        mostly dead: its footer is cut off."""
-        last = next(reversed(self.segments.values()), None) if self.active is None else None
-        if last is not None and (last.tail * 4 > self.segment_bytes * 3 or self._is_mostly_dead(last)):
-            last = None
-        more = self.segment_bytes - (last.size if last else 0)
         try:
             async with self._reclaiming:
-                while self._exceeds(more) and (victim := self._oldest()) not in (None, last):
+                while self._exceeds(self.segment_bytes) and (victim := self._oldest()):
                     await self._reclaim(victim)
-            if last is not None and not last.dropped:
-                await self.threads.run(extend, last, self.segment_bytes)
-                return last
             self._last_number += 1
-            return await self.threads.run(
-                create_segment, self.folder, self._last_number, self.segment_bytes, self.direct
-            )
+            new = self.folder, self._last_number, self.direct, self.segment_bytes
+            return await self.threads.run(open_segment, *new)
         except OSError as error:
             return error
 
@@ -259,27 +246,25 @@ class SegmentLog:
 
     # sealing, syncing
 
-    def _seal_soon(self, segment: Segment) -> None:
-        task = asyncio.get_running_loop().create_task(self._seal(segment), name="asynccache-file-seal")
-        self._seals.add(task)
-        task.add_done_callback(self._sealed)
+    def _seal_soon(self) -> None:
+        if self._sealing is None or self._sealing.done():
+            self._sealing = asyncio.get_running_loop().create_task(self._seal(), name="asynccache-file-seal")
 
-    def _sealed(self, task: asyncio.Task[None]) -> None:
-        """Count a failure, and leave it at that: without a footer the segment is scanned at the next start."""
-        self._seals.discard(task)
-        self.counts["errors"] += not task.cancelled() and task.exception() is not None
-
-    async def _seal(self, segment: Segment) -> None:
-        """Write the footer of a segment that gets no more records, after all that it names was synced: so it never
-        names a page that a power loss may have taken. Cancelling it waits until the footer is written."""
-        await settled(list(segment.writing.values()))
-        records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
-        footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
-        await self._sync(segment)
-        if not segment.dropped:
+    async def _seal(self) -> None:
+        """Write the footers of segments that get no more records, after all that they name was synced: so none names a
+        page that a power loss may have taken. A failure is only counted: without a footer a segment is scanned at the
+        next start. Cancelling it waits until the footer is written."""
+        while segment := next((s for s in self.segments.values() if not s.sealed and s is not self.active), None):
+            segment.sealed = True
+            await settled(list(segment.writing.values()))
+            records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
+            footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
             segment.enter()
             try:
+                await self._sync(segment)
                 await completed(self._write_footer(segment, footer))
+            except OSError:
+                self.counts["errors"] += 1
             finally:
                 segment.leave()
 
@@ -316,28 +301,24 @@ class SegmentLog:
         """Wait until no task is left, and delete a segment that was prepared and not used. Cancelling it does not
         shorten the waiting."""
         try:
-            await settled([*self._seals, *([self._next] if self._next is not None else [])])
+            await settled([task for task in (self._sealing, self._next) if task is not None])
         finally:
             unused, self._next = self._next and self._next.result(), None
-            if isinstance(unused, Segment) and unused.tail:
-                self.active = unused  # of an earlier run
-            elif isinstance(unused, Segment):
+            if isinstance(unused, Segment):
                 await self._evict(unused)
 
     async def close(self) -> None:
         """End the tasks, seal the active segment, and sync."""
         await self.stop()
-        active, self.active = self.active, None
-        if active is not None:
-            await self._seal(active)
+        self.active = None
+        await self._seal()
         await self.sync()
 
     # reclaiming
 
     async def clear(self) -> None:
         """Delete every segment. No page is found from now on."""
-        self.active = None
-        doomed = list(self.segments.values())
+        self.active, doomed = None, list(self.segments.values())
         for segment in doomed:
             self._forget(segment)
         for segment in doomed:
@@ -354,11 +335,10 @@ class SegmentLog:
         """
         gone = 0
         for segment in list(self.segments.values()):
-            is_oldest = segment is next(iter(self.segments.values()), None)
-            if segment.writing or not self._is_mostly_dead(segment) or (segment.deletions and not is_oldest):
+            live, oldest = self._live_bytes(segment), next(iter(self.segments.values()), None)
+            if live * 2 >= segment.tail or (segment.deletions and segment is not oldest):
                 continue
-            room = self.active.room if self.active else 0
-            if self._live_bytes(segment) > room and not self._exceeds(self.segment_bytes):
+            if live > (self.active.room if self.active else 0) and not self._exceeds(self.segment_bytes):
                 with contextlib.suppress(OSError):  # without another segment this one is kept
                     await self._advance()
             async with self._reclaiming:
@@ -367,8 +347,8 @@ class SegmentLog:
                 groups = self.index.groups_of(segment.number)
                 dead = sum(group.count - len(group.live()) for group in groups)
                 await self._rescue(segment, [(group, group.live()) for group in groups], segment.size)
+                await self.sync()
                 if not self._live_bytes(segment):
-                    await self.sync()
                     await self._evict(segment)
                     gone += dead
         return gone
@@ -391,14 +371,14 @@ class SegmentLog:
                 buffers = [scratch[i * length : (i + 1) * length] for i in range(count)]
                 offsets = map(group.payload_offset, pages[:count])
                 runs = [FileRun(at, length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
-                read = zip(pages[:count], buffers, (await self.read(victim, length, runs)).bytes, strict=True)
+                await settled([reading := self.read(victim, length, runs)])
+                read = zip(pages[:count], buffers, reading.result().bytes, strict=True)
                 good = [(page, buffer) for page, buffer, n in read if n == length and not group.dead >> page & 1]
                 del pages[:count]
                 if not (count := self.fit(length, len(good))):
                     continue
                 directory = b"".join(group.entry(page) for page, _ in good[:count])
-                write = self.begin(length, directory, [buffer for _, buffer in good[:count]], group)
-                await settled([write])
+                await settled([write := self.begin(length, directory, [buffer for _, buffer in good[:count]], group)])
                 budget -= count * length
                 if write.result() is None:
                     self.counts["moved_pages"] += count
@@ -407,10 +387,6 @@ class SegmentLog:
     def _live_bytes(self, segment: Segment) -> int:
         live = [(group, len(group.live())) for group in self.index.groups_of(segment.number)]
         return sum(group_bytes(group.length, count) + ENTRY_BYTES * count for group, count in live if count)
-
-    def _is_mostly_dead(self, segment: Segment) -> bool:
-        """Return True if a segment has more bytes of dead pages than of live ones."""
-        return 2 * self._live_bytes(segment) < segment.tail
 
     async def _evict(self, segment: Segment) -> None:
         """Delete a segment; the pages that are left in it count as evicted."""

@@ -31,7 +31,7 @@ not taken for one of this store's. These checksums cover keys and headers only; 
 of its payload.
 
 A segment's number is in the name of its file and is never used again. So a place (segment, offset) stands for the same
-record for ever. The classes keep state and are changed only on the event loop. The functions block.
+record for ever. A ``Segment`` is changed only on the event loop. The functions block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import mmap
 import os
 import re
 import struct
@@ -49,7 +48,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128_digest
 
 from asynccache.storage import HEADER_BYTES, KEY_BYTES
-from asynccache_backends.file.files import FileHandles, Folder, NotPlain
+from asynccache_backends.file.files import FileHandles, Folder
 
 BLOCK_BYTES = 4096
 HEAD_BYTES = 64
@@ -62,7 +61,6 @@ GROUP_BYTES = 8 << 20
 MOST_NUMBER = 1 << 62  # of a segment; no store ever makes as many, so a higher one in a file's name is damage
 MAGIC = b"acSEGMT\x02"
 FOOTER_MAGIC = b"acFOOTR\x02"
-PROBE = "direct.probe"
 
 _HEAD = struct.Struct("<8sQQQQ16sQ")
 _NO_SUM = bytes(16)
@@ -180,8 +178,8 @@ class Segment:
     """One open segment file of ``size`` bytes.
 
     ``tail``: the offset of the next record. ``footer``: the bytes that a footer takes; their room is kept free.
-    ``writing``: the records that are being written, by offset. ``dirty``: whether it has to be synced. ``dropped``:
-    whether it was removed from the store.
+    ``writing``: the records that are being written, by offset. ``sealed``: whether a footer is there, or was tried.
+    ``dirty``: whether it has to be synced. ``dropped``: whether it was removed from the store.
     """
 
     def __init__(self, number: int, files: FileHandles, size: int) -> None:
@@ -192,9 +190,10 @@ class Segment:
         self.footer = HEAD_BYTES
         self.deletions: list[Deletions] = []
         self.writing: dict[int, asyncio.Future[BaseException | None]] = {}
+        self.sealed = False
         self.dirty = False
         self.dropped = False
-        self._users = 0
+        self._users = 1  # the store, until it drops the segment
 
     @property
     def room(self) -> int:
@@ -221,26 +220,29 @@ class Segment:
         length is not aligned."""
         return FileHandles(self.files.buffered, None if length % BLOCK_BYTES else self.files.direct)
 
+    def extend(self, size: int) -> None:
+        """Empty the file from its tail on, and allocate its room up to ``size`` bytes. It blocks."""
+        os.ftruncate(self.files.buffered, self.tail)
+        os.posix_fallocate(self.files.buffered, 0, size)
+        self.size = size
+
     def enter(self) -> None:
         """Note that an operation uses the file, so that it stays open."""
         self._users += 1
 
-    def leave(self) -> None:
-        """Note that an operation has ended its use of the file."""
+    def leave(self, *_: object) -> None:
+        """Note that an operation has ended its use of the file. It may be called back by a future."""
         self._users -= 1
-        self._close_if_unused()
+        if not self._users:
+            for fd in self.files:
+                if fd is not None:
+                    os.close(fd)
 
     def drop(self) -> None:
         """Note that no new operation will use it. The file is closed when the last operation that uses it has ended."""
-        self.dropped = True
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self.dropped and not self._users and self.files.buffered >= 0:
-            os.close(self.files.buffered)
-            if self.files.direct is not None:
-                os.close(self.files.direct)
-            self.files = FileHandles(-1, None)
+        if not self.dropped:
+            self.dropped = True
+            self.leave()
 
 
 def segment_name(number: int) -> str:
@@ -253,42 +255,26 @@ def list_segments(folder: int) -> list[int]:
     return sorted(int(m[1], 16) for name in os.listdir(folder) if (m := _NAME.fullmatch(name)))
 
 
-def create_segment(folder: Folder, number: int, size: int, direct: bool) -> Segment:
-    """Make and open a new segment of ``size`` bytes, which are allocated on the disk. If it raises OSError, no file is
-    left."""
-    os.close(folder.open(segment_name(number), os.O_CREAT | os.O_EXCL))
-    segment = None
-    try:
-        segment = open_segment(folder, number, direct)
-        extend(segment, size)
-    except OSError:
-        if segment is not None:
-            segment.drop()
-        with contextlib.suppress(OSError):
-            folder.unlink(segment_name(number))
-        raise
-    return segment
-
-
-def open_segment(folder: Folder, number: int, direct: bool) -> Segment:
-    """Open a segment that exists. What is in it is not known yet."""
-    name = segment_name(number)
+def open_segment(folder: Folder, number: int, direct: bool, new_size: int | None = None) -> Segment:
+    """Open a segment that exists; what is in it is not known yet. Or make one of ``new_size`` bytes, which are
+    allocated on the disk. If it raises OSError, nothing is left open, nor is a new file left."""
+    name, is_new = segment_name(number), new_size is not None
     if number >= MOST_NUMBER:
         raise OSError(f"{folder.path / name}: no store gives a segment so high a number; move it away")
-    buffered = folder.open(name, os.O_RDWR)
+    buffered = folder.open(name, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0))
+    segment = Segment(number, FileHandles(buffered, None), os.fstat(buffered).st_size)
     try:
-        files = FileHandles(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT) if direct else None)
-        return Segment(number, files, os.fstat(buffered).st_size)
+        if new_size is not None:
+            segment.extend(new_size)
+        if direct:
+            segment.files = FileHandles(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT))
     except OSError:
-        os.close(buffered)
+        segment.drop()
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.unlink(name)
         raise
-
-
-def extend(segment: Segment, size: int) -> None:
-    """Empty the file from its tail on, and allocate its room up to ``size`` bytes."""
-    os.ftruncate(segment.files.buffered, segment.tail)
-    os.posix_fallocate(segment.files.buffered, 0, size)
-    segment.size = size
+    return segment
 
 
 def read_footer(segment: Segment, seed: int) -> list[SegmentRecord] | None:
@@ -329,29 +315,3 @@ def scan(segment: Segment, seed: int) -> Iterator[SegmentRecord]:
         except OSError as error:
             if error.errno == errno.ENXIO:  # no data follows
                 break
-
-
-def supports_direct(folder: Folder) -> bool:
-    """Return True if files in this folder can be written with O_DIRECT. That is tried with a small file, which is
-    removed again.
-
-    Raises:
-        NotPlain: something that is no plain file has the name of that file.
-    """
-    try:
-        os.close(folder.renew(PROBE))
-    except NotPlain:
-        raise
-    except OSError:
-        return False
-    try:
-        fd = folder.open(PROBE, os.O_RDWR | os.O_DIRECT)
-        try:
-            return os.pwrite(fd, mmap.mmap(-1, BLOCK_BYTES), 0) == BLOCK_BYTES
-        finally:
-            os.close(fd)
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            folder.unlink(PROBE)

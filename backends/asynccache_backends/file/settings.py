@@ -53,14 +53,6 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
     url.allow_only(OPTIONS)
     if not url.path or "\0" in url.path:
         raise ConfigError(f"storage={str(url)!r} names no folder")
-    capacity, segment = _sizes(url, layout)
-    used = bool(layout.page_bytes)
-    mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
-    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
-
-
-def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
-    """Return the capacity and the size of a segment, in bytes."""
     capacity = url.size("capacity", DEFAULT_CAPACITY)
     least = group_bytes(max(layout.page_bytes.values(), default=1), 1) + BLOCK_BYTES  # a page, and the footer
     segment = url.size("segment", max(least, usual_segment(capacity)))
@@ -68,7 +60,9 @@ def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
         raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
     if capacity < 3 * segment:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
-    return capacity, segment
+    used = bool(layout.page_bytes)
+    mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
+    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
 
 
 def usual_segment(capacity: int) -> int:

@@ -69,7 +69,8 @@ class LocalFolder:
         folder = Folder(path, self._mode)
         try:
             if known is None:
-                folder.insist_on_files()
+                for name in os.listdir(folder.fd):
+                    folder.has(name)  # raises NotPlain for what is no plain file
             if self._changes:
                 folder.tighten(lambda name: known is None or name in known)
         finally:
