@@ -32,14 +32,13 @@ from asynccache_backends.file.index import FileIndex
 from asynccache_backends.file.segments import (
     BLOCK_BYTES,
     DELETION,
-    ENTRY_BYTES,
     GROUP_BYTES,
     Deletions,
     PageGroup,
     Segment,
     SegmentRecord,
-    group_bytes,
     list_segments,
+    moved_bytes,
     open_segment,
     pack_block,
     pack_footer,
@@ -73,6 +72,7 @@ class SegmentLog:
         self._next: asyncio.Task[Segment | OSError] | None = None
         self._sealing: asyncio.Task[None] | None = None
         self._reclaiming = asyncio.Lock()
+        self._kept = 0
         self._blocks: list[memoryview] = []
 
     async def open(self) -> None:
@@ -125,14 +125,11 @@ class SegmentLog:
         last = next(reversed(self.segments.values()), None)
         return (last.number, last.tail) if last else (0, 0)
 
-    def fit(self, length: int, wanted: int) -> int:
-        """The same as the active segment's ``fit``; 0 if there is none."""
-        return self.active.fit(length, wanted) if self.active else 0
-
     async def reserve(self, length: int, wanted: int) -> int:
-        """Do the same as ``fit``, but wait until there is room for at least one. The room may be gone after the next
-        await. Cancelling it only stops the waiting."""
-        while not (count := self.fit(length, wanted)):
+        """Return how many of ``wanted`` pages of ``length`` bytes, or of deletions if that is 0, the next record can
+        have, once there is room for at least one. The room may be gone after the next await. Cancelling it only stops
+        the waiting. Raises OSError if no segment can be made."""
+        while not (count := self.active.fit(length, wanted, self._kept) if self.active else 0):
             await self._advance()
         return count
 
@@ -218,7 +215,6 @@ class SegmentLog:
         if isinstance(segment, OSError):
             raise segment
         self.active = self.segments[segment.number] = segment
-        self._seal_soon()
 
     def _prepare_task(self) -> asyncio.Task[Segment | OSError]:
         if self._next is None or (self._next.done() and isinstance(self._next.result(), OSError)):
@@ -235,6 +231,8 @@ class SegmentLog:
             return await self.threads.run(open_segment, *new)
         except OSError as error:
             return error
+        finally:
+            self._seal_soon()  # not before: its sync would slow down the moves
 
     def _exceeds(self, more: int) -> bool:
         """Return True if so many more bytes would exceed the capacity."""
@@ -256,11 +254,11 @@ class SegmentLog:
         next start. Cancelling it waits until the footer is written."""
         while segment := next((s for s in self.segments.values() if not s.sealed and s is not self.active), None):
             segment.sealed = True
-            await settled(list(segment.writing.values()))
-            records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
-            footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
             segment.enter()
             try:
+                await settled(list(segment.writing.values()))
+                records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
+                footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
                 await self._sync(segment)
                 await completed(self._write_footer(segment, footer))
             except OSError:
@@ -360,33 +358,43 @@ class SegmentLog:
         self.counts["reclaimed_segments"] += 1
         await self._evict(victim)
 
-    async def _rescue(self, victim: Segment, found: Iterable[tuple[PageGroup, list[int]]], budget: int) -> None:
+    async def _rescue(self, victim: Segment, found: Sequence[tuple[PageGroup, list[int]]], budget: int) -> None:
         """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment;
-        but not those that cannot be read, or are dead by then."""
+        but not those that cannot be read, or are dead by then. Meanwhile the room that they need is kept from others.
+        """
         scratch: memoryview | None = None
-        for group, pages in found:
-            length = group.length
-            while count := self.fit(length, min(len(pages), budget // length)):
-                scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, length)))
-                buffers = [scratch[i * length : (i + 1) * length] for i in range(count)]
-                offsets = map(group.payload_offset, pages[:count])
-                runs = [FileRun(at, length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
-                await settled([reading := self.read(victim, length, runs)])
-                read = zip(pages[:count], buffers, reading.result().bytes, strict=True)
-                good = [(page, buffer) for page, buffer, n in read if n == length and not group.dead >> page & 1]
-                del pages[:count]
-                if not (count := self.fit(length, len(good))):
-                    continue
-                directory = b"".join(group.entry(page) for page, _ in good[:count])
-                await settled([write := self.begin(length, directory, [buffer for _, buffer in good[:count]], group)])
-                budget -= count * length
-                if write.result() is None:
-                    self.counts["moved_pages"] += count
-                    self.counts["moved_bytes"] += count * length
+        self._kept = min(budget, sum(moved_bytes(group.length, len(pages)) for group, pages in found))
+        try:
+            for group, pages in found:
+                length = group.length
+                while count := self._fit(length, min(len(pages), budget // length)):
+                    scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, length)))
+                    buffers = [scratch[i * length : (i + 1) * length] for i in range(count)]
+                    offsets = map(group.payload_offset, pages[:count])
+                    runs = [FileRun(at, length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
+                    await settled([reading := self.read(victim, length, runs)])
+                    read = zip(pages[:count], buffers, reading.result().bytes, strict=True)
+                    good = [(page, buffer) for page, buffer, n in read if n == length and not group.dead >> page & 1]
+                    del pages[:count]
+                    self._kept = max(0, self._kept - moved_bytes(length, count))
+                    if not (count := self._fit(length, len(good))):
+                        continue
+                    directory = b"".join(group.entry(page) for page, _ in good[:count])
+                    write = self.begin(length, directory, [buffer for _, buffer in good[:count]], group)
+                    await settled([write])
+                    budget -= count * length
+                    if write.result() is None:
+                        self.counts["moved_pages"] += count
+                        self.counts["moved_bytes"] += count * length
+        finally:
+            self._kept = 0
+
+    def _fit(self, length: int, wanted: int) -> int:
+        return self.active.fit(length, wanted) if self.active else 0
 
     def _live_bytes(self, segment: Segment) -> int:
         live = [(group, len(group.live())) for group in self.index.groups_of(segment.number)]
-        return sum(group_bytes(group.length, count) + ENTRY_BYTES * count for group, count in live if count)
+        return sum(moved_bytes(group.length, count) for group, count in live if count)
 
     async def _evict(self, segment: Segment) -> None:
         """Delete a segment; the pages that are left in it count as evicted."""

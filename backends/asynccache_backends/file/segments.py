@@ -141,6 +141,11 @@ def group_bytes(length: int, count: int) -> int:
     return BLOCK_BYTES + round_up(length * count)
 
 
+def moved_bytes(length: int, count: int) -> int:
+    """Return the bytes that a group of so many pages takes in a segment and its footer."""
+    return group_bytes(length, count) + HEAD_BYTES + ENTRY_BYTES * count
+
+
 def pack_block(record: SegmentRecord, seed: int) -> bytes:
     """Return the header block of a record without the padding."""
     entry = ENTRY_BYTES if record.length else DELETION.size
@@ -200,13 +205,14 @@ class Segment:
         """The number of bytes that are left for records."""
         return self.size - self.tail - self.footer
 
-    def fit(self, length: int, wanted: int) -> int:
+    def fit(self, length: int, wanted: int, kept: int = 0) -> int:
         """Return how many of ``wanted`` pages of ``length`` bytes, or of deletions if that is 0, the next record can
-        have; 0 if there is no room for one."""
+        have if ``kept`` bytes stay free; 0 if there is no room for one."""
         entry = ENTRY_BYTES if length else DELETION.size
         most = min(MAX_PAGES, max(1, GROUP_BYTES // length)) if length else MAX_DELETIONS
-        count = max(0, min(wanted, most, (self.room - BLOCK_BYTES - HEAD_BYTES) // (length + entry)))
-        too_large = group_bytes(length, count) + HEAD_BYTES + entry * count > self.room  # by the padding
+        room = self.room - kept
+        count = max(0, min(wanted, most, (room - BLOCK_BYTES - HEAD_BYTES) // (length + entry)))
+        too_large = group_bytes(length, count) + HEAD_BYTES + entry * count > room  # by the padding
         return count - 1 if count and too_large else count
 
     def take(self, record: SegmentRecord) -> None:
@@ -235,8 +241,9 @@ class Segment:
         self._users -= 1
         if not self._users:
             for fd in self.files:
-                if fd is not None:
+                if fd is not None and fd >= 0:
                     os.close(fd)
+            self.files = FileHandles(-1, None)  # which no call can use
 
     def drop(self) -> None:
         """Note that no new operation will use it. The file is closed when the last operation that uses it has ended."""
