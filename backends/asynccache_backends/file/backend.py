@@ -301,14 +301,14 @@ class FileBackend:
         """
         with self._operations, self._told():
             log, old = self._log, list[bytes]()
-            before = log.disk_bytes
+            before = log.written_bytes
             if older_than is not None:
                 until = time.time() - older_than
                 groups = [group for group in log.index.holders.values() if 0 < group.written < until]
                 old = [group.key(page) for group in groups for page in group.live() if log.index.forget_at(group, page)]
                 await log.log_deletions(old)
             dead = await log.compact()
-            return Collected(len(old), max(0, dead - len(old)), max(0, before - log.disk_bytes))
+            return Collected(len(old), max(0, dead - len(old)), max(0, before - log.written_bytes))
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: whether buffers are aligned is found out when they are used."""

@@ -120,6 +120,11 @@ class SegmentLog:
         return sum(segment.size for segment in self.segments.values())
 
     @property
+    def written_bytes(self) -> int:
+        """The number of bytes that records take, without the room that is left in segments."""
+        return sum(segment.tail for segment in self.segments.values())
+
+    @property
     def end(self) -> tuple[int, int]:
         """The place behind all records."""
         last = next(reversed(self.segments.values()), None)

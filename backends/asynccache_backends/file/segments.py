@@ -301,7 +301,7 @@ def read_footer(segment: Segment, seed: int) -> list[SegmentRecord] | None:
     while (record := parse_block(body[start : start + BLOCK_BYTES], seed)) is not None:
         records.append(record)
         start += HEAD_BYTES + len(record.directory)
-    return records if len(records) == count else None
+    return records if (len(records), start) == (count, length) else None
 
 
 def scan(segment: Segment, seed: int) -> Iterator[SegmentRecord]:
