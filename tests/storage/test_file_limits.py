@@ -454,7 +454,7 @@ def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path
     fd = os.open(path, os.O_RDONLY)
     buffers = [memoryview(bytearray(5000)) for _ in range(3)]
     runs = [FileRun(at, 5000, [buffer]) for at, buffer in zip((0, -5, 18000), buffers, strict=True)]
-    moved = read_runs(FileHandles(fd, None), runs)
+    moved = read_runs(FileHandles(fd, fd), runs)
     os.close(fd)
     assert moved.bytes == [5000, 0, 2000]
     assert moved.error is not None

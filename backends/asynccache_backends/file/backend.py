@@ -277,7 +277,7 @@ class FileBackend:
                 records = [Record(h, data[at : at + length]) for h, at in zip(headers, starts, strict=True)]
                 good = await verify([PageKey("", group.key(page)) for page in pages], records)
             bad = [page for page, is_good in zip(pages, good, strict=True) if not is_good]
-            dropped = [group.key(page) for page in bad if log.index.forget_at(group, page)]
+            dropped = log.index.forget_all(group, bad)
             await log.log_deletions(dropped)
             return Scrubbed(len(pages), len(pages) * length, len(dropped), 0)
 
@@ -301,14 +301,15 @@ class FileBackend:
         """
         with self._operations, self._told():
             log, old = self._log, list[bytes]()
-            before = log.written_bytes
+            before = sum(segment.tail for segment in log.segments.values())
             if older_than is not None:
                 until = time.time() - older_than
                 groups = [group for group in log.index.holders.values() if 0 < group.written < until]
-                old = [group.key(page) for group in groups for page in group.live() if log.index.forget_at(group, page)]
+                old = [key for group in groups for key in log.index.forget_all(group, group.live())]
                 await log.log_deletions(old)
             dead = await log.compact()
-            return Collected(len(old), max(0, dead - len(old)), max(0, before - log.written_bytes))
+            freed = before - sum(segment.tail for segment in log.segments.values())
+            return Collected(len(old), max(0, dead - len(old)), max(0, freed))
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: whether buffers are aligned is found out when they are used."""

@@ -20,6 +20,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,19 +157,16 @@ def make_folder(path: Path, mode: int) -> None:
 def _set_mode(file: int | str, found: os.stat_result, mode: int, dir_fd: int | None = None) -> None:
     """Set the permissions of a file that belongs to this process's user. The bits beyond the permissions are kept."""
     wanted = stat.S_IMODE(found.st_mode) & ~0o777 | mode
-    if found.st_uid != os.geteuid() or wanted == stat.S_IMODE(found.st_mode):
-        return
-    try:
-        os.chmod(file, wanted, dir_fd=dir_fd)
-    except OSError:  # the file system is read-only or has no permissions; whoever has to write will fail with a reason
-        return
+    if found.st_uid == os.geteuid() and wanted != stat.S_IMODE(found.st_mode):
+        with suppress(OSError):  # no permissions here, or read-only; whoever has to write will fail with a reason
+            os.chmod(file, wanted, dir_fd=dir_fd)
 
 
 class FileHandles(NamedTuple):
-    """Two descriptors of one file. ``direct`` bypasses the system's page cache; it is None if O_DIRECT is not used."""
+    """Two descriptors of one file. ``direct`` bypasses the system's page cache; without O_DIRECT both are the same."""
 
     buffered: int
-    direct: int | None
+    direct: int
 
 
 class FileRun(NamedTuple):
@@ -215,8 +213,7 @@ def _whole(move: Callable[[int, Sequence[memoryview], int], int], files: FileHan
     """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved.
 
     That is direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
-    moved, buffers = 0, run.buffers
-    fd = files.buffered if files.direct is None else files.direct
+    moved, buffers, fd = 0, run.buffers, files.direct
     while moved < run.length:
         try:
             count = move(fd, buffers, run.offset + moved)

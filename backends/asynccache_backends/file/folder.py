@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import aiofiles
@@ -20,7 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
 from asynccache.storage import ThreadPool, completed
-from asynccache_backends.file.files import PRIVATE, Folder, NotPlain, make_folder
+from asynccache_backends.file.files import PRIVATE, Folder, make_folder
 from asynccache_backends.file.segments import list_segments
 
 FORMAT = "asynccache file store"
@@ -63,12 +64,15 @@ class FolderLock:
         except FileNotFoundError:
             raise Unavailable(f"store folder {str(path)!r} holds no store") from None
         self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            _lock_folder(folder)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
+        for fd in (folder.fd, self._file):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
+            except OSError as error:  # folders cannot be locked on NFS, say; then the file is all there is
+                if fd == self._file or error.errno not in _NO_SUCH_LOCK:
+                    raise
         if mode is not None:
             folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
         os.ftruncate(self._file, 0)
@@ -84,23 +88,12 @@ class FolderLock:
             self._folder.close()
 
 
-def _lock_folder(folder: Folder) -> None:
-    """Lock the folder itself. Where folders cannot be locked, as on NFS, this does nothing, and only the file is
-    locked."""
-    try:
-        fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_SUCH_LOCK:
-            raise
-
-
 def supports_direct(folder: Folder) -> bool:
     """Return True if files in this folder can be opened with O_DIRECT. It blocks."""
-    try:
+    with suppress(OSError):
         os.close(folder.open(LOCK, os.O_RDONLY | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -150,12 +143,8 @@ async def load_manifest(folder: Folder, threads: ThreadPool, schema: bytes, capa
         raise Unavailable(f"{where} was written by another schema: {manifest.schema}, this is {schema.hex()}")
     if capacity not in (None, manifest.capacity):
         manifest = msgspec.structs.replace(manifest, capacity=capacity)
-        try:
+        with suppress(OSError):
             await completed(_write(folder, threads, manifest))
-        except NotPlain:
-            raise
-        except OSError:
-            pass
     return manifest
 
 

@@ -7,6 +7,8 @@ page keeps its place in its group until the segment is reclaimed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from asynccache_backends.file.segments import MAX_PAGES, PageGroup
 from asynccache_backends.page_index import PageIndex
 
@@ -56,18 +58,15 @@ class FileIndex(PageIndex[PageGroup]):
             self._changed(False, (key,))
         return there
 
-    def forget_at(self, group: PageGroup, page: int) -> bool:
-        """The same as ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by
-        now."""
-        key = group.key(page)
+    def place(self, key: bytes) -> tuple[int, int] | None:
+        """Return the place of the group that has the page of ``key``; None if that is not stored."""
         location = self._locations.get(key)
-        return location is not None and self.at(location) == (group, page) and self.forget(key)
+        return None if location is None else self.at(location)[0].place
 
-    def forget_before(self, key: bytes, place: tuple[int, int]) -> None:
-        """The same as ``forget``, if the page lies before ``place``, as (segment, offset)."""
-        location = self._locations.get(key)
-        if location is not None and self.at(location)[0].place < place:
-            self.forget(key)
+    def forget_all(self, group: PageGroup, pages: Iterable[int]) -> list[bytes]:
+        """Forget pages of a group, except for those whose keys lie elsewhere by now. Returns their keys."""
+        keys = [key for key in map(group.key, pages) if self.place(key) == group.place]
+        return [key for key in keys if self.forget(key)]
 
     def drop_segment(self, segment: int) -> None:
         """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of

@@ -110,7 +110,8 @@ class SegmentLog:
                     self.index.add(record)
         for segment in self.segments.values():
             for key, number, offset in (d for r in segment.deletions for d in DELETION.iter_unpack(r.directory)):
-                self.index.forget_before(key, (number, offset))
+                if (place := self.index.place(key)) is not None and place < (number, offset):
+                    self.index.forget(key)
 
     # appending
 
@@ -118,11 +119,6 @@ class SegmentLog:
     def disk_bytes(self) -> int:
         """The number of bytes that the files take on the disk."""
         return sum(segment.size for segment in self.segments.values())
-
-    @property
-    def written_bytes(self) -> int:
-        """The number of bytes that records take, without the room that is left in segments."""
-        return sum(segment.tail for segment in self.segments.values())
 
     @property
     def end(self) -> tuple[int, int]:
@@ -150,7 +146,6 @@ class SegmentLog:
         written = int(time.time()) if moved_from is None else moved_from.written
         record = PageGroup(*at, length, directory, written) if length else Deletions(*at, directory)
         segment.take(record)
-        segment.dirty = True
         block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
         packed = pack_block(record, self.seed)
         block[: len(packed)] = packed
@@ -232,8 +227,7 @@ class SegmentLog:
                 while self._exceeds(self.segment_bytes) and (victim := self._oldest()):
                     await self._reclaim(victim)
             self._last_number += 1
-            new = self.folder, self._last_number, self.direct, self.segment_bytes
-            return await self.threads.run(open_segment, *new)
+            return await self.threads.run(open_segment, self.folder, self._last_number, self.direct, self.segment_bytes)
         except OSError as error:
             return error
         finally:
@@ -259,17 +253,15 @@ class SegmentLog:
         next start. Cancelling it waits until the footer is written."""
         while segment := next((s for s in self.segments.values() if not s.sealed and s is not self.active), None):
             segment.sealed = True
-            segment.enter()
             try:
-                await settled(list(segment.writing.values()))
-                records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
-                footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
-                await self._sync(segment)
-                await completed(self._write_footer(segment, footer))
+                with segment:
+                    await settled(list(segment.writing.values()))
+                    records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
+                    footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
+                    await self._sync(segment)
+                    await completed(self._write_footer(segment, footer))
             except OSError:
                 self.counts["errors"] += 1
-            finally:
-                segment.leave()
 
     async def _write_footer(self, segment: Segment, footer: bytes) -> None:
         fd = segment.files.buffered
@@ -277,7 +269,7 @@ class SegmentLog:
             await file.seek(segment.tail)
             await file.write(footer)
             segment.size = await file.truncate()
-        segment.dirty = True
+        segment.synced = 0
 
     async def sync(self) -> None:
         """Return once everything that was written before would survive a power loss. Cancelling it is safe."""
@@ -287,18 +279,12 @@ class SegmentLog:
         await self.threads.run(self.folder.sync)
 
     async def _sync(self, segment: Segment) -> None:
-        """Sync one segment. If records are being written to it, it stays dirty, since this sync may not cover them."""
-        if segment.dropped or not segment.dirty:
-            return
-        segment.dirty = bool(segment.writing)
-        segment.enter()
-        try:
-            await self.threads.run(os.fdatasync, segment.files.buffered)
-        except BaseException:
-            segment.dirty = True
-            raise
-        finally:
-            segment.leave()
+        """Sync one segment, as far as no record is being written to it."""
+        end = min(segment.writing, default=segment.tail)
+        if end > segment.synced and not segment.dropped:
+            with segment:
+                await self.threads.run(os.fdatasync, segment.files.buffered)
+            segment.synced = end
 
     async def stop(self) -> None:
         """Wait until no task is left, and delete a segment that was prepared and not used. Cancelling it does not

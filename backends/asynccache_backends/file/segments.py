@@ -63,9 +63,7 @@ MAGIC = b"acSEGMT\x02"
 FOOTER_MAGIC = b"acFOOTR\x02"
 
 _HEAD = struct.Struct("<8sQQQQ16sQ")
-_NO_SUM = bytes(16)
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
-_SECTOR = 512  # bytes; st_blocks counts in these
 
 
 class PageGroup:
@@ -175,16 +173,16 @@ def pack_footer(segment: int, tail: int, records: Iterable[SegmentRecord], seed:
 
 
 def _head(magic: bytes, numbers: tuple[int, int, int, int], written: int, body: bytes, seed: int) -> bytes:
-    checksum = xxh3_128_digest(_HEAD.pack(magic, *numbers, _NO_SUM, written) + body, seed)
+    checksum = xxh3_128_digest(_HEAD.pack(magic, *numbers, bytes(16), written) + body, seed)
     return _HEAD.pack(magic, *numbers, checksum, written)
 
 
 class Segment:
-    """One open segment file of ``size`` bytes.
+    """One open segment file of ``size`` bytes. It stays open ``with segment:``.
 
     ``tail``: the offset of the next record. ``footer``: the bytes that a footer takes; their room is kept free.
     ``writing``: the records that are being written, by offset. ``sealed``: whether a footer is there, or was tried.
-    ``dirty``: whether it has to be synced. ``dropped``: whether it was removed from the store.
+    ``synced``: up to which offset it would survive a power loss. ``dropped``: whether it was removed from the store.
     """
 
     def __init__(self, number: int, files: FileHandles, size: int) -> None:
@@ -196,7 +194,7 @@ class Segment:
         self.deletions: list[Deletions] = []
         self.writing: dict[int, asyncio.Future[BaseException | None]] = {}
         self.sealed = False
-        self.dirty = False
+        self.synced = 0
         self.dropped = False
         self._users = 1  # the store, until it drops the segment
 
@@ -224,7 +222,7 @@ class Segment:
     def files_for(self, length: int) -> FileHandles:
         """Return the descriptors by which pages of ``length`` bytes are read and written: without direct I/O if the
         length is not aligned."""
-        return FileHandles(self.files.buffered, None if length % BLOCK_BYTES else self.files.direct)
+        return FileHandles(self.files.buffered, self.files.buffered if length % BLOCK_BYTES else self.files.direct)
 
     def extend(self, size: int) -> None:
         """Empty the file from its tail on, and allocate its room up to ``size`` bytes. It blocks."""
@@ -239,11 +237,12 @@ class Segment:
     def leave(self, *_: object) -> None:
         """Note that an operation has ended its use of the file. It may be called back by a future."""
         self._users -= 1
-        if not self._users:
-            for fd in self.files:
-                if fd is not None and fd >= 0:
-                    os.close(fd)
-            self.files = FileHandles(-1, None)  # which no call can use
+        if not self._users and self.files.buffered >= 0:
+            for fd in set(self.files):
+                os.close(fd)
+            self.files = FileHandles(-1, -1)  # which no call can use
+
+    __enter__, __exit__ = enter, leave
 
     def drop(self) -> None:
         """Note that no new operation will use it. The file is closed when the last operation that uses it has ended."""
@@ -269,7 +268,7 @@ def open_segment(folder: Folder, number: int, direct: bool, new_size: int | None
     if number >= MOST_NUMBER:
         raise OSError(f"{folder.path / name}: no store gives a segment so high a number; move it away")
     buffered = folder.open(name, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0))
-    segment = Segment(number, FileHandles(buffered, None), os.fstat(buffered).st_size)
+    segment = Segment(number, FileHandles(buffered, buffered), os.fstat(buffered).st_size)
     try:
         if new_size is not None:
             segment.extend(new_size)
@@ -291,7 +290,7 @@ def read_footer(segment: Segment, seed: int) -> list[SegmentRecord] | None:
     if len(head) < HEAD_BYTES or not head.startswith(FOOTER_MAGIC):
         return None
     _, count, number, tail, length, *_ = _HEAD.unpack(head)
-    taken = os.fstat(fd).st_blocks * _SECTOR  # a file may say that it is longer than any memory
+    taken = os.fstat(fd).st_blocks * 512  # what is on the disk; a file may say that it is longer than any memory
     if (number, tail + length) != (segment.number, at) or length > taken:
         return None
     body = os.pread(fd, length, tail)

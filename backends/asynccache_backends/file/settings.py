@@ -17,9 +17,6 @@ from asynccache.storage import ParsedUrl, StoreLayout
 from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.file.segments import BLOCK_BYTES, group_bytes
 
-OPTIONS = ("capacity", "direct", "mode", "segment")
-DIRECT = ("auto", "on", "off")
-
 DEFAULT_CAPACITY = 10 << 30
 LEAST_SEGMENT = 4 << 20
 USUAL_SEGMENT = 128 << 20
@@ -30,7 +27,7 @@ MOST_SEGMENTS = 128
 class FileSettings(NamedTuple):
     """The settings of a file store. Sizes are in bytes.
 
-    ``direct``: one of ``DIRECT``. ``mode``: permissions of the folder and, without the bits for execution, of its
+    ``direct``: ``auto``, ``on`` or ``off``. ``mode``: permissions of the folder and, without the bits for execution, of its
     files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked at,
     and must exist.
     """
@@ -50,7 +47,7 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
         ConfigError: an option is unknown or unusable, no folder is named, or the capacity does not hold three segments
             of at least one page each.
     """
-    url.allow_only(OPTIONS)
+    url.allow_only(("capacity", "direct", "mode", "segment"))
     if not url.path or "\0" in url.path:
         raise ConfigError(f"storage={str(url)!r} names no folder")
     capacity = url.size("capacity", DEFAULT_CAPACITY)
@@ -62,7 +59,7 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
     used = bool(layout.page_bytes)
     mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
-    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
+    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", ("auto", "on", "off")), mode, used)
 
 
 def usual_segment(capacity: int) -> int:
