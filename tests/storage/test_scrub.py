@@ -163,7 +163,8 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
         await fill(store, KEYS[:1])
         return [False] * 3 + [True] * (len(keys) - 3)
 
-    assert await backend.scrub(backend.parts()[0], late) == Scrubbed(42, 42 * FULL, 1, 0)
+    (part,) = (part for part in backend.parts() if part.pages == 42)
+    assert await backend.scrub(part, late) == Scrubbed(42, 42 * FULL, 1, 0)
     assert await read(store, KEYS[:4]) == [Result.HIT, Result.MISS, Result.MISS, Result.HIT]
     await store.aclose()
 

@@ -134,8 +134,7 @@ class FileBackend:
             manifest = await load_manifest(folder, threads, layout.schema, noted)
             direct = settings.direct != "off" and await threads.run(supports_direct, folder)
             if settings.direct == "on" and not direct:
-                where = f"folder {str(folder.path)!r}"
-                raise ConfigError(f"storage option direct='on': {where} does not support O_DIRECT")
+                raise ConfigError(f"storage option direct='on': {str(folder.path)!r} does not support O_DIRECT")
             log = SegmentLog(folder, threads, settings, manifest, direct)
             await log.open()
         except BaseException as error:
@@ -276,8 +275,7 @@ class FileBackend:
                 starts = [BLOCK_BYTES + page * length for page in pages]
                 records = [Record(h, data[at : at + length]) for h, at in zip(headers, starts, strict=True)]
                 good = await verify([PageKey("", group.key(page)) for page in pages], records)
-            bad = [page for page, is_good in zip(pages, good, strict=True) if not is_good]
-            dropped = log.index.forget_all(group, bad)
+            dropped = log.index.forget_all(group, [page for page, ok in zip(pages, good, strict=True) if not ok])
             await log.log_deletions(dropped)
             return Scrubbed(len(pages), len(pages) * length, len(dropped), 0)
 

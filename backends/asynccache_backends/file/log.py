@@ -222,16 +222,17 @@ class SegmentLog:
         return self._next
 
     async def _prepare(self) -> Segment | OSError:
+        """Make room, and the next segment in it."""
         try:
             async with self._reclaiming:
                 while self._exceeds(self.segment_bytes) and (victim := self._oldest()):
                     await self._reclaim(victim)
             self._last_number += 1
-            return await self.threads.run(open_segment, self.folder, self._last_number, self.direct, self.segment_bytes)
+            made = await self.threads.run(open_segment, self.folder, self._last_number, self.direct, self.segment_bytes)
         except OSError as error:
             return error
-        finally:
-            self._seal_soon()  # not before: its sync would slow down the moves
+        self._seal_soon()  # not before: its sync would slow down the moves
+        return made
 
     def _exceeds(self, more: int) -> bool:
         """Return True if so many more bytes would exceed the capacity."""
@@ -290,7 +291,8 @@ class SegmentLog:
         """Wait until no task is left, and delete a segment that was prepared and not used. Cancelling it does not
         shorten the waiting."""
         try:
-            await settled([task for task in (self._sealing, self._next) if task is not None])
+            while waiting := [task for task in (self._next, self._sealing) if task is not None and not task.done()]:
+                await settled(waiting)  # a segment that was made may begin to seal others
         finally:
             unused, self._next = self._next and self._next.result(), None
             if isinstance(unused, Segment):
@@ -323,7 +325,7 @@ class SegmentLog:
         were.
         """
         gone = 0
-        for segment in list(self.segments.values()):
+        for segment in [s for s in self.segments.values() if s is not self.active and not s.writing]:
             live, oldest = self._live_bytes(segment), next(iter(self.segments.values()), None)
             if live * 2 >= segment.tail or (segment.deletions and segment is not oldest):
                 continue
@@ -331,7 +333,7 @@ class SegmentLog:
                 with contextlib.suppress(OSError):  # without another segment this one is kept
                     await self._advance()
             async with self._reclaiming:
-                if segment.dropped or segment is self.active:
+                if segment.dropped:
                     continue
                 groups = self.index.groups_of(segment.number)
                 dead = sum(group.count - len(group.live()) for group in groups)

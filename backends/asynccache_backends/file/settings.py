@@ -27,9 +27,9 @@ MOST_SEGMENTS = 128
 class FileSettings(NamedTuple):
     """The settings of a file store. Sizes are in bytes.
 
-    ``direct``: ``auto``, ``on`` or ``off``. ``mode``: permissions of the folder and, without the bits for execution, of its
-    files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked at,
-    and must exist.
+    ``direct``: ``auto``, ``on`` or ``off``. ``mode``: permissions of the folder and, without the bits for execution, of
+    its files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked
+    at, and must exist.
     """
 
     folder: Path
