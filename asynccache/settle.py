@@ -132,7 +132,7 @@ BATCH_BYTES = 4 << 20
 
 
 class _Call(NamedTuple):
-    future: asyncio.Future[Any]
+    future: Any
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -192,12 +192,11 @@ class ThreadPool(Executor):
         future.set_running_or_notify_cancel()
 
         def work() -> None:
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
+            _, result, error = _outcome(_Call(future, function, args, kwargs))
+            if error is None:
                 future.set_result(result)
+            else:
+                future.set_exception(error)
 
         self.call(work)
         return future
@@ -285,7 +284,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def _outcome(call: _Call) -> tuple[asyncio.Future[Any], Any, BaseException | None]:
+def _outcome(call: _Call) -> tuple[Any, Any, BaseException | None]:
     try:
         return call.future, call.function(*call.args, **call.kwargs), None
     except BaseException as error:
