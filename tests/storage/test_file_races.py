@@ -20,7 +20,7 @@ from asynccache_backends.file.files import RunsMoved, read_runs, write_run
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result, ThreadPool
-from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key
+from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key, record_of
 from tests.storage.file_store_kit import open_at, open_files
 from tests.storage.page_kit import get, put
 
@@ -209,6 +209,35 @@ async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_
     await store.aclose()
     store = await open_at(tmp_path / "killed")
     assert await store.exists([key]) == [Result.MISS]
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:
+    """The bytes are in the file, and nothing has been done about it yet."""
+    store = await open_at(tmp_path / "s")
+    log = backend_of(store)._log
+    call, loop = log.threads.call, asyncio.get_running_loop()
+    written, told = asyncio.Event(), loop.create_future()
+
+    def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        if function is not write_run:
+            return call(function, *args, **kwargs)
+        call(function, *args, **kwargs).add_done_callback(lambda _: written.set())
+        return told
+
+    log.threads.call = held  # type: ignore[method-assign, assignment]
+    putting = asyncio.ensure_future(backend_of(store).put([page_key("a")], [record_of(page_key("a"))]))
+    await written.wait()
+    log.active = None
+    told.set_result(None)
+    await log._seal()
+    assert await putting == [Result.HIT]
+    log.threads.call = call  # type: ignore[method-assign]
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await store.exists([page_key("a")]) == [Result.HIT]
+    assert store.stats()["scanned_groups"] == 0
     await store.aclose()
 
 
