@@ -231,7 +231,7 @@ class SegmentLog:
             made = await self.threads.run(open_segment, self.folder, self._last_number, self.direct, self.segment_bytes)
         except OSError as error:
             return error
-        self._seal_soon()  # not before: its sync would slow down the moves
+        self._seal_soon()  # not before: somebody may wait for the segment
         return made
 
     def _exceeds(self, more: int) -> bool:
@@ -249,9 +249,10 @@ class SegmentLog:
             self._sealing = asyncio.get_running_loop().create_task(self._seal(), name="asynccache-file-seal")
 
     async def _seal(self) -> None:
-        """Write the footers of segments that get no more records, after all that they name was synced: so none names a
-        page that a power loss may have taken. A failure is only counted: without a footer a segment is scanned at the
-        next start. Cancelling it waits until the footer is written."""
+        """Write the footers of segments that get no more records. A failure is only counted: without a footer a segment
+        is scanned at the next start. Nothing is synced for it, which would slow down writers. So after a power loss a
+        footer may name pages that are lost, as a header block may; they do not verify. Cancelling it waits until the
+        footer is written."""
         while segment := next((s for s in self.segments.values() if not s.sealed and s is not self.active), None):
             segment.sealed = True
             try:
@@ -259,7 +260,6 @@ class SegmentLog:
                     await settled(list(segment.writing.values()))
                     records: list[SegmentRecord] = [*self.index.groups_of(segment.number), *segment.deletions]
                     footer = await self.threads.run(pack_footer, segment.number, segment.tail, records, self.seed)
-                    await self._sync(segment)
                     await completed(self._write_footer(segment, footer))
             except OSError:
                 self.counts["errors"] += 1
