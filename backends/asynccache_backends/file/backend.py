@@ -77,10 +77,11 @@ def plan_reads(
     limit = max(LEAST_BATCH, min(MOST_BATCH, sum(records[i].payload.nbytes for _, i in found) // THREADS))
     batches: list[list[PageRun]] = []
     wrong: list[int] = []
-    segment = length = room = expected = -1
+    segment = length = room = expected = page = -1
     for location, i in found:
-        group, page = index.at(location)
-        payload = records[i].payload
+        payload, page = records[i].payload, page + 1
+        if location != expected:  # otherwise it is the next page of the same group
+            group, page = index.at(location)
         if payload.nbytes != group.length:
             wrong.append(i)
             continue
@@ -225,9 +226,9 @@ class FileBackend:
                         if write.result() is not None:
                             broken = True
                             continue
+                        log.counts["put_bytes"] += len(part) * records[part[0]].payload.nbytes
                         for i in part:
                             results[i] = HIT
-                            log.counts["put_bytes"] += records[i].payload.nbytes
                     if broken:
                         self._broken_until = time.monotonic() + BACK_OFF
             return results
