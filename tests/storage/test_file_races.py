@@ -226,7 +226,7 @@ async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pa
         call(function, *args, **kwargs).add_done_callback(lambda _: written.set())
         return told
 
-    log.threads.call = held  # type: ignore[method-assign, assignment]
+    log.threads.call = held  # type: ignore[method-assign]
     putting = asyncio.ensure_future(backend_of(store).put([page_key("a")], [record_of(page_key("a"))]))
     await written.wait()
     log.active = None

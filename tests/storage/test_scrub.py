@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from asynccache_backends.file import FileBackend, files
+from asynccache_backends.file import FileBackend
 from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
 
@@ -130,7 +130,7 @@ async def test_what_cannot_be_read_is_counted_and_left_alone(
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
     with monkeypatch.context() as broken:
-        broken.setattr(files.os, "preadv", unreadable)
+        broken.setattr(os, "preadv", unreadable)
         assert await store.scrub() == Scrubbed(0, 0, 0, 60)
     assert store.stats()["errors"] == 2
     assert await read(store, KEYS) == [Result.HIT] * 60
@@ -183,7 +183,7 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
         go_on.wait(10)
         return preadv(*args)
 
-    monkeypatch.setattr(files.os, "preadv", slow)
+    monkeypatch.setattr(os, "preadv", slow)
     others = asyncio.all_tasks()
     scrubbing = asyncio.ensure_future(store.scrub())
     await asyncio.to_thread(begun.wait, 10)
