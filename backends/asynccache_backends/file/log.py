@@ -296,7 +296,8 @@ class SegmentLog:
         finally:
             unused, self._next = self._next and self._next.result(), None
             if isinstance(unused, Segment):
-                await self._evict(unused)
+                with contextlib.suppress(OSError):  # it is empty
+                    await self._evict(unused)
 
     async def close(self) -> None:
         """End the tasks, seal the active segment, and sync."""
@@ -386,8 +387,7 @@ class SegmentLog:
         return self.active.fit(length, wanted) if self.active else 0
 
     def _live_bytes(self, segment: Segment) -> int:
-        live = [(group, len(group.live())) for group in self.index.groups_of(segment.number)]
-        return sum(moved_bytes(group.length, count) for group, count in live if count)
+        return sum(moved_bytes(g.length, n) for g in self.index.groups_of(segment.number) if (n := len(g.live())))
 
     async def _evict(self, segment: Segment) -> None:
         """Delete a segment; the pages that are left in it count as evicted."""
