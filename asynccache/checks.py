@@ -8,13 +8,13 @@ they call rely on that and check nothing.
 
 from __future__ import annotations
 
+import difflib
 import operator
 import re
-from collections.abc import Callable, Collection, KeysView, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterable, KeysView, Mapping
 from enum import Enum
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
@@ -28,47 +28,18 @@ INT32_MAX = 2**31 - 1
 _SCALAR = re.compile(r"(?:torch\.)?[ub]?(?P<kind>int|float|bool)\d*")
 
 
-class Bounds(NamedTuple):
-    """The range of a number: at least ``minimum``, at most ``maximum``, and greater than ``above``. None: no bound."""
-
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-
-    def unmet(self, value: float) -> str:
-        """Return the bound that ``value`` does not keep, as the end of a sentence; "" if the value lies within the
-        bounds."""
-        low, high, above = self
-        if low is not None and high is not None:
-            return "" if low <= value <= high else f"must lie between {low} and {high}"
-        if low is not None and not value >= low:
-            return f"must be at least {low}"
-        if high is not None and not value <= high:
-            return f"must be at most {high}"
-        return "" if above is None or value > above else f"must be above {above}"
-
-
-ANY = Bounds()
-
-
-def within(
-    minimum: float | None = None, maximum: float | None = None, *, above: float | None = None
-) -> dict[str, Bounds]:
-    """Return the ``metadata`` of a dataclass's field with these bounds. ``check_fields`` checks values against them."""
-    return {"bounds": Bounds(minimum, maximum, above)}
-
-
-def setting(
-    text: str, minimum: float | None = None, maximum: float | None = None, *, above: float | None = None,
-    choices: Callable[[], tuple[str, ...]] = tuple,
-) -> dict[str, Any]:
-    """Return the ``metadata`` of a dataclass's field that users may set by files, environment and options.
-
-    ``text`` says in a sentence what the setting means. ``choices`` returns the values that are allowed now, or nothing
-    if they cannot be listed; for a field whose type is an ``Enum`` they are its values. The bounds are those of
-    ``within``.
-    """
-    return {"text": text, "choices": choices, **within(minimum, maximum, above=above)}
+def unmet(
+    value: float, minimum: float | None = None, maximum: float | None = None, above: float | None = None
+) -> str:
+    """Return the bound that ``value`` does not keep, as the end of a sentence; "" if it keeps all: at least
+    ``minimum``, at most ``maximum``, greater than ``above``."""
+    if minimum is not None and maximum is not None:
+        return "" if minimum <= value <= maximum else f"must lie between {minimum} and {maximum}"
+    if minimum is not None and not value >= minimum:
+        return f"must be at least {minimum}"
+    if maximum is not None and not value <= maximum:
+        return f"must be at most {maximum}"
+    return "" if above is None or value > above else f"must be above {above}"
 
 
 def integer(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -79,8 +50,8 @@ def integer(name: str, value: object, minimum: int | None = None, maximum: int |
         ConfigError: the value is no integer, or below ``minimum``, or above ``maximum``.
     """
     found = value if type(value) is int else _index(name, value)
-    if (minimum is not None and found < minimum) or (maximum is not None and found > maximum):
-        raise _refused(name, value, Bounds(minimum, maximum).unmet(found))
+    if why := unmet(found, minimum, maximum):
+        raise _refused(name, value, why)
     return found
 
 
@@ -91,15 +62,14 @@ def number(
     are refused.
 
     Raises:
-        ConfigError: the value is no number, is NaN or infinite, or lies outside the bounds (see ``Bounds``).
+        ConfigError: the value is no number, is NaN or infinite, or lies outside the bounds (see ``unmet``).
     """
     found = value if type(value) is float else _real(name, value)
     if not isfinite(found):
         raise _refused(name, value, "must be a finite number")
-    low, high = minimum is None or found >= minimum, maximum is None or found <= maximum
-    if low and high and (above is None or found > above):
-        return found
-    raise _refused(name, value, Bounds(minimum, maximum, above).unmet(found))
+    if why := unmet(found, minimum, maximum, above):
+        raise _refused(name, value, why)
+    return found
 
 
 def flag(name: str, value: object) -> bool:
@@ -187,7 +157,7 @@ def member(name: str, value: object, enum: type[_E]) -> _E:
         for one in enum:
             if value is one or value == one.value:
                 return one
-    raise ConfigError(f"{name}: unknown value {shown(value)}; one of {', '.join(str(one.value) for one in enum)}")
+    raise _no_choice(name, value, [str(one.value) for one in enum])
 
 
 def choice(name: str, value: object, choices: Collection[str]) -> str:
@@ -198,7 +168,7 @@ def choice(name: str, value: object, choices: Collection[str]) -> str:
     """
     if isinstance(value, str) and value in choices:
         return value
-    raise ConfigError(f"{name}: unknown value {shown(value)}; one of {', '.join(choices)}")
+    raise _no_choice(name, value, choices)
 
 
 def namespace(name: str, value: object) -> str | bytes | None:
@@ -250,37 +220,11 @@ def function(name: str, value: _T) -> _T:
     return value
 
 
-def check_fields(made: Any, where: str = "") -> None:
-    """Check the fields of a new frozen dataclass, for its ``__post_init__``.
-
-    Each field that is declared as ``int``, ``float``, ``bool`` or ``str``, or as one of them or None, is replaced by
-    what the check of that type returns; fields of other types are left alone. Numbers are checked against the bounds
-    that ``within`` declared. The module of the dataclass must defer its annotations, so that the declared types are
-    text. ``where`` stands before the fields' names in errors.
-
-    Raises:
-        ConfigError: a value is unusable.
-    """
-    for one in fields(made):
-        kind, value = str(one.type), getattr(made, one.name)
-        if kind.endswith(" | None"):
-            if value is None:
-                continue
-            kind = kind.removesuffix(" | None")
-        name = where + one.name
-        minimum, maximum, above = one.metadata.get("bounds", ANY)
-        match kind:
-            case "int":
-                value = integer(name, value, minimum, maximum)
-            case "float":
-                value = number(name, value, minimum, maximum, above=above)
-            case "bool":
-                value = flag(name, value)
-            case "str":
-                value = text(name, value)
-            case _:
-                continue
-        object.__setattr__(made, one.name, value)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence, such as ``; did you mean 'window'?``, with the most similar of ``names``; "" if
+    none is similar."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: object) -> str:
@@ -294,6 +238,11 @@ def shown(value: object) -> str:
 
 def _refused(name: str, value: object, why: str) -> ConfigError:
     return ConfigError(f"{name}={shown(value)} {why}")
+
+
+def _no_choice(name: str, value: object, choices: Collection[str]) -> ConfigError:
+    near = nearest(value, choices) if isinstance(value, str) else ""
+    return ConfigError(f"{name}={shown(value)} must be one of {', '.join(choices)}{near}")
 
 
 def _index(name: str, value: object) -> int:

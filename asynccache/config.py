@@ -7,12 +7,14 @@ return, where strings have become enum members. This module imports neither torc
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, field
 
 from asynccache import checks
-from asynccache.checks import INT32_MAX, setting
+from asynccache.checks import INT32_MAX
 from asynccache.core.settings import (
     POLICIES,
     ComponentKind,
@@ -23,8 +25,7 @@ from asynccache.core.settings import (
     WritePolicy,
 )
 from asynccache.errors import ConfigError
-
-_T = TypeVar("_T")
+from asynccache.settings import Amount, Count, Positive, Seconds, Settings, Share
 
 EVICTION_POLICIES = ("lru", "p2c")
 """The policies that come with asynccache."""
@@ -58,38 +59,70 @@ class Replicated(Enum):
         return () if self is Replicated.NO else tuple(self.value.split(","))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PoolFields:
-    """The fields of every pool. ``pool``: the name of a component's pool and of its table in a file."""
+def split_urls(text: str) -> tuple[str, ...]:
+    """Return the URLs in ``text``, which has spaces between them. A space that no scheme follows is part of a URL."""
+    return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
+
+
+def _urls(name: str, text: str) -> tuple[str, ...]:
+    return split_urls(text)
+
+
+def _integers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{name}={checks.shown(text)} must be integers with commas between them") from None
+
+
+class _Pool(Settings, frozen=True, kw_only=True):
+    """The settings of every pool. ``pool``: the name of a component's pool and of its table in a file."""
 
     pool: ClassVar[str] = ""
+    kind: ClassVar[ComponentKind]
 
-    layers: int = field(default=1, metadata=setting(
-        "How many layers the pool has; its bytes are divided evenly among them.", 1, MOST_LAYERS))
-    covers: tuple[int, ...] = field(default=(), metadata=setting(
-        "For each of the layers the number of the model's layer that it holds, never falling; `[]`: 0, 1, 2, ..."))
-    replicated: Replicated = field(default=Replicated.NO, metadata=setting(
-        "The ranks that hold the same bytes of every page, so that one of them stores the pages for all."))
-    dtype: str = field(default="uint8", metadata=setting(
-        "The type of the bytes; part of the storage key, so that pages of another dtype are never read."))
+    layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS, description=(
+        "How many layers the pool has; its bytes are divided evenly among them."))] = 1
+    covers: Annotated[tuple[Annotated[int, Meta(ge=0, le=MOST_LAYERS)], ...], Meta(
+        extra={"parse": _integers}, description=(
+            "For each of the layers the number of the model's layer that it holds, never falling; `[]`: 0, 1, 2, ..."
+        ))] = ()
+    replicated: Annotated[Replicated, Meta(description=(
+        "The ranks that hold the same bytes of every page, so that one of them stores the pages for all."))] = (
+        Replicated.NO)
+    dtype: Annotated[str, Meta(description=(
+        "The type of the bytes; part of the storage key, so that pages of another dtype are never read."))] = "uint8"
 
     def __post_init__(self) -> None:
-        _check_pool(self, self.pool)
+        if checks.is_flag(self.replicated):
+            self._set("replicated", Replicated.TP_CP if self.replicated else Replicated.NO)
+        super().__post_init__()
+        if self.covers and (len(self.covers) != self.layers or list(self.covers) != sorted(self.covers)):
+            raise ConfigError(f"{self._where()}covers={self.covers!r} must name a layer of the model for each of "
+                              f"layers={self.layers}, never falling")
+
+    def _where(self) -> str:
+        return f"{self.pool}: "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attention(_PoolFields):
-    """The fields of the pools of attention."""
+class _Attention(_Pool, frozen=True, kw_only=True):
+    """The settings of the pools of attention."""
 
-    bytes_per_token: int = field(metadata=setting(
-        "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes.", 0))
-    device_tokens: int = field(metadata=setting("Room on the device, in tokens; a multiple of `page_size`.", 1))
-    host_tokens: int = field(default=0, metadata=setting(
-        "Room in host memory, in tokens; a multiple of `page_size`; 0: there is no host tier.", 0))
+    bytes_per_token: Annotated[Amount, Meta(description=(
+        "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes."))]
+    device_tokens: Annotated[Count, Meta(description="Room on the device, in tokens; a multiple of `page_size`.")]
+    host_tokens: Annotated[Amount, Meta(description=(
+        "Room in host memory, in tokens; a multiple of `page_size`; 0: there is no host tier."))] = 0
+
+    def _page(self, page_size: int) -> tuple[int, int, int]:
+        """Return the bytes of a page, and the pages that device and host have room for."""
+        for name in ("device_tokens", "host_tokens"):
+            if (value := getattr(self, name)) % page_size:
+                raise ConfigError(f"{self.pool}: {name}={value} is not a multiple of page_size={page_size}")
+        return self.bytes_per_token * page_size, self.device_tokens // page_size, self.host_tokens // page_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Full(_Attention):
+class Full(_Attention, frozen=True, kw_only=True, tag_field="pool", tag="full"):
     """Full attention: the KV of every token is kept. Every cache has it.
 
     With ``bytes_per_token=0`` the pool is *logical*: it has slots and no bytes. Without host tokens there is no host
@@ -98,63 +131,61 @@ class Full(_Attention):
     """
 
     pool: ClassVar[str] = "full"
+    kind: ClassVar[ComponentKind] = ComponentKind.FULL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindow(_Attention):
+class SlidingWindow(_Attention, frozen=True, kw_only=True, tag_field="pool", tag="swa"):
     """Sliding-window attention, beside full attention: a position attends to the last ``window`` tokens only.
 
     The table ``[components.swa]`` of docs/configuration.md has the fields.
     """
 
     pool: ClassVar[str] = "swa"
+    kind: ClassVar[ComponentKind] = ComponentKind.SWA
 
-    window: int = field(metadata=setting("Tokens that a position attends to.", 1))
+    window: Annotated[Count, Meta(description="Tokens that a position attends to.")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba(_PoolFields):
+class Mamba(_Pool, frozen=True, kw_only=True, tag_field="pool", tag="mamba"):
     """Recurrent states, beside full attention: one state stands for a whole prefix.
 
     The table ``[components.mamba]`` of docs/configuration.md has the fields.
     """
 
     pool: ClassVar[str] = "mamba"
+    kind: ClassVar[ComponentKind] = ComponentKind.MAMBA
 
-    state_bytes: int = field(metadata=setting("Bytes of one recurrent state, all layers together.", 1))
-    device_states: int = field(metadata=setting("Room on the device, in states.", 1))
-    host_states: int = field(default=0, metadata=setting(
-        "Room in host memory, in states; 0: there is no host tier.", 0))
+    state_bytes: Annotated[Count, Meta(description="Bytes of one recurrent state, all layers together.")]
+    device_states: Annotated[Count, Meta(description="Room on the device, in states.")]
+    host_states: Annotated[Amount, Meta(description="Room in host memory, in states; 0: there is no host tier.")] = 0
+
+    def _page(self, page_size: int) -> tuple[int, int, int]:
+        """Return the bytes of a state, and the states that device and host have room for."""
+        return self.state_bytes, self.device_states, self.host_states
 
 
 Component = Full | SlidingWindow | Mamba
 
-POOL_NAME = {ComponentKind.FULL: Full.pool, ComponentKind.SWA: SlidingWindow.pool, ComponentKind.MAMBA: Mamba.pool}
-_KIND = {name: kind for kind, name in POOL_NAME.items()}
+COMPONENTS: dict[str, type[Component]] = {one.pool: one for one in (Full, SlidingWindow, Mamba)}
+POOL_NAME = {one.kind: name for name, one in COMPONENTS.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sidecar(_PoolFields):
+class Sidecar(_Pool, frozen=True, kw_only=True):
     """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots. In a file
     each one is a table of its own, whose name is the pool's name.
 
     The table ``[sidecars.NAME]`` of docs/configuration.md has the fields.
     """
 
-    name: str
-    indices_from: str = field(metadata=setting(
-        "The component (`full`, `swa`, `mamba`) or sidecar whose slots this pool uses."))
-    bytes_per_page: int = field(metadata=setting("Bytes of one page, all layers together.", 1))
-    hit_policy: HitPolicy | None = field(default=None, metadata=setting(
-        "Which pages a hit needs. It follows from `indices_from`; if given, it is checked against that."))
+    name: Annotated[str, Meta(pattern=r"^[\w.-]+$", description="Letters, digits, `_`, `.` and `-`.")]
+    indices_from: Annotated[str, Meta(description=(
+        "The component (`full`, `swa`, `mamba`) or sidecar whose slots this pool uses."))]
+    bytes_per_page: Annotated[Count, Meta(description="Bytes of one page, all layers together.")]
+    hit_policy: Annotated[HitPolicy | None, Meta(description=(
+        "Which pages a hit needs. It follows from `indices_from`; if given, it is checked against that."))] = None
 
-    def __post_init__(self) -> None:
-        where = f"sidecar {checks.shown(self.name)}"
-        _check_pool(self, where)
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ConfigError(f"{where}: name: a pool's name is made of letters, digits, '_', '.' and '-'")
-        if self.hit_policy is not None:
-            object.__setattr__(self, "hit_policy", checks.member(f"{where}: hit_policy", self.hit_policy, HitPolicy))
+    def _where(self) -> str:
+        return f"sidecar {checks.shown(self.name)}: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,74 +236,73 @@ class PoolSpec:
         return replace(self, shard=label or self.shard, writes=writes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
+class CacheConfig(Settings, frozen=True, kw_only=True):
     """All settings of an ``AsyncCache``. Each field says what it means; docs/configuration.md has them in tables.
 
     ``components``: one ``Full``, then at most one ``SlidingWindow``, then at most one ``Mamba``.
     Times are in seconds. Sizes are in tokens unless the setting's name says otherwise.
     """
 
-    model: str = field(metadata=setting(
-        "A name for the weights; part of every page hash, so caches of different models never share stored pages."))
+    model: Annotated[str, Meta(min_length=1, description=(
+        "A name for the weights; part of every page hash, so caches of different models never share stored pages."))]
     components: tuple[Component, ...]
     sidecars: tuple[Sidecar, ...] = ()
-    page_size: int = field(default=16, metadata=setting("Tokens in a page, the unit of every tier.", 1, MOST_PAGE))
-    device: str = field(default="cpu", metadata=setting(
-        "Where the pages of the first tier are: `cpu`, `cuda:N`, `cuda:N?blocks=16` (see CUDA)."))
-    storage: str | tuple[str, ...] | None = field(default=None, repr=False, metadata=setting(
+    page_size: Annotated[int, Meta(ge=1, le=MOST_PAGE, description="Tokens in a page, the unit of every tier.")] = 16
+    device: Annotated[str, Meta(description=(
+        "Where the pages of the first tier are: `cpu`, `cuda:N`, `cuda:N?blocks=16` (see CUDA)."))] = "cpu"
+    storage: Annotated[str | tuple[str, ...] | None, Meta(extra={"parse": _urls}, description=(
         "The third tier: a URL such as `file:/var/kv?capacity=10GiB`, or several, nearest first (in the environment "
-        "with spaces between them); `none`: there is no third tier."))
-    write_policy: WritePolicy = field(default=WritePolicy.WRITE_THROUGH, metadata=setting(
+        "with spaces between them); `none`: there is no third tier."))] = None
+    write_policy: Annotated[WritePolicy, Meta(description=(
         "When pages are copied to the host and to storage: at once, after their second use, or when they would be "
-        "lost."))
-    prefetch_policy: PrefetchPolicy = field(default=PrefetchPolicy.TIMEOUT, metadata=setting(
-        "How long a request waits for storage: not at all, until all pages have arrived, or for a time."))
-    eviction: str = field(default="p2c", metadata=setting(
-        "The policy by which pages are evicted when a tier is full.", choices=eviction_policies))
-    prefetch_threshold: int = field(default=256, metadata=setting(
-        "How many tokens storage must hold beyond those on the host to make a prefetch worth it.", 0))
-    prefetch_quota: float = field(default=0.5, metadata=setting(
+        "lost."))] = WritePolicy.WRITE_THROUGH
+    prefetch_policy: Annotated[PrefetchPolicy, Meta(description=(
+        "How long a request waits for storage: not at all, until all pages have arrived, or for a time."))] = (
+        PrefetchPolicy.TIMEOUT)
+    eviction: Annotated[str, Meta(description="The policy by which pages are evicted when a tier is full.")] = "p2c"
+    prefetch_threshold: Annotated[Amount, Meta(description=(
+        "How many tokens storage must hold beyond those on the host to make a prefetch worth it."))] = 256
+    prefetch_quota: Annotated[Share, Meta(description=(
         "Share of the host's pages that prefetches may hold at one time; one that has waited half a second for the "
-        "others goes beyond it.", 0, 1))
-    backup_quota: float = field(default=0.25, metadata=setting(
-        "Share of the host's pages that may wait for storage; beyond it the oldest are dropped.", 0, 1))
-    prefetch_timeout_base: float = field(default=1.0, metadata=setting(
-        "With `timeout`: seconds that a request waits for its prefetch, whatever the length.", 0))
-    prefetch_timeout_per_1k: float = field(default=0.25, metadata=setting(
-        "With `timeout`: seconds that are added for each 1,024 tokens.", 0))
-    prefetch_timeout_max: float = field(default=30.0, metadata=setting(
-        "With `timeout`: seconds that a request waits at most.", above=0))
-    load_back_threshold: int = field(default=0, metadata=setting(
-        "A match on the host of fewer tokens is computed again and not loaded.", 0))
-    max_backup_ops: int = field(default=256, metadata=setting(
-        "How many copies from device to host are in flight at one time, at most.", 1))
-    write_back_watermark: float = field(default=0.1, metadata=setting(
-        "Share of the smaller of device and host that the device keeps free or saved in advance.", 0, 1))
-    kept_fraction: float = field(default=0.25, metadata=setting("Share of the device's pages that `keep()` may pin.",
-                                                                0, 1))
-    close_deadline: float = field(default=30.0, metadata=setting(
-        "Seconds that closing waits for pages that are still to be saved.", above=0))
-    freeze_gc: bool = field(default=False, metadata=setting(
-        "Whether the garbage collector is told to leave out the tree as it grows."))
-    storage_options: dict[str, str] = field(default_factory=dict, repr=False, metadata=setting(
-        "Options of the store, if there is one store; they win over those in its URL. All values are text."))
+        "others goes beyond it."))] = 0.5
+    backup_quota: Annotated[Share, Meta(description=(
+        "Share of the host's pages that may wait for storage; beyond it the oldest are dropped."))] = 0.25
+    prefetch_timeout_base: Annotated[Seconds, Meta(description=(
+        "With `timeout`: seconds that a request waits for its prefetch, whatever the length."))] = 1.0
+    prefetch_timeout_per_1k: Annotated[Seconds, Meta(description=(
+        "With `timeout`: seconds that are added for each 1,024 tokens."))] = 0.25
+    prefetch_timeout_max: Annotated[Positive, Meta(description=(
+        "With `timeout`: seconds that a request waits at most."))] = 30.0
+    load_back_threshold: Annotated[Amount, Meta(description=(
+        "A match on the host of fewer tokens is computed again and not loaded."))] = 0
+    max_backup_ops: Annotated[Count, Meta(description=(
+        "How many copies from device to host are in flight at one time, at most."))] = 256
+    write_back_watermark: Annotated[Share, Meta(description=(
+        "Share of the smaller of device and host that the device keeps free or saved in advance."))] = 0.1
+    kept_fraction: Annotated[Share, Meta(description="Share of the device's pages that `keep()` may pin.")] = 0.25
+    close_deadline: Annotated[Positive, Meta(description=(
+        "Seconds that closing waits for pages that are still to be saved."))] = 30.0
+    freeze_gc: Annotated[bool, Meta(description=(
+        "Whether the garbage collector is told to leave out the tree as it grows."))] = False
+    storage_options: Annotated[dict[str, str], Meta(description=(
+        "Options of the store, if there is one store; they win over those in its URL. All values are text."))] = field(
+            default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.check_fields(self)
-        checks.text("model", self.model, empty=False)
+        super().__post_init__()
         checks.choice("eviction", self.eviction, eviction_policies())
-        checked = {
-            "write_policy": checks.member("write_policy", self.write_policy, WritePolicy),
-            "prefetch_policy": checks.member("prefetch_policy", self.prefetch_policy, PrefetchPolicy),
-            "storage": _urls(self.storage),
-            "storage_options": checks.texts("storage_options", self.storage_options),
-            "components": _each("components", self.components, (Full, SlidingWindow, Mamba)),
-            "sidecars": _each("sidecars", self.sidecars, (Sidecar,)),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        _check_components(self)
+        stores = tuple(checks.text("storage", url) for url in self.stores)
+        self._set("storage", stores if len(stores) > 1 else stores[0] if stores else None)
+        kinds = [one.kind for one in self.components]
+        if kinds[:1] != [ComponentKind.FULL] or kinds != sorted(set(kinds)):
+            raise ConfigError("components must be one Full, then at most one SlidingWindow, then at most one Mamba")
+        hosts = {one._page(self.page_size)[2] > 0 for one in self.components}
+        if len(hosts) > 1:
+            raise ConfigError("components: either every component has host pages or none has")
+        if stores and hosts == {False}:
+            raise ConfigError("storage: it needs a host tier: host_tokens is 0")
+        if self.storage_options and len(stores) > 1:
+            raise ConfigError("storage_options: with several stores, options belong in their URLs")
         self.pools()
 
     @property
@@ -287,153 +317,59 @@ class CacheConfig:
         Raises:
             ConfigError: a component has more slots than an int32 can number.
         """
-        slots = tuple(
-            ComponentSlots(_KIND[c.pool], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
-                           c.window if isinstance(c, SlidingWindow) else 0)
-            for c in self.components
-        )
-        for component in slots:
-            _check_numbers(component)
-        names = {one.name for one in fields(CoreConfig)} & {one.name for one in fields(CacheConfig)}
-        own: dict[str, Any] = {name: getattr(self, name) for name in names - {"components", "storage"}}
-        return CoreConfig(components=slots, storage=bool(self.stores),
+        slots = []
+        for one in self.components:
+            _, device, host = one._page(self.page_size)
+            for tier, count in (("device", device), ("host", host)):
+                if count > INT32_MAX:
+                    raise ConfigError(f"{one.pool}: {count} slots on the {tier}: at most {INT32_MAX} can be numbered")
+            slots.append(ComponentSlots(one.kind, device, host, one.window if isinstance(one, SlidingWindow) else 0))
+        names = {one.name for one in fields(CoreConfig)} & {*self.__struct_fields__} - {"components", "storage"}
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return CoreConfig(components=tuple(slots), storage=bool(self.stores),
                           max_prefetch_pages=max(1, int(slots[0].host * self.prefetch_quota)), **own)
 
     def pools(self) -> tuple[PoolSpec, ...]:
         """Return every pool: those of the components, in their order, then the sidecars in theirs.
 
         Raises:
-            ConfigError: two pools have the same name, an ``indices_from`` names no pool or closes a cycle, or a hit
-                policy is not the one of the component whose slots the sidecar uses.
+            ConfigError: two pools have the same name, the bytes of a page cannot be divided among a pool's layers, an
+                ``indices_from`` names no pool or closes a cycle, or a hit policy is not the one of the component whose
+                slots the sidecar uses.
         """
-        own = {spec.name: spec for spec in map(self._component_pool, self.components)}
-        sidecars = {s.name: s for s in self.sidecars}
-        if len(sidecars) < len(self.sidecars) or sidecars.keys() & own.keys():
-            raise ConfigError(f"sidecars: pool names must be unique: {[s.name for s in self.sidecars]}")
-        return (*own.values(), *(_sidecar_pool(s, own, sidecars) for s in self.sidecars))
+        names = [*(one.pool for one in self.components), *(one.name for one in self.sidecars)]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"sidecars: pool names must be unique: {names}")
+        own: dict[str, PoolSpec] = {}
+        for one in self.components:
+            size, device, host = one._page(self.page_size)
+            policy = HitPolicy.ALL_PAGES if isinstance(one, Full) else HitPolicy.TRAILING_PAGES
+            own[one.pool] = PoolSpec(name=one.pool, component=one.kind, bytes_per_page=size, device_pages=device,
+                                     host_pages=host, hit_policy=policy, **_common(one, size))
+        return (*own.values(), *(self._sidecar_pool(one, own) for one in self.sidecars))
 
-    def _component_pool(self, component: Component) -> PoolSpec:
-        kind = _KIND[component.pool]
-        unit = component.state_bytes if isinstance(component, Mamba) else component.bytes_per_token * self.page_size
-        return PoolSpec(
-            name=component.pool, component=kind, bytes_per_page=unit, layers=component.layers,
-            device_pages=_slots(component, self.page_size, host=False),
-            host_pages=_slots(component, self.page_size, host=True),
-            hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
-            replicated=component.replicated.over, dtype=component.dtype, covers=component.covers,
-        )
-
-
-def split_urls(text: str) -> tuple[str, ...]:
-    """Return the URLs in ``text``, which has spaces between them. A space that no scheme follows is part of a URL."""
-    return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
-
-
-def _urls(storage: object) -> str | tuple[str, ...] | None:
-    if storage is None or isinstance(storage, str):
-        return None if storage is None else checks.text("storage", storage)
-    if not isinstance(storage, (tuple, list)) or not all(isinstance(url, str) for url in storage):
-        raise ConfigError(f"storage: a URL, or several of them, and not an object of type {type(storage).__name__}")
-    return tuple(checks.text("storage", url) for url in storage)
-
-
-def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, ...]:
-    if not isinstance(values, (tuple, list)):
-        raise ConfigError(f"{name}={checks.shown(values)} must be a tuple")
-    return tuple(checks.instance(f"{name}[{at}]", value, kinds) for at, value in enumerate(values))
+    def _sidecar_pool(self, spec: Sidecar, own: dict[str, PoolSpec]) -> PoolSpec:
+        """Return the pool of ``spec``, at the slots of the component to which ``indices_from`` leads."""
+        sidecars = {one.name: one for one in self.sidecars}
+        source, seen, where = spec.indices_from, {spec.name}, f"sidecar {spec.name!r}"
+        while source not in own:
+            if source in seen:
+                raise ConfigError(f"{where}: indices_from={source!r} closes a cycle")
+            if source not in sidecars:
+                near = checks.nearest(source, [*own, *sidecars])
+                raise ConfigError(f"{where}: indices_from={source!r} is no pool{near}")
+            seen.add(source)
+            source = sidecars[source].indices_from
+        root = own[source]
+        if spec.hit_policy is not None and spec.hit_policy is not root.hit_policy:
+            raise ConfigError(f"{where}: hit_policy={spec.hit_policy.value!r}, but its slots are those of "
+                              f"{root.name!r}, which is needed as {root.hit_policy.value!r}")
+        return replace(root, name=spec.name, bytes_per_page=spec.bytes_per_page, indices_from=spec.indices_from,
+                       **_common(spec, spec.bytes_per_page))
 
 
-def _check_pool(pool: _PoolFields, where: str) -> None:
-    """Check and convert all fields of a pool that can be checked without knowing the other pools. ``where`` names the
-    pool in errors."""
-    checks.check_fields(pool, f"{where}: ")
-    replicated: object = pool.replicated
-    if checks.is_flag(replicated):
-        replicated = Replicated.TP_CP if replicated else Replicated.NO
-    object.__setattr__(pool, "replicated", checks.member(f"{where}: replicated", replicated, Replicated))
-    covers = pool.covers
-    if not isinstance(covers, (tuple, list)):
-        raise ConfigError(f"{where}: covers={checks.shown(covers)} must be a tuple of integers")
-    covers = tuple(checks.integer(f"{where}: covers", layer, 0, MOST_LAYERS) for layer in covers)
-    object.__setattr__(pool, "covers", covers)
-    if covers and (len(covers) != pool.layers or list(covers) != sorted(covers)):
-        raise ConfigError(f"{where}: covers={covers!r} must name a layer of the model for each of "
-                          f"layers={pool.layers}, never falling")
-
-
-def _slots(component: Component, page_size: int, *, host: bool) -> int:
-    if isinstance(component, Mamba):
-        return component.host_states if host else component.device_states
-    return (component.host_tokens if host else component.device_tokens) // page_size
-
-
-def _check_numbers(slots: ComponentSlots) -> None:
-    for tier, count in (("device", slots.device), ("host", slots.host)):
-        if count > INT32_MAX:
-            name = POOL_NAME[slots.kind]
-            raise ConfigError(f"{name}: {count} slots on the {tier}: at most {INT32_MAX} can be numbered")
-
-
-def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
-    where = f"sidecar {spec.name!r}"
-    if spec.bytes_per_page % spec.layers:
-        raise ConfigError(f"{where}: bytes_per_page={spec.bytes_per_page} is not a multiple of layers={spec.layers}")
-    root = _root(spec, own, sidecars)
-    if spec.hit_policy is not None:
-        _check_policy(where, spec.hit_policy, root)
-    return PoolSpec(
-        name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
-        device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
-        indices_from=spec.indices_from, replicated=spec.replicated.over, dtype=spec.dtype, covers=spec.covers,
-    )
-
-
-def _root(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
-    """Return the component's pool that is reached from ``spec`` by following ``indices_from``."""
-    source, seen = spec.indices_from, {spec.name}
-    while source not in own:
-        if source in seen:
-            raise ConfigError(f"sidecar {spec.name!r}: indices_from={source!r} closes a cycle")
-        if source not in sidecars:
-            raise ConfigError(f"sidecar {spec.name!r}: indices_from={source!r} is no pool")
-        seen.add(source)
-        source = sidecars[source].indices_from
-    return own[source]
-
-
-def _check_policy(where: str, policy: HitPolicy, root: PoolSpec) -> None:
-    if policy is not root.hit_policy:
-        raise ConfigError(
-            f"{where}: hit_policy={policy.value!r}, but its slots are those of {root.name!r}, "
-            f"which is needed as {root.hit_policy.value!r}"
-        )
-
-
-def _check_components(config: CacheConfig) -> None:
-    kinds = [_KIND[c.pool] for c in config.components]
-    if kinds[:1] != [ComponentKind.FULL] or sorted(set(kinds)) != kinds:
-        raise ConfigError("components must be one Full, then at most one SlidingWindow, then at most one Mamba")
-    for component in config.components:
-        _check_component(component, config.page_size)
-    hosts = [_slots(c, config.page_size, host=True) > 0 for c in config.components]
-    if len(set(hosts)) > 1:
-        raise ConfigError("components: either every component has host pages or none has")
-    if config.stores and not hosts[0]:
-        raise ConfigError("storage: it needs a host tier: host_tokens is 0")
-    if config.storage_options and len(config.stores) > 1:
-        raise ConfigError("storage_options: with several stores, options belong in their URLs")
-
-
-def _check_component(component: Component, page_size: int) -> None:
-    """Check that a component's room is whole pages, and that the bytes of a page can be divided among its layers."""
-    name = component.pool
-    if isinstance(component, Mamba):
-        unit = component.state_bytes
-    else:
-        for field_name in ("device_tokens", "host_tokens"):
-            value = getattr(component, field_name)
-            if value % page_size:
-                raise ConfigError(f"{name}: {field_name}={value} is not a multiple of page_size={page_size}")
-        unit = component.bytes_per_token * page_size
-    if unit % component.layers:
-        raise ConfigError(f"{name}: {unit} bytes a page are not a multiple of layers={component.layers}")
+def _common(pool: _Pool, size: int) -> dict[str, Any]:
+    """Return the fields of a ``PoolSpec`` that every pool has the settings of. ``size``: the bytes of a page."""
+    if size % pool.layers:
+        raise ConfigError(f"{pool._where()}{size} bytes a page are not a multiple of layers={pool.layers}")
+    return {"layers": pool.layers, "replicated": pool.replicated.over, "dtype": pool.dtype, "covers": pool.covers}

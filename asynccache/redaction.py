@@ -26,8 +26,10 @@ def shown(name: str, value: object) -> object:
     """Return the value of a setting, or of a table or list of settings, with its secrets replaced by ``HIDDEN``."""
     if isinstance(value, dict):
         return {key: shown(str(key), one) for key, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(shown(name, one) for one in value)
+    if type(value) is tuple:
+        return tuple(shown(name, one) for one in value)
+    if isinstance(value, list):
+        return [shown(name, one) for one in value]
     if not isinstance(value, str):
         return value
     if is_secret(name):

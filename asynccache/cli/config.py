@@ -13,8 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
-from asynccache.configuration import Loaded, as_toml, read_config, schema
-from asynccache.configuration.building import Effective
+from asynccache.configuration import Effective, Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
@@ -54,7 +53,7 @@ def execute(options: argparse.Namespace) -> int:
 def _show(file: str | None, as_json: bool) -> int:
     loaded = read_config(file)
     if loaded.config is None:
-        return _tell(list(map(str, loaded.problems)))
+        return _tell(loaded.problems)
     values = loaded.values
     print(json.dumps(_plain(values), indent=2) if as_json else as_toml(values), end="\n" if as_json else "")
     return 0
@@ -67,14 +66,14 @@ def _plain(values: Iterable[Effective]) -> list[dict[str, object]]:
 
 def _check(file: str) -> int:
     loaded = read_config(file)
-    problems = [*map(str, loaded.problems), *_storage_problems(loaded)]
+    problems = [*loaded.problems, *_storage_problems(loaded)]
     if not problems:
         print(f"{file}: can be used")
         return 0
     return _tell(problems)
 
 
-def _tell(problems: list[str]) -> int:
+def _tell(problems: Iterable[str]) -> int:
     for problem in problems:
         print(f"asynccache: {problem}", file=sys.stderr)
     return 1

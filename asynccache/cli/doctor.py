@@ -13,10 +13,11 @@ import asyncio
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
 from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Any
+
+from msgspec import structs
 
 from asynccache import compiled
 from asynccache.cli.parsing import gpu
@@ -103,7 +104,7 @@ async def measured(device: Any) -> Report:
     return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)},
             "copies": {"width": WIDTH, "pages": PAGES, "layers": LAYERS, **paths},
             "wake_up": {"p50_us": round(wake.p50, 2), "p99_us": round(wake.p99, 2), "samples": WAKE_UPS},
-            "settings": asdict(device.settings)} | _lost(paths)  # fmt: skip
+            "settings": structs.asdict(device.settings)} | _lost(paths)  # fmt: skip
 
 
 async def _by_path(opened: Any, below: int) -> Report:
@@ -117,8 +118,8 @@ async def _by_path(opened: Any, below: int) -> Report:
     from asynccache.memory.cuda.device import CudaDevice
     from asynccache.memory.pools import Mover
 
-    thresholds = {one.name: below for one in fields(opened.settings) if one.name.endswith("_below")}
-    device = CudaDevice(opened.driver, opened.name, settings=replace(opened.settings, **thresholds))
+    thresholds = {one.name: below for one in structs.fields(opened.settings) if one.name.endswith("_below")}
+    device = CudaDevice(opened.driver, opened.name, settings=structs.replace(opened.settings, **thresholds))
     try:
         mover = Mover(device, [PoolSpec(
             name="doctor", component=ComponentKind.FULL, bytes_per_page=WIDTH * LAYERS, layers=LAYERS,

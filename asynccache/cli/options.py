@@ -15,14 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, check_device, choice, integer, like, port
+import msgspec
+
+from asynccache.checks import nearest
+from asynccache.cli.parsing import NOT_NEGATIVE, POSITIVE, SHARE, Parse, check_device, choice, integer, port
 from asynccache.cli.pool_options import PRESET, check_replicas, check_sidecars
-from asynccache.config import CacheConfig, Full, SlidingWindow, split_urls
+from asynccache.config import COMPONENTS, CacheConfig, Full, Mamba, SlidingWindow, eviction_policies, split_urls
 from asynccache.configuration import load_config
-from asynccache.configuration.settings import CACHE, COMPONENTS, Setting
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
+from asynccache.settings import Settings, fields_of
 
 COMMANDS = ("replay", "stress")
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
@@ -57,7 +60,7 @@ def _components(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in COMPONENTS:
-            raise ConfigError(f"{name!r} is no component: one of {', '.join(COMPONENTS)}{like(name, COMPONENTS)}")
+            raise ConfigError(f"{name!r} is no component: one of {', '.join(COMPONENTS)}{nearest(name, COMPONENTS)}")
     if names[0] != "full" or len(set(names)) < len(names):
         raise ConfigError("must begin with full; swa and mamba may follow, each once")
     return tuple(name for name in COMPONENTS if name in names)
@@ -83,20 +86,15 @@ def _option(
     return field(default=otherwise, metadata={"option": (parse, defaults, metavar, text, several)})
 
 
-def _whole(row: Setting) -> Parse:
+def _whole(cls: type[Settings], name: str) -> Parse:
     """Return the parser of an option that has the bounds of a setting of the cache."""
-    return integer(row.bounds.minimum, row.bounds.maximum)
+    (kind,) = fields_of(cls)[name].kinds
+    return integer(kind.ge, kind.le)
 
 
-def _policy(name: str, **defaults: Any) -> Any:
-    """Declare an option for the setting ``name`` of the cache, whose value is one of a few names. The declaration of
-    the setting lists them."""
-    row = CACHE[name]
-
-    def parse(text: str) -> str:
-        return choice(*row.choices())(text)
-
-    return _option(parse, "NAME", lambda: ", ".join(row.choices()), **(defaults or {"both": row.default}))
+def _policy(names: Callable[[], tuple[str, ...]], **defaults: Any) -> Any:
+    """Declare an option for a setting of the cache whose value is one of ``names``."""
+    return _option(lambda text: choice(*names())(text), "NAME", lambda: ", ".join(names()), **defaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +127,13 @@ class RunSettings:
     components: tuple[str, ...] = _option(
         _components, "LIST", "full, or full with swa, mamba or both", replay=("full",), stress=tuple(COMPONENTS))
     window: int = _option(
-        _whole(COMPONENTS["swa"]["window"]), "TOKENS", "sliding window of swa", replay=1024, stress=512)
-    page_size: int = _option(_whole(CACHE["page_size"]), "TOKENS", "tokens in a page", replay=512, stress=16)
+        _whole(SlidingWindow, "window"), "TOKENS", "sliding window of swa", replay=1024, stress=512)
+    page_size: int = _option(_whole(CacheConfig, "page_size"), "TOKENS", "tokens in a page", replay=512, stress=16)
     bytes_per_token: int = _option(
         integer(1), "BYTES", "KV of one token in all layers, of full and of swa each", replay=16, stress=512)
-    layers: int = _option(_whole(COMPONENTS["full"]["layers"]), "N", "layers in every pool", replay=1, stress=4)
+    layers: int = _option(_whole(Full, "layers"), "N", "layers in every pool", replay=1, stress=4)
     mamba_bytes: int = _option(
-        _whole(COMPONENTS["mamba"]["state_bytes"]), "BYTES", "one recurrent state in all layers", both=65536)
+        _whole(Mamba, "state_bytes"), "BYTES", "one recurrent state in all layers", both=65536)
     sidecars: str = _option(
         check_sidecars, "LIST",
         f"pools that use another pool's slots, as NAME:FROM:BYTES_PER_TOKEN,...; {PRESET}: compressed KV on full, "
@@ -165,9 +163,10 @@ class RunSettings:
         replay=False, otherwise=False)
     prefill_tokens_per_s: float = _option(
         POSITIVE, "X", "tokens that the modelled engine computes per second, for time to first token", both=8000.0)
-    write_policy: WritePolicy = _policy("write_policy")
-    prefetch_policy: PrefetchPolicy = _policy("prefetch_policy", replay="wait_complete", stress="timeout")
-    eviction: str = _policy("eviction")
+    write_policy: WritePolicy = _policy(lambda: tuple(one.value for one in WritePolicy), both="write_through")
+    prefetch_policy: PrefetchPolicy = _policy(
+        lambda: tuple(one.value for one in PrefetchPolicy), replay="wait_complete", stress="timeout")
+    eviction: str = _policy(eviction_policies, both="p2c")
     device: str = _option(check_device, "cpu|cuda:N", "where L1 is; asynccache doctor describes the GPUs", both="cpu")
     seed: int = _option(integer(0), "N", "seed of everything that is drawn at random", both=0)
     loop: str | None = _option(
@@ -202,8 +201,6 @@ class RunSettings:
 
     def plain(self) -> dict[str, object]:
         """The settings as plain values for the JSON report, without secrets."""
-        import msgspec  # here: --version and --help answer without any dependency
-
         return {name: shown(name, value) for name, value in msgspec.to_builtins(self).items()}
 
 
@@ -335,7 +332,7 @@ def _together(values: Sequence[str | tuple[str, ...] | None]) -> str | tuple[str
 def suggest(command: str, word: str) -> str:
     """For an option that ``command`` does not have: "; did you mean ...", or nothing if no option is like it."""
     names = [f"--{option.name}" for option in options_for(command).values()]
-    return like(word.split("=")[0], names)
+    return nearest(word.split("=")[0], names)
 
 
 def _checked(settings: RunSettings) -> RunSettings:

@@ -6,11 +6,10 @@ value must be; whoever called it puts the option and the text before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from asynccache.checks import Bounds
-from asynccache.configuration import nearest
+from asynccache.checks import nearest, unmet
 from asynccache.errors import ConfigError
 from asynccache.memory.device import parse_device
 
@@ -21,15 +20,13 @@ Parse = Callable[[str], Any]
 
 def integer(low: float | None, high: float | None = None) -> Callable[[str], int]:
     """Return the parser of an integer, at least ``low`` and at most ``high``."""
-    bounds = Bounds(low, high)
-
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise ConfigError("must be an integer") from None
-        if unmet := bounds.unmet(value):
-            raise ConfigError(unmet)
+        if why := unmet(value, low, high):
+            raise ConfigError(why)
         return value
     return parse
 
@@ -64,7 +61,7 @@ def choice(*names: str) -> Callable[[str], str]:
     """Return the parser of one of ``names``."""
     def parse(text: str) -> str:
         if text not in names:
-            raise ConfigError(f"must be one of {', '.join(names)}{like(text, names)}")
+            raise ConfigError(f"must be one of {', '.join(names)}{nearest(text, names)}")
         return text
     return parse
 
@@ -72,13 +69,6 @@ def choice(*names: str) -> Callable[[str], str]:
 def listed(parse: Callable[[str], _T]) -> Callable[[str], list[_T]]:
     """Return the parser of values with commas between them, each of them read by ``parse``; "" is an empty list."""
     return lambda text: [parse(part.strip()) for part in text.split(",") if part.strip()]
-
-
-def like(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence, ``; did you mean ...``, with the most similar of ``names``; "" if none is
-    similar."""
-    hint = nearest(name, names)
-    return f"; {hint}" if hint else ""
 
 
 def check_device(text: str) -> str:

@@ -24,12 +24,12 @@ from asynccache.cli.policy import compared
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
 from asynccache.cli.trace import TraceRequest, arrivals, paths_of, read_trace
-from asynccache.configuration.settings import CACHE
+from asynccache.config import CacheConfig, eviction_policies
 from asynccache.errors import ConfigError
+from asynccache.settings import fields_of
 
 GIB = 1 << 30
 SIZES = listed(number_of("sizes in GiB above 0, with commas between them", 1e-9, 1e9))
-EVICTION = CACHE["eviction"]
 Report = dict[str, Any]
 
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GB/s from host to device (default: %(default)s)")
     add("--storage-gb-per-s", type=POSITIVE, default=3.0, metavar="X",
         help="GB/s from storage to host (default: %(default)s)")
-    add("--eviction", default=EVICTION.default, choices=EVICTION.choices(),
+    add("--eviction", default=fields_of(CacheConfig)["eviction"].default, choices=eviction_policies(),
         help="the policy in use (default: %(default)s)")
     add("--json", metavar="PATH|-", help="the answer as JSON, to a file or (-) instead of the table")
 

@@ -3,9 +3,10 @@ pool), and ``--replicated``, the pools that every rank holds whole instead of a 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from asynccache.config import CacheConfig, Component, Replicated, Sidecar
 from asynccache.errors import ConfigError
@@ -112,7 +113,7 @@ def replicate(config: CacheConfig, text: str) -> CacheConfig:
 
     components = tuple(mark(part, part.pool) for part in config.components)
     sidecars = tuple(mark(part, part.name) for part in config.sidecars)
-    return replace(config, components=components, sidecars=sidecars)  # type: ignore[arg-type]
+    return replace(config, components=components, sidecars=sidecars)
 
 
 def _replicas(text: str) -> dict[str, Replicated]:

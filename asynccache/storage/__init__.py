@@ -30,6 +30,7 @@ from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.url import (
     HostPort,
     ParsedUrl,
+    Size,
     StoreOptions,
     parse_host_port,
     parse_size,
@@ -43,7 +44,7 @@ __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",
     "CheckedStore", "Closed", "Collectable", "Collected", "HostPort", "Listable", "OpenCalls", "PageKey", "Pages",
     "ParsedUrl", "Part", "Permit", "Probeable", "Record", "Result", "Scrubbable", "Scrubbed", "StorageBackend",
-    "StoreLayout", "StoreOptions", "Stored", "Tell", "ThreadPool", "Verify", "Watchable", "backend_class",
+    "Size", "StoreLayout", "StoreOptions", "Stored", "Tell", "ThreadPool", "Verify", "Watchable", "backend_class",
     "check_store", "check_stores", "completed", "completed_in_thread", "open_store", "parse_host_port", "parse_size",
     "parse_url", "settled", "take_options", "weights_digest",
 ]

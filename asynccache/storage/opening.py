@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import entry_points
 from itertools import count
 from random import uniform
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
@@ -86,7 +87,7 @@ async def open_store(
         return None
     common, own = take_options(parsed)
     if timeout is not None:
-        common = replace(common, timeout=timeout)
+        common = msgspec.structs.replace(common, timeout=timeout)
     backend = await backend_class(parsed.scheme).open(own, layout)
     try:
         return checked(backend, layout, common)

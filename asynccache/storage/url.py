@@ -15,12 +15,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from math import inf, nan
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
+
+from msgspec import Meta
 
 from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.redaction import HIDDEN, is_secret, redacted
+from asynccache.settings import Positive, Seconds, Settings, fields_of
+
+_S = TypeVar("_S", bound=Settings)
 
 MOST_SIZE = 1 << 62
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
@@ -47,6 +52,10 @@ def parse_size(name: str, text: str) -> int:
     if size > MOST_SIZE:
         raise ConfigError(f"{name}={text!r} is more than {MOST_SIZE} bytes, and no store has as many")
     return size
+
+
+Size = Annotated[int, Meta(ge=0, le=MOST_SIZE, extra={"parse": parse_size})]
+"""A number of bytes, as the type of a setting. As text it may have a unit, see ``parse_size``."""
 
 
 class HostPort(NamedTuple):
@@ -100,7 +109,8 @@ class ParsedUrl:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.check_fields(self)
+        object.__setattr__(self, "scheme", checks.text("scheme", self.scheme))
+        object.__setattr__(self, "path", checks.text("path", self.path))
         object.__setattr__(self, "options", checks.texts("options", self.options))
 
     def __str__(self) -> str:
@@ -109,6 +119,19 @@ class ParsedUrl:
 
     def __repr__(self) -> str:
         return f"ParsedUrl({str(self)!r})"
+
+    def settings(self, kind: type[_S], **own: Any) -> _S:
+        """Return the options as settings of this kind. ``own``: those of its settings that are no options.
+
+        Raises:
+            ConfigError: an option is unknown or unusable; the message names it.
+        """
+        if not (isinstance(kind, type) and issubclass(kind, Settings)):
+            raise ConfigError(f"kind={checks.shown(kind)} must be a subclass of Settings")
+        fields = fields_of(kind)
+        self.allow_only(fields.keys() - own.keys())
+        found = {name: fields[name].read(f"storage option {name}", text) for name, text in self.options.items()}
+        return kind(**found, **own)
 
     def allow_only(self, names: Collection[str]) -> None:
         """Raise ConfigError if the URL has an option that is not one of ``names``, a collection of texts."""
@@ -205,14 +228,10 @@ def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
     return ParsedUrl(scheme, path, {**found, **(options or {})})
 
 
-YES_NO = ("yes", "no")
 MOST_CALLS = 1 << 16
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
+class StoreOptions(Settings, frozen=True):
     """The settings of one store.
 
     ``name``: what it is called among the attached stores. ``write``: whether pages are written to it. ``promote``:
@@ -221,18 +240,18 @@ class StoreOptions:
     running counts as a failure for the breaker; 0 means never.
     """
 
-    name: str = "store"
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "store"
     write: bool = True
     promote: bool = True
-    timeout: float = field(default=30.0, metadata=checks.within(above=0))
-    concurrency: int = field(default=16, metadata=checks.within(1, MOST_CALLS))
-    slow: float = field(default=10.0, metadata=checks.within(0))
+    timeout: Positive = 30.0
+    concurrency: Annotated[int, Meta(ge=1, le=MOST_CALLS)] = 16
+    slow: Seconds = 10.0
 
-    def __post_init__(self) -> None:
-        checks.check_fields(self, "storage option ")
+    def _where(self) -> str:
+        return "storage option "
 
 
-NAMES = tuple(StoreOptions.__dataclass_fields__)
+NAMES = StoreOptions.__struct_fields__
 
 
 def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
@@ -243,26 +262,12 @@ def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
         ConfigError: an option has an unusable value; the message names both.
     """
     checks.instance("url", url, ParsedUrl)
-    default = StoreOptions()
-    options = StoreOptions(
-        name=_name(url),
-        write=url.choice("write", YES_NO) == "yes",
-        promote=url.choice("promote", YES_NO) == "yes",
-        timeout=url.number("timeout", default.timeout),
-        concurrency=url.whole_number("concurrency", default.concurrency, 1, MOST_CALLS),
-        slow=url.number("slow", default.slow),
-    )
-    return options, replace(url, options={name: value for name, value in url.options.items() if name not in NAMES})
+    own = {"name": url.scheme} | {name: text for name, text in url.options.items() if name in NAMES}
+    rest = {name: text for name, text in url.options.items() if name not in NAMES}
+    return replace(url, options=own).settings(StoreOptions), replace(url, options=rest)
 
 
 def check_name(name: str, taken: Collection[str]) -> None:
     """Raise ConfigError if ``name`` is one of ``taken``, the names of the other stores."""
     if name in taken:
         raise ConfigError(f"storage: a store {name!r} is attached already; call this one otherwise (name=)")
-
-
-def _name(url: ParsedUrl) -> str:
-    name = url.options.get("name", url.scheme)
-    if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"storage option name={name!r}: up to 64 letters, digits, '.', '_' and '-', as in name=disk")
-    return name

@@ -240,7 +240,7 @@ class WorkerGroup:
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
-        opened = await self._call(lambda call: m.OpenWorker(call, m.settings_of(self._config)), m.WorkerOpened)
+        opened = await self._call(lambda call: m.OpenWorker(call, self._config), m.WorkerOpened)
         first = next(iter(opened.values()))
         pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():

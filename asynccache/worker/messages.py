@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.config import CacheConfig
 from asynccache.core.plan import BackupStorage, Status, StoredPages
 from asynccache.errors import RankFailure
 from asynccache.storage.url import StoreOptions
@@ -65,18 +65,10 @@ class Answer(Message):
 # from the head
 
 
-class PlainConfig(Message):
-    """A ``CacheConfig`` in plain values. ``components``: the class name of each, and its fields."""
-
-    components: tuple[tuple[str, dict[str, Any]], ...]
-    sidecars: tuple[dict[str, Any], ...]
-    others: dict[str, Any]
-
-
 class OpenWorker(Call, tag=1):
     """Open pools and stores. Answered by ``WorkerOpened``."""
 
-    settings: PlainConfig
+    settings: CacheConfig
 
 
 class AllOpen(Message, tag=2):
@@ -377,25 +369,3 @@ decode_head_messages: Callable[[bytes], list[HeadMessage]] = _decoder(list[HeadM
 decode_worker_messages: Callable[[bytes], list[WorkerMessage]] = _decoder(list[WorkerMessage])
 decode_hello: Callable[[bytes], Hello] = _decoder(Hello)
 decode_welcome: Callable[[bytes], Welcome] = _decoder(Welcome)
-
-
-# settings as plain values
-
-_COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full, SlidingWindow, Mamba)}
-
-
-def settings_of(config: CacheConfig) -> PlainConfig:
-    """Return ``config`` as plain values."""
-    plain = msgspec.to_builtins(config)  # not encoded here: the head's own worker may get values that no frame can hold
-    kinds = [type(part).__name__ for part in config.components]
-    return PlainConfig(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
-
-
-def config_of(settings: PlainConfig) -> CacheConfig:
-    """Return the configuration that was sent. Raises ``RankFailure``: the values make no configuration."""
-    try:
-        components = tuple(_COMPONENTS[kind](**part) for kind, part in settings.components)
-        sidecars = tuple(Sidecar(**part) for part in settings.sidecars)
-        return CacheConfig(components=components, sidecars=sidecars, **settings.others)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RankFailure(f"sent settings that are none: {error}") from None

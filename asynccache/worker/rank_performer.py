@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec.structs import replace
 
 from asynccache import checks
 from asynccache.config import CacheConfig
@@ -151,7 +152,7 @@ class Performer:
     async def _open(self, order: m.OpenWorker) -> m.Message:
         from asynccache.worker.local import open_local  # not before there is something to open: torch comes with it
 
-        base = m.config_of(order.settings)
+        base = order.settings
         self.config = config = self._place(base if self._shard is None else self._shard(base))
         check_shard(base, config)
         place = self.topology.place(self.rank)

@@ -8,18 +8,16 @@ long as it has a lease.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 from asynccache import AsyncCache, ConfigError
-from asynccache.checks import check_fields, within
+from asynccache.settings import Count, Settings
 from asynccache_shim.admission import CacheShape, SlotCounts, by_rank, shape_of
 from asynccache_shim.request import Finish, State, end_request
 from asynccache_shim.scheduled_request import ScheduledRequest
 from asynccache_shim.shards import Shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(Settings, frozen=True, kw_only=True):
     """The settings of a scheduler.
 
     step_tokens: how many tokens one step computes at most, of all requests together.
@@ -32,14 +30,11 @@ class SchedulerConfig:
         ConfigError: a value is of the wrong type or out of its bounds.
     """
 
-    step_tokens: int = field(default=512, metadata=within(1))
-    max_running: int = field(default=32, metadata=within(1))
-    checkpoint_every: int = field(default=512, metadata=within(1))
+    step_tokens: Count = 512
+    max_running: Count = 32
+    checkpoint_every: Count = 512
     preempt: bool = True
-    load_attempts: int = field(default=8, metadata=within(1))
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    load_attempts: Count = 8
 
 
 class Board:

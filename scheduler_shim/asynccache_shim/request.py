@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -20,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache import ConfigError, Hits
-from asynccache.checks import check_fields, flag, instance, integer, namespace, number, shown, within
+from asynccache.checks import flag, instance, integer, namespace, number, shown
+from asynccache.settings import Count, Settings
 from asynccache_shim.model import Sampling
 
 Tokens = npt.NDArray[np.int32]
@@ -50,17 +50,16 @@ class Finish(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Settings, frozen=True):
     """The limits of a generation: it ends after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is
     then the last token of the output."""
 
-    max_new_tokens: int = field(default=16, metadata=within(1))
+    max_new_tokens: Count = 16
     stop_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        object.__setattr__(self, "stop_tokens", as_stop_tokens(self.stop_tokens))
+        self._set("stop_tokens", as_stop_tokens(self.stop_tokens))
+        super().__post_init__()
 
 
 class Matched(NamedTuple):

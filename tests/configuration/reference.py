@@ -1,22 +1,25 @@
-"""The reference of all settings as Markdown, made from the same rows by which files are read.
+"""The reference of all settings as Markdown, made from their declarations.
 
 ``python -m tests.configuration.reference`` writes it into docs/configuration.md.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path as FilePath
 
-from asynccache.config import Sidecar
-from asynccache.configuration import settings
-from asynccache.configuration.building import variable
-from asynccache.configuration.settings import REQUIRED, Path, Setting
+import msgspec
+
+from asynccache.config import COMPONENTS, CacheConfig, Sidecar, eviction_policies
+from asynccache.configuration import CACHE, PREFIX, SIDECAR
+from asynccache.settings import Field, Settings, fields_of
 
 BEGIN = "<!-- written by: python -m tests.configuration.reference -->"
 END = "<!-- to here -->"
 PAGE = FilePath(__file__).parents[2] / "docs" / "configuration.md"
-_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple: "integers"}
+_TYPES = {"Int": "integer", "Float": "number", "Bool": "true or false", "Str": "text", "VarTuple": "integers"}
 
 
 def reference() -> str:
@@ -31,30 +34,40 @@ def renewed(page: str) -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield from _section("The cache", "At the top of the file.", (), settings.CACHE)
-    for kind, rows in settings.COMPONENTS.items():
-        meaning = settings.meaning(settings.COMPONENT_CLASSES[kind])
-        yield from _section(f"`[components.{kind}]`", meaning, ("components", kind), rows)
-    yield from _section("`[sidecars.NAME]`", settings.meaning(Sidecar), ("sidecars", "NAME"), settings.SIDECAR)
-    yield from ("### `[storage_options]`", "", f"{settings.OPTION.text} `capacity` is set by",
-                f"`{variable(('storage_options', 'capacity'))}`, and so on.")
+    yield from _section("The cache", "At the top of the file.", "", CACHE)
+    for kind, cls in COMPONENTS.items():
+        yield from _section(f"`[components.{kind}]`", _meaning(cls), f"COMPONENTS__{kind.upper()}", fields_of(cls))
+    yield from _section("`[sidecars.NAME]`", _meaning(Sidecar), "SIDECARS__NAME", SIDECAR)
+    meaning = fields_of(CacheConfig)["storage_options"].meaning
+    yield from ("### `[storage_options]`", "", f"{meaning} `capacity` is set by",
+                f"`{PREFIX}STORAGE_OPTIONS__CAPACITY`, and so on.")
 
 
-def _section(title: str, text: str, path: Path, rows: Mapping[str, Setting]) -> Iterator[str]:
+def _meaning(cls: type[Settings]) -> str:
+    """The first paragraph of the docstring."""
+    return " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].replace("``", "`").split())
+
+
+def _section(title: str, text: str, variable: str, fields: Mapping[str, Field]) -> Iterator[str]:
     yield from (f"### {title}", "", text, "")
-    if path:
-        yield from (f"Environment: `{variable((*path, 'KEY'))}`.", "")
+    if variable:
+        yield from (f"Environment: `{PREFIX}{variable}__KEY`.", "")
     yield from ("| setting | type | default | |", "|---|---|---|---|")
-    for row in rows.values():
-        yield f"| `{row.name}` | {_type(row)} | {_default(row)} | {row.text} |"
+    for name, field in fields.items():
+        yield f"| `{name}` | {_type(name, field)} | {_default(field)} | {field.meaning} |"
     yield ""
 
 
-def _type(row: Setting) -> str:
-    name = ", ".join(f"`{choice}`" for choice in row.choices()) or _TYPES[row.kind]
-    if row.several:
+def _type(setting: str, field: Field) -> str:
+    kind, *others = field.kinds
+    if isinstance(kind, msgspec.inspect.EnumType):
+        return ", ".join(f"`{one.value}`" for one in kind.cls)
+    if setting == "eviction":
+        return ", ".join(f"`{one}`" for one in eviction_policies())
+    name = _TYPES[type(kind).__name__.removesuffix("Type")]
+    if others:
         return f"{name}, or a list of it"
-    low, high, above = row.bounds
+    low, high, above = (getattr(kind, bound, None) for bound in ("ge", "le", "gt"))
     if low is not None and high is not None:
         return f"{name}, {low:g} to {high:g}"
     if low is not None:
@@ -62,10 +75,11 @@ def _type(row: Setting) -> str:
     return name if above is None else f"{name} above {above:g}"
 
 
-def _default(row: Setting) -> str:
-    if row.default is REQUIRED:
+def _default(field: Field) -> str:
+    if field.required:
         return "must be given"
-    value = list(row.default) if isinstance(row.default, tuple) else row.default
+    value = field.default
+    value = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
     return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

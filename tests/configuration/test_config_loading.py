@@ -24,7 +24,7 @@ from asynccache.configuration import Loaded, as_toml, read_config
 FILE = """\
 # a cache
 model = "my-model"
-page-size = 16
+page_size = 16
 storage = "file:/var/kv?capacity=10GiB"
 notes_are_refused = 0
 
@@ -51,7 +51,7 @@ def read(file: Path, text: str, env: Mapping[str, str] | None = None, **given: A
 
 def said(loaded: Loaded) -> list[str]:
     assert loaded.config is None
-    return [str(problem) for problem in loaded.problems]
+    return list(loaded.problems)
 
 
 def test_python_wins_over_the_environment_over_the_file_over_defaults(kv: Path) -> None:
@@ -61,15 +61,13 @@ def test_python_wins_over_the_environment_over_the_file_over_defaults(kv: Path) 
     assert config.page_size == 64
     assert config.components == (Full(bytes_per_token=1024, layers=2, device_tokens=65536, host_tokens=262144),)
     assert config.storage is None
-    assert config.prefetch_threshold == CacheConfig.__dataclass_fields__["prefetch_threshold"].default
+    assert config.prefetch_threshold == 256
 
 
 def test_every_value_knows_where_it_came_from(kv: Path) -> None:
     loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_DEADLINE": "5"}, components={"full": {"layers": 2}})
     origins = {".".join(path): origin for path, _, origin in loaded.values}
-    assert origins["model"] == f"{kv} line 2"
-    assert origins["page_size"] == f"{kv} line 3"
-    assert origins["components.full.host_tokens"] == f"{kv} line 10"
+    assert origins["model"] == origins["page_size"] == origins["components.full.host_tokens"] == str(kv)
     assert origins["close_deadline"] == "environment variable ASYNCCACHE_CLOSE_DEADLINE"
     assert origins["components.full.layers"] == "Python"
     assert origins["eviction"] == "default"
@@ -159,38 +157,40 @@ def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [
-    ("page-size = 16", "page_sise = 16",
-     "page_sise=16 (FILE line 3): there is no such setting; did you mean 'page_size'?"),
-    ("page-size = 16", "window = 16",
-     "window=16 (FILE line 3): there is no such setting; did you mean components.swa.window?"),
-    ("page-size = 16", "page_size = 16.5", "page_size=16.5 (FILE line 3) must be an integer"),
-    ("page-size = 16", "page_size = true", "page_size=True (FILE line 3) must be an integer"),
-    ("page-size = 16", "page_size = 0", "page_size=0 (FILE line 3) must lie between 1 and 65536"),
-    ("page-size = 16", 'freeze_gc = "yes"', "freeze_gc='yes' (FILE line 3) must be true or false"),
-    ("page-size = 16", "kept_fraction = 1.5", "kept_fraction=1.5 (FILE line 3) must lie between 0 and 1"),
-    ("page-size = 16", "kept_fraction = nan", "kept_fraction=nan (FILE line 3) must lie between 0 and 1"),
-    ("page-size = 16", "load_back_threshold = -1", "load_back_threshold=-1 (FILE line 3) must be at least 0"),
-    ("page-size = 16", 'write_policy = "write_trough"',
-     "write_policy='write_trough' (FILE line 3) must be one of write_through, write_through_selective, write_back; "
+    ("page_size = 16", "page_sise = 16",
+     "page_sise=16 (FILE): there is no such setting; did you mean 'page_size'?"),
+    ("page_size = 16", "window = 16",
+     "window=16 (FILE): there is no such setting; did you mean components.swa.window?"),
+    ("page_size = 16", "page_size = 16.5", "page_size=16.5 must be an integer"),
+    ("page_size = 16", "page_size = true", "page_size=True must be an integer"),
+    ("page_size = 16", "page_size = 0", "page_size=0 must lie between 1 and 65536"),
+    ("page_size = 16", 'freeze_gc = "yes"', "freeze_gc='yes' must be True or False"),
+    ("page_size = 16", "kept_fraction = 1.5", "kept_fraction=1.5 must lie between 0 and 1"),
+    ("page_size = 16", "kept_fraction = nan", "kept_fraction=nan must be a finite number"),
+    ("page_size = 16", "load_back_threshold = -1", "load_back_threshold=-1 must be at least 0"),
+    ("page_size = 16", 'write_policy = "write_trough"',
+     "write_policy='write_trough' must be one of write_through, write_through_selective, write_back; "
      "did you mean 'write_through'?"),
-    ("page-size = 16", "sidecars = 3", "sidecars=3 (FILE line 3) must be a table, as in [sidecars.NAME]"),
-    ("page-size = 16", "storage_options = {a = 1}", "storage_options.a=1 (FILE line 3) must be text (in quotes)"),
+    ("page_size = 16", "sidecars = 3", "sidecars=3 (FILE) must be a table, as in [sidecars.NAME]"),
+    ("page_size = 16", "storage_options = {a = 1}", "storage_options.a=1 must be text (FILE)"),
     ('model = "my-model"', "", "model is not given"),
     ("layers = 4", "layer = 4",
-     "components.full.layer=4 (FILE line 8): there is no such setting; did you mean 'layers'?"),
-    ("page-size = 16", "publish_events = true",  # AsyncCache(on_event=...) is how they are asked for
-     "publish_events=True (FILE line 3): there is no such setting"),
-    ("layers = 4", "windows = 4", "components.full.windows=4 (FILE line 8): there is no such setting"),
+     "components.full.layer=4 (FILE): there is no such setting; did you mean 'layers'?"),
+    ("page_size = 16", "publish_events = true",  # AsyncCache(on_event=...) is how they are asked for
+     "publish_events=True (FILE): there is no such setting"),
+    ("layers = 4", "windows = 4", "components.full.windows=4 (FILE): there is no such setting"),
     ("layers = 4", "[components.swaa]\nwindow = 3",
-     "components.swaa (FILE line 8) is no component: one of full, swa, mamba; did you mean 'swa'?"),
-    ("[components.full]", "[component.full]", "(FILE line 6): there is no such setting; did you mean 'components'?"),
-    ("bytes_per_token = 1024\n", "", "components.full.bytes_per_token is not given (FILE line 6)"),
+     "components.swaa (FILE) is no component: one of full, swa, mamba; did you mean 'swa'?"),
+    ("[components.full]", "[component.full]", "(FILE): there is no such setting; did you mean 'components'?"),
+    ("bytes_per_token = 1024\n", "", "components.full.bytes_per_token is not given: Bytes of KV of one token"),
     ("device_tokens = 65_536", "device_tokens = 65_537",
      "full: device_tokens=65537 is not a multiple of page_size=16 "
-     "(page_size: FILE line 3, components.full.device_tokens: FILE line 9)"),
-    ("host_tokens = 262_144", "", "needs a host tier: host_tokens is 0 (storage: FILE line 4"),
+     "(page_size: FILE, components.full.device_tokens: FILE)"),
+    ("layers = 4", "covers = [3, 1]\nlayers = 2", "full: covers=(3, 1) must name a layer of the model for each of "
+     "layers=2, never falling (components.full.covers: FILE, components.full.layers: FILE)"),
+    ("host_tokens = 262_144", "", "needs a host tier: host_tokens is 0 (storage: FILE"),
 ])
-def test_what_is_wrong_is_named_with_its_line(kv: Path, old: str, new: str, message: str) -> None:
+def test_what_is_wrong_is_named_with_its_file(kv: Path, old: str, new: str, message: str) -> None:
     assert old in GOOD
     problems = said(read(kv, GOOD.replace(old, new)))
     assert any(message.replace("FILE", str(kv)) in problem for problem in problems), problems
@@ -207,13 +207,13 @@ def test_all_that_is_wrong_is_named_at_once(kv: Path) -> None:
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("ASYNCCACHE_PAGE_SISE", "32",
      "page_sise='32' (environment variable ASYNCCACHE_PAGE_SISE): there is no such setting; "
-     "did you mean 'ASYNCCACHE_PAGE_SIZE'?"),
-    ("ASYNCCACHE_COMPONENTS__FULL__LAYER", "2", "did you mean 'ASYNCCACHE_COMPONENTS__FULL__LAYERS'?"),
+     "did you mean 'page_size'?"),
+    ("ASYNCCACHE_COMPONENTS__FULL__LAYER", "2", "did you mean 'layers'?"),
     ("ASYNCCACHE_COMPONENTS__FUL__LAYERS", "2",
      "components.ful (environment variable ASYNCCACHE_COMPONENTS__FUL__LAYERS) is no component"),
     ("ASYNCCACHE_PAGE_SIZE", "many",
-     "page_size='many' (environment variable ASYNCCACHE_PAGE_SIZE) must be an integer"),
-    ("ASYNCCACHE_FREEZE_GC", "maybe", "(environment variable ASYNCCACHE_FREEZE_GC) must be true or false"),
+     "page_size='many' must be an integer (environment variable ASYNCCACHE_PAGE_SIZE)"),
+    ("ASYNCCACHE_FREEZE_GC", "maybe", "must be True or False (environment variable ASYNCCACHE_FREEZE_GC)"),
     ("ASYNCCACHE_PAGE_SIZE", "12", "page_size: environment variable ASYNCCACHE_PAGE_SIZE"),
 ])
 def test_what_is_wrong_in_the_environment_is_named_with_its_variable(
@@ -227,15 +227,15 @@ def test_what_is_wrong_in_python_is_named(kv: Path) -> None:
     (problem,) = said(read_config(kv, env={}, page_sise=3))
     assert problem == "page_sise=3 (Python): there is no such setting; did you mean 'page_size'?"
     (problem,) = said(read_config(kv, env={}, components={"full": {"layers": "4"}}))
-    assert problem == "components.full.layers='4' (Python) must be an integer"
+    assert problem == "components.full.layers='4' must be an integer (Python)"
 
 
 def test_two_components_or_sidecars_of_one_name_are_refused_and_not_dropped() -> None:
     full = Full(bytes_per_token=64, device_tokens=160)
-    with pytest.raises(ConfigError, match="components: there are 2 of 'full'; each can be there once"):
+    with pytest.raises(ConfigError, match="components must be one Full, then"):
         load_config(env={}, model="m", components=(full, full))
     side = Sidecar(name="s", indices_from="full", bytes_per_page=8)
-    with pytest.raises(ConfigError, match="sidecars: there are 2 of 's'; each can be there once"):
+    with pytest.raises(ConfigError, match="sidecars: pool names must be unique"):
         load_config(env={}, model="m", components=(full,), sidecars=(side, side))
 
 

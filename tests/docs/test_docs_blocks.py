@@ -81,7 +81,7 @@ def test_python_runs(
     monkeypatch.syspath_prepend(tmp_path)                  # as for a program in that folder
     write_files(block.page)
     with patch.dict(POLICIES):                             # what a block adds is gone afterwards
-        exec(compile(block.code, block.place, "exec"), {"__name__": "docs_block"})
+        exec(compile(block.code, block.place, "exec", dont_inherit=True), {"__name__": "docs_block"})
     for name in files(block.page):
         if name.endswith(".py"):
             sys.modules.pop(Path(name).stem, None)

@@ -12,12 +12,12 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
+from msgspec.structs import replace
 
 from asynccache import (
     Adapter,
@@ -659,8 +659,8 @@ CALLS: dict[str, Case] = {
     "asynccache_shim.follow": Case(_follow, {"worker": Thing(), "model": Thing()}),
     # stores
     "asynccache.storage.StoreOptions": plain(
-        StoreOptions, {"name": Text(), "write": Flag(), "promote": Flag(), "timeout": Number(above=0),
-                       "concurrency": Integer(1, 65536), "slow": SECONDS},
+        StoreOptions, {"name": These("'8'", "np.str_('8')"), "write": Flag(), "promote": Flag(),
+                       "timeout": Number(above=0), "concurrency": Integer(1, 65536), "slow": SECONDS},
     ),
     "asynccache.storage.ParsedUrl": plain(
         ParsedUrl, {"scheme": Text(), "path": Text(), "options": TEXTS}, scheme="memory"
@@ -713,6 +713,9 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.Pages.close": Case(_pages_close, {"deadline": Number(0)}),
     "asynccache.storage.ParsedUrl.allow_only": of_url(
         "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
+    ),
+    "asynccache.storage.ParsedUrl.settings": of_url(
+        "settings", {"kind": Thing(), "own": Unchecked("settings of that kind, which checks them")}, kind=StoreOptions
     ),
     "asynccache.storage.ParsedUrl.choice": of_url(
         "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig, follow
+from msgspec import structs
 
 from asynccache import AsyncCache, CacheConfig, Full, Hits, PrefetchPolicy, RankFailure
 from asynccache.core.audit import check
@@ -145,7 +146,7 @@ def shard(topology: Topology, rank: int, config: CacheConfig) -> CacheConfig:
     """``config`` with the layers of this rank's pipeline stage."""
     covers = tuple(Shape().stage(topology, topology.place(rank)))
     (full,) = config.components
-    return replace(config, components=(replace(full, layers=len(covers), covers=covers),))
+    return structs.replace(config, components=(structs.replace(full, layers=len(covers), covers=covers),))
 
 
 def _groups(job: Job, topology: Topology) -> Any:

@@ -10,11 +10,12 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from random import Random
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Replicated, Sidecar, SlidingWindow
 from asynccache.config import Component

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from asynccache import BatchFailed, RankFailure, Sidecar
 from asynccache.core.plan import BackupStorage, StoredPages

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from asynccache.cli.parsing import check_device
@@ -42,7 +40,7 @@ def test_what_is_no_name_is_told(text: str, said: str) -> None:
 
 
 def test_options_are_the_settings() -> None:
-    assert set(OPTIONS) == {field.name for field in dataclasses.fields(CudaSettings)}
+    assert set(OPTIONS) == set(CudaSettings.__struct_fields__)
     text = "cuda:0?blocks=16&kernel_below=65536"
     assert settings_from(parse_device(text).options) == CudaSettings(blocks=16, kernel_below=1 << 16)
     assert settings_from({}) == CudaSettings()

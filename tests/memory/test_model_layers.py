@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core.plan import Move
@@ -57,7 +56,7 @@ async def test_all_of_it_arrives_and_each_layer_with_its_event() -> None:
 
 @pytest.mark.parametrize("covers", [(0,), (1, 0), (-1, 0), (0, 1, 2)])
 def test_covers_that_do_not_fit_are_refused(covers: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"full: covers=.* (for each of layers=2|must lie between)"):
+    with pytest.raises(ConfigError, match=r"full: covers=.* (for each of layers=2|Expected `int` >= 0)"):
         replace(CONFIG.components[0], covers=covers)
     with pytest.raises(ConfigError, match=r"mamba: covers="):
         Mamba(state_bytes=8, device_states=2, host_states=2, layers=2, covers=covers)

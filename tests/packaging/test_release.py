@@ -23,6 +23,7 @@ from email.parser import Parser
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 import asynccache
@@ -46,7 +47,8 @@ class Built(NamedTuple):
 
 
 class Clean(NamedTuple):
-    """A virtual environment with the wheel. ``bare`` has nothing else, ``lent`` its dependencies as well."""
+    """A virtual environment with the wheel. ``bare`` has nothing else but msgspec, which settings need; ``lent`` has
+    its dependencies as well."""
 
     bare: Path
     lent: Path
@@ -91,8 +93,9 @@ def install_both(wheel: Path, place: Path) -> None:
         venv.create(folder, with_pip=False)
         pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check")
         run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
-    (packages,) = (place / "lent" / "venv").glob("lib/python*/site-packages")
-    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    bare, lent = (next((place / name / "venv").glob("lib/python*/site-packages")) for name in Clean._fields)
+    (bare / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    (lent / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +212,7 @@ def test_what_pip_misses_is_what_the_core_needs(clean: Clean) -> None:
 
 @pytest.mark.slow
 def test_without_its_dependencies_it_can_be_asked(clean: Clean, tmp_path: Path) -> None:
-    """Help, versions and configuration need nothing but Python."""
+    """Help, versions and configuration need nothing but Python and msgspec."""
     folder = tmp_path
     tool = clean.bare / "bin" / "asynccache"
     assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}, pure core\n"

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from msgspec import structs
 
 from asynccache import (
     Adapter,
@@ -718,11 +719,11 @@ def configured(shape: Mapping[str, Any]) -> CacheConfig:
     components: list[Any] = [config.components[0]]
     for component in config.components[1:]:
         if isinstance(component, SlidingWindow) and component.host_tokens:
-            component = replace(component, host_tokens=max(1, int(share * terms["swa"])) * PAGE)
+            component = structs.replace(component, host_tokens=max(1, int(share * terms["swa"])) * PAGE)
         elif isinstance(component, Mamba) and component.host_states:
-            component = replace(component, host_states=max(1, int(share * terms["mamba"])))
+            component = structs.replace(component, host_states=max(1, int(share * terms["mamba"])))
         components.append(component)
-    return replace(config, components=tuple(components))
+    return structs.replace(config, components=tuple(components))
 
 
 async def world(loop: SimulatedLoop, play: Play, injector: Injector) -> str:

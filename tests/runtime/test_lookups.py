@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
+from msgspec.structs import replace
 
 from asynccache import AsyncCache, SlidingWindow
 from asynccache.runtime.lookups import LookupStats, Miss

@@ -18,6 +18,7 @@ from typing import Any
 
 from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
 from asynccache_shim.scheduled_request import ScheduledRequest
+from msgspec import structs
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
 from asynccache.core import audit
@@ -151,7 +152,7 @@ class World:
             self.followers = {rank: self.loop.create_task(self._follow(rank)) for rank in self.group.processes}
             own = self.config
             if self.has_store:
-                own = replace(own, storage="simulated:{rank}")
+                own = structs.replace(own, storage="simulated:{rank}")
             self.cache = AsyncCache(own, device=devices[0], workers=self.group.workers)
             self.cache._given.locate = _located(backends.get(0))
             try:
@@ -223,8 +224,8 @@ class World:
         covers = tuple(range(LAYERS * self.topology.place(rank).pp, LAYERS * (self.topology.place(rank).pp + 1)))
 
         def shard(whole: CacheConfig) -> CacheConfig:
-            parts = tuple(replace(part, layers=LAYERS, covers=covers) for part in whole.components)
-            return replace(whole, components=parts)
+            parts = tuple(structs.replace(part, layers=LAYERS, covers=covers) for part in whole.components)
+            return structs.replace(whole, components=parts)
 
         return shard
 

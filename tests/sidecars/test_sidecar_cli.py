@@ -68,7 +68,7 @@ def test_the_preset_has_the_layout_of_the_model(page: str, state: bool) -> None:
         ("a:mamba:4", "sidecar 'a': indices_from='mamba' is no pool"),
         ("a:b:4,b:a:4", "closes a cycle"),
         ("full:full:4", "names must be unique"),
-        ("a b:full:4", "a pool's name is made of letters"),
+        ("a b:full:4", "Expected `str` matching regex"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_before_anything_starts(

@@ -4,11 +4,11 @@ never computed anything."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
+from msgspec.structs import replace
 
 from asynccache import AsyncCache, CacheConfig, SlidingWindow
 from asynccache.core.settings import ComponentKind

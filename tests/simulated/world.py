@@ -14,10 +14,12 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
 from typing import Any
+
+from msgspec import structs
 
 from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core import audit
@@ -165,8 +167,8 @@ def _with_sidecars(config: CacheConfig, random: Random) -> CacheConfig:
     random.shuffle(sidecars)
     full, *others = config.components
     if isinstance(full, Full) and random.random() < 0.4:
-        full = replace(full, bytes_per_token=0, layers=1)
-    return replace(config, components=(full, *others), sidecars=tuple(sidecars))
+        full = structs.replace(full, bytes_per_token=0, layers=1)
+    return structs.replace(config, components=(full, *others), sidecars=tuple(sidecars))
 
 
 # the world

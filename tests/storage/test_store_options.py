@@ -25,7 +25,7 @@ def test_without_any_the_scheme_is_the_name() -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["name=", "name=a/b", "name=..", "write=maybe", "promote=1", "timeout=0", "timeout=nan", "timeout=inf", "slow=-1",
+    ["name=", "name=a/b", "name=..", "write=maybe", "promote=2", "timeout=0", "timeout=nan", "timeout=inf", "slow=-1",
      "timeout=soon", "concurrency=0", "concurrency=1.5", "concurrency=-1", "concurrency=²"],
 )  # fmt: skip
 def test_a_value_that_makes_no_sense_is_refused_by_name(option: str) -> None:

@@ -144,7 +144,7 @@ def test_what_opening_refuses_the_check_refuses_in_the_same_words(
     said = opened(config(url))
     assert main(["config", "check", file := written(tmp_path, url)]) == 1
     told = capsys.readouterr().err
-    assert told == f"asynccache: {said} (storage: {file} line 3)\n"
+    assert told == f"asynccache: {said} (storage: {file})\n"
     assert "secret@" not in said
     assert "=secret" not in said
     assert os.listdir(tmp_path) == ["kv.toml"]
@@ -199,14 +199,14 @@ def test_stores_of_one_name_are_refused_in_the_same_words(tmp_path: Path, capsys
     assert os.listdir(tmp_path) == ["kv.toml"], "opening has refused it before it made the folder"
 
 
-def test_options_beside_the_url_count_and_are_named_by_their_own_line(
+def test_options_beside_the_url_count_and_are_named_by_their_own_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"capacity": "1GiB", "direct": "perhaps"}
     url = f"file:{tmp_path}/s?direct=on"
     said = opened(config(url, storage_options=options))
     assert main(["config", "check", file := written(tmp_path, url, options=options)]) == 1
-    assert capsys.readouterr().err == f"asynccache: {said} (storage_options.direct: {file} line 10)\n"
+    assert capsys.readouterr().err == f"asynccache: {said} (storage_options.direct: {file})\n"
 
 
 @pytest.mark.parametrize(("url", "module", "sentence"), [

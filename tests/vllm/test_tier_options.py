@@ -46,7 +46,7 @@ def test_all_that_can_be_said() -> None:
         ({"storage": "memory:", "store_options": ["timeout"]}, "store_options must map names"),
         ({"storage": "memory:", "store_options": {"timeout": True}}, "store_options: 'timeout' must be text or a"),
         ({"storage": "memory:", "enable_kv_events": 1}, "enable_kv_events=1 must be True or False"),
-        ({"storage": "memory:", "locality": "near"}, "locality: unknown value 'near'; one of LOCAL, REMOTE"),
+        ({"storage": "memory:", "locality": "near"}, "locality='near' must be one of LOCAL, REMOTE"),
         ({"storage": "memory:", "root_dir": "/kv"}, "unknown key 'root_dir'; there are enable_kv_events, locality"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 
 from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Replicated, Sidecar, SlidingWindow
@@ -24,7 +26,7 @@ CONFIG = CacheConfig(
 )  # fmt: skip
 MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 ORDERS: list[m.Message] = [
-    m.OpenWorker(1, m.settings_of(CONFIG)), m.AllOpen(), m.PerformWork(Work(CopyKind.BACKUP, [6, 7], MOVES, 0, (1, 2))),
+    m.OpenWorker(1, CONFIG), m.AllOpen(), m.PerformWork(Work(CopyKind.BACKUP, [6, 7], MOVES, 0, (1, 2))),
     m.PerformWork(Work(CopyKind.LOAD, [8], MOVES)), m.PerformWork(Work(CopyKind.CLONE, [9], MOVES, 8)), m.ForgetLoad(8),
     m.SendBatch(3, bytes(range(256)), (8,)),
     m.WritePages.of(2, [BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),))]), m.GiveUp(10),
@@ -49,12 +51,11 @@ NEWS: list[m.Message] = [
 def test_all_messages_of_one_frame_come_back_as_they_were_sent_and_in_order() -> None:
     opening, *others = m.decode_head_messages(m.encode(ORDERS))
     assert isinstance(opening, m.OpenWorker)
-    assert m.config_of(opening.settings) == CONFIG     # in a frame there are lists where there were tuples
-    assert others == ORDERS[1:]
+    assert [opening, *others] == ORDERS
     assert m.decode_worker_messages(m.encode(NEWS)) == NEWS
     kinds = {type(one) for one in (*ORDERS, *NEWS)}
     assert kinds == {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m.Message)} - {
-        m.Message, m.Call, m.Answer, m.Hello, m.Welcome, m.PlainConfig,
+        m.Message, m.Call, m.Answer, m.Hello, m.Welcome,
     }, "each kind of message is among them"  # fmt: skip
 
 
@@ -69,9 +70,9 @@ def test_what_is_to_be_stored_comes_back_with_its_pages() -> None:
 
 
 def test_a_configuration_comes_back_as_it_was_sent() -> None:
-    (order,) = m.decode_head_messages(m.encode([m.OpenWorker(1, m.settings_of(CONFIG))]))
+    (order,) = m.decode_head_messages(m.encode([m.OpenWorker(1, CONFIG)]))
     assert isinstance(order, m.OpenWorker)
-    assert m.config_of(order.settings) == CONFIG
+    assert order.settings == CONFIG
 
 
 def test_the_head_says_nothing_that_a_worker_may_and_the_other_way_round() -> None:
@@ -105,16 +106,16 @@ def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
         assert all(isinstance(one, m.Message) for one in decoded)  # another number, or other bytes: that is no harm
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        m.PlainConfig((("Full", {}),), (), {"model": "m"}),
-        m.PlainConfig((("Empty", {}),), (), {"model": "m"}),
-        m.PlainConfig((("Full", {"bytes_per_token": 4, "device_tokens": 64, "odd": 1}),), (), {"model": "m"}),
-        m.PlainConfig((("Full", {"bytes_per_token": 4, "device_tokens": 64}),), (), {}),
-        m.PlainConfig((("Full", {"bytes_per_token": 4, "device_tokens": 64}),), (), {"model": "m", "page_size": 0}),
-    ],
-)
-def test_settings_that_are_none_are_refused(settings: m.PlainConfig) -> None:
-    with pytest.raises(RankFailure, match="settings"):
-        m.config_of(settings)
+@pytest.mark.parametrize("wrong", [
+    {"components": []}, {"components": [{"pool": "empty"}]}, {"model": None}, {"page_size": 0}, {"odd": 1},
+    {"components": [{"pool": "full", "bytes_per_token": 4, "device_tokens": 64, "odd": 1}]},
+])  # fmt: skip
+def test_settings_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+    plain = msgspec.to_builtins([m.OpenWorker(1, CONFIG)])
+    settings = next(part for part in plain[0] if isinstance(part, dict))
+    settings |= wrong
+    with pytest.raises(RankFailure, match="no message"):
+        m.decode_head_messages(msgspec.msgpack.encode(plain))
+    settings |= msgspec.to_builtins(CONFIG)
+    settings.pop("odd", None)
+    assert m.decode_head_messages(msgspec.msgpack.encode(plain)) == [m.OpenWorker(1, CONFIG)]

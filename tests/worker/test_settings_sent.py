@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
-from asynccache.worker import Topology, listen
-from asynccache.worker.messages import config_of, settings_of
+from asynccache.worker import Topology, listen, messages
 
 
 def config(threshold: int) -> CacheConfig:
@@ -14,9 +13,11 @@ def config(threshold: int) -> CacheConfig:
     return CacheConfig(model="m", components=(full,), prefetch_threshold=threshold)
 
 
-@pytest.mark.parametrize("threshold", [0, 1 << 70])
+@pytest.mark.parametrize("threshold", [0, 1 << 60])
 def test_what_is_sent_is_the_configuration(threshold: int) -> None:
-    assert config_of(settings_of(config(threshold))) == config(threshold)
+    (order,) = messages.decode_head_messages(messages.encode([messages.OpenWorker(1, config(threshold))]))
+    assert isinstance(order, messages.OpenWorker)
+    assert order.settings == config(threshold)
 
 
 @pytest.mark.asyncio

@@ -46,7 +46,7 @@ class Opened:
         self.heard.set()
 
     async def open(self) -> None:
-        self.performer.take(m.OpenWorker(1, m.settings_of(CONFIG)))
+        self.performer.take(m.OpenWorker(1, CONFIG))
         await asyncio.wait_for(self.heard.wait(), 30)
         assert isinstance(self.told[0], m.WorkerOpened), self.told
         assert self.performer.local is not None

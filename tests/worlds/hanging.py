@@ -21,6 +21,8 @@ from math import inf
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from asynccache import AsyncCache, AsyncCacheError, BackendError, CacheFull, Full, PrefetchPolicy
 from asynccache.core.settings import WritePolicy
 from asynccache.runtime.lease import Lease
@@ -163,16 +165,16 @@ def _climate(seed: int, random: Random) -> tuple[world.Climate, str]:
     drawn = (world.draw_climate(seed + number * 2**32) for number in range(100))
     climate = next(climate for climate in drawn if climate.config.pools()[0].host_pages)
     config, only, concurrency = climate.config, random.choice(("", "", "put", "get")), random.randint(2, 10)
-    config = replace(
+    config = structs.replace(
         config, prefetch_timeout_base=random.choice((0.05, 1.0)), prefetch_timeout_per_1k=random.choice((0.25, 20.0)),
         prefetch_quota=random.choice((0.2, 0.5, 1.0)), backup_quota=random.choice((0.1, 0.25, 1.0)),
     )  # fmt: skip
     if only:
         full, *others = config.components
         assert isinstance(full, Full)
-        full = replace(full, host_tokens=random.choice((3, 5, 8)) * config.page_size)
+        full = structs.replace(full, host_tokens=random.choice((3, 5, 8)) * config.page_size)
         policy = WritePolicy.WRITE_THROUGH if only == "put" else WritePolicy.WRITE_BACK  # the device has only copies
-        config = replace(
+        config = structs.replace(
             config, components=(full, *others), write_policy=policy, write_back_watermark=0.1, prefetch_quota=1.0,
             backup_quota=1.0,
         )  # fmt: skip

@@ -9,8 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from asynccache import AsyncCache
 from asynccache.cli import report

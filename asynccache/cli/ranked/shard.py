@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+
+from msgspec import structs
 
 from asynccache.config import CacheConfig, Component, Mamba, Sidecar
 from asynccache.errors import ConfigError
@@ -17,7 +19,7 @@ def shard_config(config: CacheConfig, topology: Topology, rank: int) -> CacheCon
     Raises:
         ConfigError: layers or bytes of a part cannot be shared out; the message names it.
     """
-    return replace(
+    return structs.replace(
         config, components=tuple(_component(part, topology, rank) for part in config.components),
         sidecars=tuple(_sidecar(part, topology, rank) for part in config.sidecars),
     )
@@ -39,14 +41,14 @@ def _component(part: Component, topology: Topology, rank: int) -> Component:
     layers = _layers(part, topology, rank)
     mine = _share(f"--{name}={size}", size, part, topology) * len(layers)
     if isinstance(part, Mamba):
-        return replace(part, state_bytes=mine, layers=len(layers), covers=layers)
-    return replace(part, bytes_per_token=mine, layers=len(layers), covers=layers)
+        return structs.replace(part, state_bytes=mine, layers=len(layers), covers=layers)
+    return structs.replace(part, bytes_per_token=mine, layers=len(layers), covers=layers)
 
 
 def _sidecar(part: Sidecar, topology: Topology, rank: int) -> Sidecar:
     layers = _layers(part, topology, rank)
     mine = _share(f"sidecar {part.name!r}: {part.bytes_per_page} bytes a page", part.bytes_per_page, part, topology)
-    return replace(part, bytes_per_page=mine * len(layers), layers=len(layers), covers=layers)
+    return structs.replace(part, bytes_per_page=mine * len(layers), layers=len(layers), covers=layers)
 
 
 def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[i
 def _share(what: str, size: int, part: Component | Sidecar, topology: Topology) -> int:
     """Return the bytes of one layer on one rank. ``size``: the bytes of all layers on all ranks; ``what``: names them
     in an error."""
-    over = replace(topology, **dict.fromkeys(part.replicated.over, 1))
+    over = dataclasses.replace(topology, **dict.fromkeys(part.replicated.over, 1))
     parts = part.layers * over.tp * over.cp
     if size % parts:
         raise ConfigError(

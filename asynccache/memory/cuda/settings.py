@@ -4,10 +4,12 @@ Pure."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from asynccache import checks
+from msgspec import Meta
+
 from asynccache.errors import ConfigError
+from asynccache.settings import Amount, Settings
 
 KERNEL_BELOW = 32 << 10
 """The default of ``CudaSettings.kernel_below``, in bytes. The driver and a copy engine take between half and one
@@ -15,17 +17,13 @@ microsecond for each descriptor. In that time a bus of 50 GB/s moves 25 to 50 KB
 for descriptors, longer ones do not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaSettings:
+class CudaSettings(Settings, frozen=True, kw_only=True):
     """The settings of one device. ``kernel_below``: pieces shorter than this, in bytes, are moved by the kernel, all
     others by the copy engines; 0: the kernel moves none. ``blocks``: how many blocks, of 1,024 threads each, the kernel
     may take from the engine's own work."""
 
-    kernel_below: int = field(default=KERNEL_BELOW, metadata=checks.within(0))
-    blocks: int = field(default=8, metadata=checks.within(1, 1024))
-
-    def __post_init__(self) -> None:
-        checks.check_fields(self)
+    kernel_below: Amount = KERNEL_BELOW
+    blocks: Annotated[int, Meta(ge=1, le=1024)] = 8
 
 
 def settings_from(options: Mapping[str, str]) -> CudaSettings:

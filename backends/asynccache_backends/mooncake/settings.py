@@ -7,19 +7,17 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from msgspec import Meta
 
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
-from asynccache.storage import KEY_BYTES, HostPort, ParsedUrl, parse_host_port
+from asynccache.settings import Settings
+from asynccache.storage import KEY_BYTES, HostPort, ParsedUrl, Size, parse_host_port
 
-OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
-DEFAULT_BUFFER = 16 << 20  # with RDMA the client copies memory that is not registered through a buffer of this size
-HANDSHAKE = "P2PHANDSHAKE"
-
-_NAMESPACE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
-_METADATA = re.compile(r"P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+")
+Few = Annotated[int, Meta(ge=1, le=16)]
 
 
 class ClientOptions(NamedTuple):
@@ -39,19 +37,44 @@ class ClientOptions(NamedTuple):
     device: str
 
 
-class MooncakeSettings(NamedTuple):
+def _host_port(what: str, text: str, default: int | None = None) -> HostPort:
+    """Parse ``host:port`` or ``[v6]:port``; or ``host`` alone if there is a default port. ``what`` names it in errors.
+
+    Raises:
+        ConfigError: ``text`` has none of these forms.
+    """
+    found = parse_host_port(text, default)
+    if found is None:
+        shown = redacted(f"mooncake://{text}").removeprefix("mooncake://")
+        raise ConfigError(f"mooncake: {what} is named {shown!r}; expected host:port, as in mooncake://10.0.0.1:50051")
+    return found
+
+
+class MooncakeSettings(Settings, frozen=True, kw_only=True):
     """The settings in a URL, those of the client and those of one cache.
 
     ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page. ``threads``:
     how many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is best where
-    there are few cores. ``admin``: the master's metrics server, which is needed only to list pages.
+    there are few cores. ``admin``: the master's metrics server, which is needed only to list pages. The others are
+    those of ``ClientOptions``.
     """
 
-    client: ClientOptions
-    namespace: str
-    replicas: int
-    threads: int
-    admin: HostPort | None
+    master: HostPort
+    metadata: Annotated[str, Meta(pattern=r"^(P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+)$")] = "P2PHANDSHAKE"
+    host: str = ""
+    segment: Size = 0
+    buffer: Size = 16 << 20        # with RDMA, memory that is not registered is copied through it
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    namespace: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")] = "asynccache."
+    replicas: Few = 1
+    threads: Few = 1
+    admin: Annotated[HostPort | None, Meta(extra={"parse": _host_port})] = None
+
+    @property
+    def client(self) -> ClientOptions:
+        """The settings of the process's client."""
+        return ClientOptions(*(getattr(self, name) for name in ClientOptions._fields))
 
     def name(self, key: bytes) -> str:
         """Return the name of a page's object: the namespace and the key in hex."""
@@ -75,39 +98,4 @@ def settings_of(url: ParsedUrl) -> MooncakeSettings:
     Raises:
         ConfigError: an option is unknown or unusable, or no master is named.
     """
-    url.allow_only(OPTIONS)
-    options = url.options
-    return MooncakeSettings(
-        ClientOptions(
-            _host_port("the master", url.path.rstrip("/"), DEFAULT_PORT),
-            _matching("metadata", options.get("metadata", HANDSHAKE), _METADATA),
-            options.get("host", ""),
-            url.size("segment", 0),
-            url.size("buffer", DEFAULT_BUFFER),
-            url.choice("protocol", ("tcp", "rdma")),
-            options.get("device", ""),
-        ),
-        _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
-        url.whole_number("replicas", 1, 1, 16),
-        url.whole_number("threads", 1, 1, 16),
-        _host_port("admin", options["admin"]) if "admin" in options else None,
-    )
-
-
-def _host_port(what: str, text: str, default: int | None = None) -> HostPort:
-    """Parse ``host:port`` or ``[v6]:port``; or ``host`` alone if there is a default port. ``what`` names it in errors.
-
-    Raises:
-        ConfigError: ``text`` has none of these forms.
-    """
-    found = parse_host_port(text, default)
-    if found is None:
-        shown = redacted(f"mooncake://{text}").removeprefix("mooncake://")
-        raise ConfigError(f"mooncake: {what} is named {shown!r}; expected host:port, as in mooncake://10.0.0.1:50051")
-    return found
-
-
-def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:
-    if not pattern.fullmatch(value):
-        raise ConfigError(f"storage option {name}={value!r} does not match {pattern.pattern}")
-    return value
+    return url.settings(MooncakeSettings, master=_host_port("the master", url.path.rstrip("/"), DEFAULT_PORT))

@@ -1,0 +1,135 @@
+"""Settings: groups of values that users choose, each declared once, as an annotated field of a msgspec struct.
+
+The annotation has all that there is to know of a setting: its type, its bounds, its meaning (``msgspec.Meta``), and how
+its text is read if that does not follow from the type. Files, the environment, URLs, options and Python are checked
+against it, and the JSON Schema and the reference are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, inspect
+
+from asynccache import checks
+from asynccache.errors import ConfigError
+from asynccache.redaction import shown
+
+Count = Annotated[int, Meta(ge=1)]
+Amount = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+
+SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+
+
+class Field(NamedTuple):
+    """The declaration of a setting. ``hint``: its annotation. ``kinds``: the types that its value may have, without
+    None; ``optional``: whether it may be None. ``parse``: reads the setting, given its name and its text; None: the
+    type says how."""
+
+    hint: Any
+    kinds: tuple[Any, ...]
+    optional: bool
+    required: bool
+    default: Any
+    meaning: str
+    parse: Callable[[str, str], object] | None
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return ``value`` in the declared type, as ``asynccache.checks`` does for arguments.
+
+        Raises:
+            ConfigError: the value has another type or is out of bounds; the message calls it ``name``.
+        """
+        if value is None and self.optional:
+            return None
+        match self.kinds:
+            case [inspect.IntType(ge=low, le=high)]:
+                return checks.integer(name, value, low, high)
+            case [inspect.FloatType(ge=low, le=high, gt=above)]:
+                return checks.number(name, value, low, high, above=above)
+            case [inspect.BoolType()]:
+                return checks.flag(name, value)
+            case [inspect.StrType(min_length=least, pattern=None)]:
+                return checks.text(name, value, empty=not least)
+            case [inspect.StrType()]:
+                value = checks.text(name, value)
+            case [inspect.EnumType(cls=enum)]:
+                return checks.member(name, value, enum)
+            case [inspect.LiteralType(values=choices)]:
+                return checks.choice(name, value, [str(one) for one in choices])
+            case [inspect.DictType()]:
+                return checks.texts(name, value)
+            case [inspect.VarTupleType()]:             # msgspec would take a set, too, in any order
+                checks.instance(name, value, (list, tuple))
+            case [inspect.StrType(), inspect.VarTupleType()]:
+                checks.instance(name, value, (str, list, tuple))
+        try:
+            return msgspec.convert(value, self.hint)
+        except Exception as error:  # of msgspec's, or what somebody's object raises
+            raise ConfigError(f"{name}={checks.shown(value)}: {error}") from None
+
+    def read(self, name: str, text: str) -> Any:
+        """Return what ``text`` stands for: the value of an environment variable or of an option in a URL, where all
+        values are text. Raises ConfigError: as ``check``."""
+        return self.check(name, text if self.optional and text in ("none", "") else self._read(name, text))
+
+    def _read(self, name: str, text: str) -> Any:
+        """Return the value; ``text`` itself if it stands for none, which ``check`` then refuses."""
+        if self.parse is not None:
+            return self.parse(name, text)
+        match self.kinds:
+            case [inspect.BoolType()]:
+                return SWITCH.get(text.lower(), text)
+            case [inspect.IntType() | inspect.FloatType() as kind]:
+                try:
+                    return int(text) if isinstance(kind, inspect.IntType) else float(text)
+                except ValueError:
+                    return text
+        return text
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen group of settings, which are checked when it is made, in whatever way that is. ``copy.replace``
+    (``msgspec.structs.replace`` before Python 3.13) makes a changed copy. ``repr()`` shows no secrets.
+
+    Raises:
+        ConfigError: a value is unusable; the message names the setting, the value and what it must be.
+    """
+
+    def __post_init__(self) -> None:
+        where = self._where()
+        for name, field in fields_of(type(self)).items():
+            self._set(name, field.check(where + name, getattr(self, name)))
+
+    def _where(self) -> str:
+        """Return what stands before the names of these settings in errors."""
+        return ""
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        values = (f"{name}={shown(name, getattr(self, name))!r}" for name in self.__struct_fields__)
+        return f"{type(self).__name__}({', '.join(values)})"
+
+
+@cache
+def fields_of(cls: type[Settings]) -> Mapping[str, Field]:
+    """Return the declarations of the settings of ``cls`` by name, those that must be given first."""
+    found = {}
+    for one in sorted(msgspec.structs.fields(cls), key=lambda one: not one.required):
+        kind, meaning, parse = inspect.type_info(one.type), "", None
+        while isinstance(kind, inspect.Metadata):
+            meaning = (kind.extra_json_schema or {}).get("description", meaning)
+            parse, kind = (kind.extra or {}).get("parse", parse), kind.type
+        kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        some = tuple(kind for kind in kinds if not isinstance(kind, inspect.NoneType))
+        default = one.default if one.default_factory is msgspec.NODEFAULT else one.default_factory()
+        found[one.name] = Field(one.type, some, len(some) < len(kinds), one.required, default, meaning, parse)
+    return found
