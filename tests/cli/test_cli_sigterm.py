@@ -31,8 +31,7 @@ PLACES = {
     "store": ("asynccache.cli.store.perform", ["store", "stat", "file:{folder}/store"]),
     "explain": ("asynccache.cli.explain.ask", ["explain", "http://127.0.0.1:9", "--tokens", "1"]),
     "doctor": ("asynccache.cli.doctor.execute", ["doctor"]),
-    "bench store": ("asynccache.cli.bench_store.run", ["bench", "store", "memory:"]),
-    "bench ttft": ("asynccache.cli.bench_ttft.run", ["bench", "ttft"]),
+    "bench": ("asynccache.cli.bench.run", ["bench", "store", "memory:"]),
 }
 STRESS = ["stress", "--duration", "60", "--device-tokens", "8192", "--host-tokens", "16384", "--concurrency", "4"]
 

@@ -23,7 +23,6 @@ SHORT = {
     "stress": ["--requests", "16"],
     "replay": ["--limit", "24"],
     "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
-    "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
 }
 
 
