@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 from asynccache import AsyncCache
-from asynccache.cli.display import choose
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings, add_arguments, resolve_options
 from asynccache.cli.presses import Presses
@@ -103,7 +102,7 @@ def main() -> None:
     moments = Moments()
     moments.watch()
     with Presses() as presses:
-        session = Watched(settings, choose(True), presses)
+        session = Watched(settings, None, presses)
         threading.Thread(target=_answer, args=(session,), daemon=True).start()
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
             report = runner.run(session.run())

@@ -10,10 +10,10 @@ import json
 from html import escape
 
 from asynccache import __version__, compiled
+from asynccache.cli.display import pages_verified
 from asynccache.cli.reports import run
 from asynccache.cli.reports.style import STYLE
 from asynccache.cli.reports.svg import Figure, Report, Table
-from asynccache.cli.summary import verified
 from asynccache.cli.text import milliseconds, number, percent
 
 
@@ -37,7 +37,7 @@ def _run_lead(report: Report) -> tuple[str, str]:
     ended = ", interrupted" if report["interrupted"] else ""
     verdict = (f'<p class="verdict {"good" if report["ok"] else "bad"}"><strong>{ok}</strong>: '
                f'{number(report["served"])} requests in {report["elapsed_s"]:.1f} s{ended}, '
-               f'{verified(report)}, {number(report["verify"]["mismatches"])} wrong</p>')
+               f'{pages_verified(report)}, {number(report["verify"]["mismatches"])} wrong</p>')
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report["problems"])
     total = report["tokens"]["total"]
     tiles = (
