@@ -69,7 +69,7 @@ def write_page(report: Mapping[str, Any], path: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from asynccache.cli.reports import page
+    from asynccache.cli.page import page
 
     _write(path, page(report), "w", "--report")
 
