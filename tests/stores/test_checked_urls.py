@@ -33,7 +33,7 @@ ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "ASYNCCACHE_")
 BAD = {
     "any": [
         "teapot:/x", "file", ":x", "", "file:{tmp}/s?capacity", "file:{tmp}/s?capacity=1GiB&capacity=2GiB",
-        "file:{tmp}/s?name=", "file:{tmp}/s?name=a+b", "file:{tmp}/s?write=maybe", "file:{tmp}/s?promote=1",
+        "file:{tmp}/s?name=", "file:{tmp}/s?name=a+b", "file:{tmp}/s?write=maybe", "file:{tmp}/s?promote=2",
         "file:{tmp}/s?timeout=0", "file:{tmp}/s?timeout=nan", "file:{tmp}/s?timeout=soon", "file:{tmp}/s?slow=-1",
         "file:{tmp}/s?concurrency=0", "file:{tmp}/s?concurrency=1.5", "file:{tmp}/s?concurrency=" + "9" * 5000,
     ],
