@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from asynccache.cli.charts import Chart, Row
-from asynccache.cli.main import bench
 from asynccache.cli.output import Tell, debugging
 from asynccache.cli.parsing import gpu
 from asynccache.cli.text import first_line
@@ -27,6 +25,7 @@ from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
 from benchmarks import cuda_copies, cuda_engine
 from benchmarks.cuda_copies import Figures, RawCalls
+from benchmarks.tables import Chart, Row, bench
 
 PARTS = {
     "pieces": "scattered pieces of 4 KiB to 2 MiB, few and many, in each direction, by each way",

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.meter import spread
@@ -54,8 +54,8 @@ CALLS = (("a copy", 32 << 10, 1), ("a batch", 32 << 10, 64), ("a batch", 4 << 10
 
 def forced(device: CudaDevice, path: str) -> CudaDevice:
     """Return the GPU of ``device`` as one that goes by this path alone (``PATHS``)."""
-    thresholds = {name: PATHS[path] for name in device.settings.__struct_fields__ if name.endswith("_below")}
-    return CudaDevice(device.driver, device.name, settings=msgspec.structs.replace(device.settings, **thresholds))
+    thresholds = {one.name: PATHS[path] for one in structs.fields(device.settings) if one.name.endswith("_below")}
+    return CudaDevice(device.driver, device.name, settings=structs.replace(device.settings, **thresholds))
 
 
 class Products:

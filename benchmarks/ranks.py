@@ -24,8 +24,6 @@ from typing import Any, cast
 
 import uvloop
 
-from asynccache.cli.charts import Chart, Row
-from asynccache.cli.main import bench
 from asynccache.cli.meter import spread
 from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
@@ -40,6 +38,7 @@ from asynccache.worker.rank_performer import Performer
 from asynccache.worker.serving import connect
 from asynccache.worker.sockets import SECRET
 from asynccache.worker.topology import Topology
+from benchmarks.tables import Chart, Row, bench
 
 Figures = dict[str, Any]
 

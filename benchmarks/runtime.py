@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from asynccache.cli.charts import Chart, Row
 from asynccache.cli.machine import loop_factory
-from asynccache.cli.main import bench
 from asynccache.cli.options import LOOPS
 from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
@@ -28,6 +26,7 @@ from asynccache.config import CacheConfig, Full
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.driver import TreeLock
+from benchmarks.tables import Chart, Row, bench
 
 Figures = dict[str, Any]
 

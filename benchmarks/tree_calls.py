@@ -22,13 +22,13 @@ from statistics import median_high
 from typing import Any, TypeVar
 
 from asynccache import compiled
-from asynccache.cli.charts import Chart, Row
 from asynccache.cli.output import Tell
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
+from benchmarks.tables import Chart, Row
 
 _T = TypeVar("_T")
 

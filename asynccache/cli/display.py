@@ -1,8 +1,9 @@
-"""The display of a run while it lasts: a live panel on a terminal, or a line every few seconds anywhere else.
+"""What a run shows: a live panel on a terminal or a line every few seconds anywhere else, and the summary at its end.
 
-Everything goes to standard error, so that standard output is left to ``--json -``. The panel is drawn in a thread, from
-a ``Screen``, because the loop's lateness is being measured and drawing must not add to it. ``Watch`` makes the screens,
-and changes nothing.
+Panel and lines go to standard error, so that standard output is left to ``--json -``. The panel is drawn in a thread,
+from a ``Screen``, because the loop's lateness is being measured and drawing must not add to it. ``Watch`` makes the
+screens, and changes nothing. The summary is made from the report alone, so it says nothing that the JSON does not say.
+Both are drawn by rich, in 80 columns.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ import asyncio
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
-from asynccache.cli.runner import RequestRunner
+from asynccache.cli.serving import RequestRunner
 from asynccache.cli.tally import Tally
-from asynccache.cli.text import ARROWS, bar, milliseconds, number, percent, size
+from asynccache.cli.text import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, percent, size
+from asynccache.cli.workloads import BLOCK_TOKENS
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.live import Live
     from rich.text import Text
 
     from asynccache.runtime.cache import AsyncCache
@@ -34,6 +35,10 @@ _PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
 _TOLD = ("requests", "", "hits", "verified", "lag")
 """The rows of a screen that a line of text shows as well."""
+_FEW_HITS = 0.2
+"""The hit ratio below which the summary says that there was little to save."""
+_QUEUED = 0.9
+"""The requests served per second, as a share of those that arrive, below which the summary says that they queue."""
 
 
 class Screen(NamedTuple):
@@ -107,6 +112,11 @@ def verified(tally: Tally, verify: bool) -> str:
     return f"{number(tally.verified)}, {wrong}" if verify else "nothing is verified"
 
 
+def pages_verified(report: Mapping[str, Any]) -> str:
+    """The number of pages that were compared with what they must hold, as text."""
+    return f"{number(report['verify']['pages'])} pages verified" if report["settings"]["verify"] else "no page verified"
+
+
 def title(settings: RunSettings) -> str:
     """The headline of a run: command, workload or trace, components and page size."""
     what = settings.workload if settings.trace is None else settings.trace.rsplit("/", 1)[-1]
@@ -127,82 +137,49 @@ def progress(elapsed: float, duration: float | None, given: int, total: int | No
     return min(1.0, max(shares)) if shares else None
 
 
-class Display(Protocol):
-    """Shows screens until it is cancelled; may return earlier if it shows none."""
-
-    async def show(self, take: Callable[[], Screen]) -> None: ...
-
-
-def choose(quiet: bool, stream: TextIO | None = None) -> Display:
-    """The display for ``stream`` (default: standard error): none if ``quiet``, a panel on a terminal, else lines.
+def console(quiet: bool, stream: TextIO | None = None) -> Console | None:
+    """What the run is shown on: ``stream`` (default: standard error), or None if ``quiet``.
 
     Raises:
-        ConfigError: ``stream`` is a terminal and rich is not installed.
+        ConfigError: rich is not installed.
     """
-    stream = stream or sys.stderr
     if quiet:
-        return Silence()
-    if not stream.isatty():
-        return Lines(stream)
+        return None
     try:
         import rich.live
+        import rich.table
         import rich.text  # noqa: F401  imported now, because later the loop's lateness is measured
         from rich.console import Console
     except ImportError:
-        raise ConfigError(f"the live display needs rich: {install('cli')}, or use --quiet") from None
-    return Panel(Console(file=stream))
+        raise ConfigError(f"the display and the summary need rich: {install('cli')}, or use --quiet") from None
+    return Console(file=stream or sys.stderr)
 
 
-class Silence:
-    """Shows nothing."""
-
-    async def show(self, take: Callable[[], Screen]) -> None:
-        """Return at once."""
-
-
-class Lines:
-    """Shows one line every few seconds, for logs."""
-
-    def __init__(self, stream: TextIO, every: float = _LINE_EVERY) -> None:
-        self._stream = stream
-        self._every = every
-
-    async def show(self, take: Callable[[], Screen]) -> None:
-        """Show lines until cancelled."""
+async def show(on: Console | None, take: Callable[[], Screen], every: float | None = None) -> None:
+    """Show screens until cancelled: a panel that is redrawn in place on a terminal, which is erased at the end, so that
+    the summary takes its place; else a line every few seconds, for logs. ``on``: see ``console``; None: show none.
+    ``every``: seconds from one screen to the next."""
+    if on is None:
+        return
+    if not on.is_terminal:
         while True:
-            await asyncio.sleep(self._every)
-            self._stream.write(line(take()) + "\n")
-            self._stream.flush()
+            await asyncio.sleep(_LINE_EVERY if every is None else every)
+            on.file.write(line(take()) + "\n")
+            on.file.flush()
+    from rich.live import Live
 
-
-class Panel:
-    """Shows a panel that is redrawn in place."""
-
-    def __init__(self, console: Console, every: float = _PANEL_EVERY) -> None:
-        self._console = console
-        self._every = every
-
-    async def show(self, take: Callable[[], Screen]) -> None:
-        """Show the panel until cancelled; then it is erased, and the summary takes its place."""
-        from rich.live import Live
-
-        live = Live(console=self._console, auto_refresh=False, transient=True)
-        loop = asyncio.get_running_loop()
-        drawing: asyncio.Future[None] | None = None
-        with live:
-            try:
-                while True:
-                    drawing = loop.run_in_executor(None, _draw, live, take(), self._console.width)
-                    await drawing
-                    await asyncio.sleep(self._every)
-            finally:
-                if drawing is not None and not drawing.done():
-                    with suppress(asyncio.CancelledError):
-                        await asyncio.wait([drawing])
-
-
-def _draw(live: Live, now: Screen, width: int) -> None:
-    live.update(panel(now, width), refresh=True)
+    loop, drawing = asyncio.get_running_loop(), None
+    with Live(console=on, auto_refresh=False, transient=True) as live:
+        try:
+            while True:
+                now = panel(take(), on.width)
+                drawing = loop.run_in_executor(None, lambda now=now: live.update(now, refresh=True))  # type: ignore[misc]
+                await drawing
+                await asyncio.sleep(_PANEL_EVERY if every is None else every)
+        finally:
+            if drawing is not None and not drawing.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([drawing])
 
 
 def line(now: Screen) -> str:
@@ -219,10 +196,122 @@ def panel(now: Screen, width: int = _WIDTH) -> Text:
     room = max(0, width - len(now.clock) - 1)
     cut = now.title if len(now.title) <= room else f"{now.title[: max(0, room - 1)]}…"
     column = max(len(name) for name, _ in now.rows) + 2
-    parts: Iterable[tuple[str, str]] = (
+    parts = (
         (f"{cut:<{room}} ", "bold"), (now.clock, ""),
         *([("\n" + bar(now.progress, width), "green")] if now.progress is not None else []),
         *(part for name, text in now.rows for part in ((f"\n{name:<{column}}", "dim"), (text, ""))),
         *((f"\n{part}", "yellow") for part in textwrap.wrap(now.note, width)),
     )
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def summary(report: Mapping[str, Any], file: TextIO) -> None:
+    """Print the summary of a run on one screen of 80 columns: the verdict, where hits came from, and what it cost."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Console(file=file, width=_WIDTH, highlight=False, emoji=False)
+
+    def table(*columns: str) -> Table:
+        found = Table(box=None, expand=True, padding=(0, 0, 0, 1), header_style="dim")
+        for i, column in enumerate(columns):
+            found.add_column(column, justify="right" if i else "left", no_wrap=True)
+        return found
+
+    def say(*parts: str | tuple[str, str]) -> None:
+        out.print(Text.assemble(*parts), soft_wrap=True)
+
+    elapsed, total, hit = report["elapsed_s"] or 1.0, report["tokens"]["total"], report["tokens"]["hit"]
+    hits = sum(hit.values())
+    say((report["command"], "bold"), " ", ("OK", "green") if report["ok"] else ("NOT OK", "red"),
+        ", interrupted" if report["interrupted"] else "",
+        f": {number(report['served'])} requests in {report['elapsed_s']:.1f} s ({report['served'] / elapsed:.1f}/s), ",
+        pages_verified(report))
+    for problem in report["problems"]:
+        say(("  ✗ ", "red"), problem)
+
+    say((f"\nHits: {percent(hits, total)} of {number(total)} prompt tokens", "bold"))
+    for name, tokens in (*((name, hit[key]) for key, name in TIER_NAMES.items()), ("computed", total - hits)):
+        share = bar(tokens / total if total else 0.0, 40)
+        say(f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {share}".rstrip())
+    if "per_hit" in report:
+        moved = report["per_hit"]
+        say(f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
+            f"{moved['loaded_from_host']:.2f} loaded from it")
+    if "blocks" in report:
+        blocks = report["blocks"]
+        say(f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the trace "
+            f"implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
+
+    rate, slowdown = number(report["settings"]["prefill_tokens_per_s"]), report["prefill_slowdown"]
+    say((f"\nTime to first token: wait for pages + prefill at {rate} tokens/s (modelled)", "bold"))
+    mean, without, wait = report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"], report["wait_mean_ms"]
+    times = table("", "mean", "p50", "p99", "max", "")
+    for name, average, key in (("with cache", mean, "ttft_ms"), ("without cache", without, "ttft_without_cache_ms"),
+                               ("wait for pages", wait, "wait_ms")):
+        sooner = f"{without / mean:.1f} times sooner" if key == "ttft_ms" and without > mean > 0 else ""
+        spread_ = report[key]
+        times.add_row(name, *map(milliseconds, (average, spread_["p50"], spread_["p99"], spread_["max"])), sooner)
+    out.print(Padding(times, (0, 0, 0, 1)))
+    if slowdown >= BUSY:
+        say(f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is\n"
+            "  modelled as that much slower, with the cache and without it.")
+    if mean > without:                                 # the reasons why the cache cost more than it saved
+        say(f"  It came later with the cache: hits saved {milliseconds(without - mean + wait)} of computing on "
+            f"average,\n  but requests waited {milliseconds(wait)}.")
+        arrived, served = report["settings"].get("rate", 0.0), report["served"] / elapsed
+        if served < _QUEUED * arrived:
+            say(f"  Requests queued: {arrived:g} arrived per second, and {served:.1f} were served.")
+        if hits < _FEW_HITS * total:
+            say(f"  Only {percent(hits, total)} of the prompt tokens were hits, so there was little to save.")
+        ran = [(stage["latency_ms"]["p50"], stage["latency_ms"]["p99"], name)
+               for name, stage in report["stages"].items() if name in ("load_back", "prefetch") and stage["ops"]]
+        if ran:
+            p50, p99, slowest = max(ran)
+            say(f"  The slowest way of pages to the device: {slowest}, p50 {milliseconds(p50)}, "
+                f"p99 {milliseconds(p99)}.")
+
+    say(("\nMoved", "bold"))
+    moves = table("", "", "ops", "tokens", "bytes", "rate", "p50", "p99")
+    for name, stage in report["stages"].items():
+        latency = [milliseconds(stage["latency_ms"][q]).replace(" ", "") if stage["ops"] else "-"
+                   for q in ("p50", "p99")]
+        moves.add_row(name, ARROWS.get(name, ""), number(stage["ops"]), number(stage["tokens"]), size(stage["bytes"]),
+                      f"{size(stage['bytes'] / elapsed)}/s", *latency)
+        if stage["errors"]:
+            moves.add_row("", "", Text(f"{number(stage['errors'])} errors", "red"))
+    out.print(Padding(moves, (0, 0, 0, 1)))
+
+    lag, leaks = report["loop_lag_ms"], report["leaks"]
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="bold")
+    facts.add_row("requests", f"{number(report['requests'])} arrived · {number(report['cancelled'])} cancelled · "
+                  f"{number(report['failed'])} failed\n"
+                  f"{number(report['entered_again'])} taken up again after a failed load")
+    evicted = " · ".join(f"{name} {number(pages)}" for name, pages in report["evicted"].items())
+    facts.add_row("evicted", f"{evicted or 'nothing'} · lost for good {number(report['lost_pages'])}")
+    facts.add_row("left behind", ", ".join(f"{number(count)} {name.replace('_', ' ')}"
+                                           for name, count in leaks.items() if count) or "nothing")
+    facts.add_row("loop lag", " · ".join(f"{name} {milliseconds(lag[key])}" for name, key in
+                                         (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999"), ("max", "max")))
+                  + f"\nwaiting for a core: p99.9 {milliseconds(report['run_queue_ms']['p999'])}")
+    facts.add_row("processes" if "ranks" in report else "process",
+                  f"{report['cpu_s']:.1f} s of CPU · {size(report['rss_bytes'])} of memory at most")
+    out.print("", facts)
+
+    if "ranks" in report:
+        shape = report["topology"]
+        say((f"\nRanks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}", "bold"))
+        lost, ranks = list[str](), table("", "pages verified", "wrong", "batches", "lag p99", "CPU")
+        for rank in report["ranks"]:
+            name, verify = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})", rank.get("verify")
+            if verify is None:
+                lost.append(f"  {name}: {rank['lost'] or 'ended without a report'}")
+                continue
+            ranks.add_row(name, number(verify["pages"]), number(verify["mismatches"]), number(rank["batches"]),
+                          milliseconds(rank["loop_lag_ms"]["p99"]), f"{rank['cpu_s']:.1f} s")
+        out.print(Padding(ranks, (0, 0, 0, 1)))
+        for sentence in lost:
+            say((sentence, "red"))

@@ -17,7 +17,7 @@ from pathlib import Path as FilePath
 from textwrap import wrap
 from typing import Any
 
-import msgspec
+from msgspec import structs
 
 from asynccache import compiled
 from asynccache.cli.parsing import gpu
@@ -104,7 +104,7 @@ async def measured(device: Any) -> Report:
     return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)},
             "copies": {"width": WIDTH, "pages": PAGES, "layers": LAYERS, **paths},
             "wake_up": {"p50_us": round(wake.p50, 2), "p99_us": round(wake.p99, 2), "samples": WAKE_UPS},
-            "settings": msgspec.structs.asdict(device.settings)} | _lost(paths)  # fmt: skip
+            "settings": structs.asdict(device.settings)} | _lost(paths)  # fmt: skip
 
 
 async def _by_path(opened: Any, below: int) -> Report:
@@ -118,9 +118,8 @@ async def _by_path(opened: Any, below: int) -> Report:
     from asynccache.memory.cuda.device import CudaDevice
     from asynccache.memory.pools import Mover
 
-    thresholds = {name: below for name in opened.settings.__struct_fields__ if name.endswith("_below")}
-    settings = msgspec.structs.replace(opened.settings, **thresholds)
-    device = CudaDevice(opened.driver, opened.name, settings=settings)
+    thresholds = {one.name: below for one in structs.fields(opened.settings) if one.name.endswith("_below")}
+    device = CudaDevice(opened.driver, opened.name, settings=structs.replace(opened.settings, **thresholds))
     try:
         mover = Mover(device, [PoolSpec(
             name="doctor", component=ComponentKind.FULL, bytes_per_page=WIDTH * LAYERS, layers=LAYERS,

@@ -22,10 +22,6 @@ from asynccache.cli.output import debugging
 from asynccache.cli.presses import Presses
 from asynccache.errors import AsyncCacheError, ConfigError
 
-BENCHES = {
-    "store": "CPU time and bandwidth per page of a store",
-    "ttft": "time to first token of a small model with random weights, by the tier that has the prefix",
-}
 BUG = 3
 _TOOLS = {
     "store": ("show what a store holds, look for damaged pages, and remove pages", True),
@@ -33,6 +29,7 @@ _TOOLS = {
                True),
     "plan": ("compute from a recorded trace what each GiB of host memory or disk would save", True),
     "explain": ("ask a running cache where a prompt's pages are, and what ends its match", True),
+    "bench": ("measure a store: its rates and its CPU time, by size of page", True),
     "doctor": ("show whether this machine has a GPU that can be used, how fast it is, and what the cache will use",
                False),
 }
@@ -43,7 +40,7 @@ _COMMANDS: dict[Literal["replay", "stress"], str] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that answers wrong arguments with one sentence and the way to ``--help``."""
 
     def error(self, message: str) -> NoReturn:
@@ -73,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["ASYNCCACHE_DEBUG"] = "1"
     debug = debugging()
     _have_streams()
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell when somebody presses TAB
+        import argcomplete
+
+        argcomplete.autocomplete(_parser(whole=True))  # answers, and ends the process
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()  # here, not at the end of the process, where nobody catches what it raises
@@ -108,7 +109,7 @@ def _refused(sentence: str, debug: bool) -> int:
     return 2
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     """A help text as a sentence of its own."""
     return f"{text[0].upper()}{text[1:]}."
 
@@ -119,8 +120,6 @@ def _see(arguments: list[str]) -> str:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] == ["bench"]:
-        return _bench(arguments[1:])
     if arguments[:1] and arguments[0] in _TOOLS:
         return _tool(arguments[0], arguments[1:])
     if arguments[:1] and arguments[0] in _COMMANDS:
@@ -129,22 +128,24 @@ def _dispatch(arguments: list[str]) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
+def _parser(*, whole: bool = False) -> argparse.ArgumentParser:
+    """The command's own parser. ``whole``: with the arguments of all commands, which completion needs."""
+    parser = Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (or ASYNCCACHE_DEBUG=1)")
     parser.add_argument("--version", action="version", version=f"asynccache {__version__}, {compiled.CORE} core")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in (_COMMANDS | {tool: text for tool, (text, _) in _TOOLS.items()}).items():
-        commands.add_parser(name, help=text, add_help=False)
-    commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
+        command = commands.add_parser(name, help=text, add_help=False)
+        if whole and name in _COMMANDS:
+            add_arguments(command, name)
+        elif whole:
+            import_module(f"asynccache.cli.{name}").add_arguments(command)
     return parser
 
 
 def _run(arguments: list[str]) -> int:
     name: Literal["replay", "stress"] = "replay" if arguments[0] == "replay" else "stress"
-    parser = _Parser(prog=f"asynccache {name}", description=_sentence(_COMMANDS[name]))
-    if name == "replay":
-        parser.add_argument("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
+    parser = Parser(prog=f"asynccache {name}", description=sentence(_COMMANDS[name]))
     add_arguments(parser, name)
     settings = resolve_options(name, vars(parser.parse_args(arguments[1:])))
     with Presses() as presses:
@@ -157,50 +158,10 @@ def _tool(name: str, arguments: list[str]) -> int:
     """Run one of ``_TOOLS``: a module of its own, which is imported only when its command runs."""
     module: Any = import_module(f"asynccache.cli.{name}")
     help_, needs_arguments = _TOOLS[name]
-    parser = _Parser(prog=f"asynccache {name}", description=_sentence(help_))
+    parser = Parser(prog=f"asynccache {name}", description=sentence(help_))
     module.add_arguments(parser)
-    status: int = module.execute(parser.parse_args(arguments or (["--help"] if needs_arguments else [])))
+    status: int = module.execute(parser.parse_intermixed_args(arguments or (["--help"] if needs_arguments else [])))
     return status
-
-
-def _bench(arguments: list[str]) -> int:
-    """Run one benchmark: a module of its own, which is imported only when it runs."""
-    parser = _Parser(prog="asynccache bench", description="Measure a part of the cache.")
-    parser.add_argument("bench", choices=list(BENCHES), metavar="|".join(BENCHES),
-                        help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
-    chosen: str = parser.parse_args(arguments[:1] or ["--help"]).bench
-    return bench(import_module(f"asynccache.cli.bench_{chosen}"), arguments[1:], prog=f"asynccache bench {chosen}",
-                 text=BENCHES[chosen])  # fmt: skip
-
-
-def bench(module: Any, arguments: list[str], *, prog: str, text: str = "") -> int:
-    """Run the benchmark ``module``, and print and write its figures; returns the exit status.
-
-    The module has ``add_arguments(parser)``; ``run(options, tell)``, which returns the figures and calls ``tell`` with
-    lines that say how far it has come; and ``charts(figures)``. ``prog``: how the command is called; ``text``: what it
-    measures (default: what the module's docstring begins with).
-    """
-    own = _Parser(prog=prog, description=_sentence(text or (module.__doc__ or " ").partition(":")[0]))
-    own.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
-                     help="write the figures as JSON to a file, or to standard output (-) instead of the table")
-    own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
-    module.add_arguments(own)
-    options = own.parse_args(arguments)
-    from asynccache.cli.charts import text as table
-    from asynccache.cli.output import Progress, check_writable, dump
-
-    if options.json is not None:
-        check_writable(options.json)
-    progress = Progress(sys.stderr)
-    try:
-        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
-    finally:
-        progress.end()
-    if not options.quiet and options.json != "-":
-        print(*map(table, module.charts(figures)), f"the {compiled.CORE} core ran", sep="\n\n")
-    if options.json is not None:
-        dump(figures, options.json)
-    return 0
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ def check_writable(path: str, option: str = "--json") -> None:
         raise ConfigError(f"{option}=-: the page goes to a file only, for example {option} run.html")
 
 
-def answer(report: Mapping[str, Any], text: str, path: str | None) -> None:
-    """Print ``text``, and write ``report`` as JSON to ``path`` if there is one. With "-" the JSON is printed in the
-    text's place.
+def answer(report: Mapping[str, Any], text: str | None, path: str | None) -> None:
+    """Print ``text`` (None: nothing), and write ``report`` as JSON to ``path`` if there is one. With "-" the JSON is
+    printed in the text's place.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    if path != "-":
+    if path != "-" and text is not None:
         print(text)
     if path is not None:
         dump(report, path)
@@ -69,7 +69,7 @@ def write_page(report: Mapping[str, Any], path: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from asynccache.cli.reports import page
+    from asynccache.cli.page import page
 
     _write(path, page(report), "w", "--report")
 

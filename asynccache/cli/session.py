@@ -11,31 +11,29 @@ import gc
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asynccache import AsyncCache
 from asynccache.cli import output, report
-from asynccache.cli.display import Display, Watch, choose
+from asynccache.cli.display import Watch, console, show, summary
 from asynccache.cli.engine import Engine, StandInEngine
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Presses
-from asynccache.cli.request import Source
-from asynccache.cli.runner import RequestRunner
-from asynccache.cli.samples import Sampler
-from asynccache.cli.serving import Server
+from asynccache.cli.serving import RequestRunner, Server
 from asynccache.cli.sizing import check_fits, configure
-from asynccache.cli.summary import summary
-from asynccache.cli.tally import Tally
-from asynccache.cli.trace import TraceClock, TraceRequest, TraceSource, read_trace, survey
-from asynccache.cli.workloads import StressSource
+from asynccache.cli.tally import Sampler, Tally
+from asynccache.cli.workloads import Source, StressSource, TraceClock, TraceRequest, TraceSource, read_trace, survey
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
 from asynccache.errors import BackendError, CacheClosed, InvariantViolation, RankFailure
 from asynccache.metrics import start_metrics_server
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DURATION = 20.0
 """Seconds of a ``stress`` run that was told neither ``--duration`` nor ``--requests``."""
@@ -57,7 +55,7 @@ def execute(settings: RunSettings, presses: Presses | None = None) -> int:
         output.check_writable(settings.json)
     if settings.report is not None:
         output.check_writable(settings.report, "--report")
-    display = choose(settings.quiet)
+    display = console(settings.quiet)
     session = _session(settings)(settings, display, presses)
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
         runner.get_loop().set_exception_handler(presses.loop_error)
@@ -79,7 +77,7 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
     """Print and write the report; returns the exit status."""
     out = sys.stderr if settings.json == "-" else sys.stdout
     if not settings.quiet:
-        print(summary(result, color=out.isatty()), file=out)
+        summary(result, out)
     if session.traceback is not None:
         result["traceback"] = session.traceback
         print(session.traceback if output.debugging() else "asynccache: --debug shows where the error was raised",
@@ -110,7 +108,7 @@ def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
 class Session:
     """One run. ``traceback``: the text of the first unexpected error of a request; None if there was none."""
 
-    def __init__(self, settings: RunSettings, display: Display, presses: Presses) -> None:
+    def __init__(self, settings: RunSettings, display: Console | None, presses: Presses) -> None:
         self.traceback: str | None = None
         self._settings = settings
         self._display = display
@@ -194,7 +192,7 @@ class Session:
         self._meter.start()
         sampler = Sampler(cache, self._tally, self._meter)
         sampling = asyncio.create_task(sampler.run())
-        showing = asyncio.create_task(self._display.show(watch.take))
+        showing = asyncio.create_task(show(self._display, watch.take))
         ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, runner.stop)
         try:
             with self._presses.told_to(lambda count: loop.call_soon_threadsafe(_interrupt, runner, watch, count)):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asynccache.cli.main import bench
 from asynccache.errors import ConfigError
 from benchmarks import ranks
+from benchmarks.tables import bench
 
 
 def test_workers_are_a_number() -> None:

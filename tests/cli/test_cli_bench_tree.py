@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli.charts import cell, text
-from asynccache.cli.main import bench
 from benchmarks import runtime, tree, tree_calls
+from benchmarks.tables import bench, cell, text
 
 FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "MEMORY_NODES": 200, "EVICTED": 256}
 

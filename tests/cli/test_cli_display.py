@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from asynccache.cli import text
-from asynccache.cli.display import Lines, Panel, Screen, Silence, choose, line, panel, requests, verified
-from asynccache.cli.summary import summary
+from asynccache.cli.display import Screen, console, line, panel, requests, show, summary, verified
 from asynccache.cli.tally import Tally
 from asynccache.errors import ConfigError
 
@@ -92,20 +91,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_display_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(choose(quiet=True), Silence)
-    assert isinstance(choose(quiet=False, stream=io.StringIO()), Lines)
-    assert isinstance(choose(quiet=False, stream=Terminal()), Panel)
+def test_without_rich_only_a_quiet_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert console(quiet=True) is None
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rich>=13\.7', or use --quiet"):
-        choose(quiet=False, stream=Terminal())
+    assert console(quiet=True) is None
+    with pytest.raises(ConfigError, match=r"pip install 'rich>=13\.7' 'argcomplete>=3\.3', or use --quiet"):
+        console(quiet=False)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("terminal", [True, False])
-async def test_a_display_draws_until_it_is_cancelled(terminal: bool) -> None:
+async def test_a_display_draws_until_it_is_cancelled(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal() if terminal else io.StringIO()
-    display = Panel(Console(file=out, width=80), every=0.0) if terminal else Lines(out, every=0.0)
+    monkeypatch.setenv("TERM", "xterm")
     taken = asyncio.Event()
     count = 0
 
@@ -116,12 +114,19 @@ async def test_a_display_draws_until_it_is_cancelled(terminal: bool) -> None:
             taken.set()
         return NOW
 
-    task = asyncio.create_task(display.show(take))
+    task = asyncio.create_task(show(console(False, out), take, every=0.0))
     await taken.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert "1,234,567 served" in out.getvalue()
+
+
+def told(report: dict[str, Any], out: io.StringIO | None = None) -> str:
+    """The summary, without the blanks at the ends of its lines."""
+    out = out or io.StringIO()
+    summary(report, out)
+    return "\n".join(row.rstrip() for row in out.getvalue().rstrip().split("\n"))
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -146,7 +151,7 @@ def report(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
-    lines = summary(report()).split("\n")
+    lines = told(report()).split("\n")
     assert max(map(len, lines)) <= 80, [row for row in lines if len(row) > 80]
     assert lines[0].startswith("replay OK: 1,200,000 requests in")
     assert any("105,592 of 276,491 blocks" in row and "implies 105,592: 37.3 %" in row for row in lines)
@@ -155,51 +160,64 @@ def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
 
 
 def test_the_summary_says_that_a_busy_machine_makes_prefill_slow() -> None:
-    assert "busy" not in summary(report())
-    shown = summary(report(prefill_slowdown=2.34))
+    assert "busy" not in told(report())
+    shown = told(report(prefill_slowdown=2.34))
     assert "1 s of the engine's CPU time took 2.3 s" in shown
     assert max(map(len, shown.split("\n"))) <= 80
 
 
 def test_the_summary_of_a_cache_that_costs_more_than_it_spares_says_why() -> None:
-    assert "came later" not in summary(report())
+    assert "came later" not in told(report())
     stages = report()["stages"]
     slow = {**stages["prefetch"], "latency_ms": {"p50": 44.0, "p99": 9999.0, "max": 9999.0}}
     late = {"ttft_mean_ms": 1250.0, "ttft_without_cache_mean_ms": 1050.0, "wait_mean_ms": 1300.0,
             "stages": stages | {"prefetch": slow}}
-    shown = summary(report(**late))
+    shown = told(report(**late))
     assert "hits saved 1.1 s of computing" in shown
     assert "requests waited 1.3 s" in shown
     assert "prefetch, p50 44.0 ms, p99 10.0 s" in shown
     assert "little to spare" not in shown
     assert "queued" not in shown
-    assert "Requests queued: 2000 arrived per second, and 972.1 were served" in summary(
+    assert "Requests queued: 2000 arrived per second, and 972.1 were served" in told(
         report(**late, settings={"prefill_tokens_per_s": 8000.0, "rate": 2000.0, "verify": True})
     )
     assert max(map(len, shown.split("\n"))) <= 80
     nothing = {"total": 1000, "hit": {"device": 100, "host": 0, "storage": 0}}
     idle = {name: {**stage, "ops": 0} for name, stage in stages.items()}
-    shown = summary(report(**late | {"tokens": nothing, "stages": idle}))
+    shown = told(report(**late | {"tokens": nothing, "stages": idle}))
     assert "Only 10.0 % of the prompt tokens were hits" in shown
     assert "took longest" not in shown
 
 
 def test_the_summary_of_a_run_that_was_interrupted_says_so_first() -> None:
-    assert "interrupted" in summary(report(interrupted=True)).split("\n")[0]
-    assert "interrupted" not in summary(report())
+    assert "interrupted" in told(report(interrupted=True)).split("\n")[0]
+    assert "interrupted" not in told(report())
 
 
 def test_the_summary_says_what_went_wrong() -> None:
-    shown = summary(report(ok=False, problems=["request 7: 2 of 9 pages are wrong"],
+    shown = told(report(ok=False, problems=["request 7: 2 of 9 pages are wrong"],
                            leaks={"device_pages": 3, "host_pages": 0, "pins": 1, "tasks": 0}))
     assert shown.startswith("replay NOT OK")
     assert "✗ request 7: 2 of 9 pages are wrong" in shown
     assert "left behind  3 device pages, 1 pins" in shown
 
 
-def test_colours_only_where_they_are_wanted() -> None:
-    assert "\x1b[" in summary(report(), color=True)
-    assert "\x1b[" not in summary(report())
+def test_colours_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[32m" in told(report(), Terminal())
+    assert "\x1b" not in told(report())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in told(report(), Terminal())
+
+
+def test_a_rank_that_was_lost_is_named_below_the_others() -> None:
+    rank = {"rank": 0, "tp": 0, "cp": 0, "pp": 0, "verify": {"pages": 123_456_789, "mismatches": 0}, "batches": 12_345,
+            "loop_lag_ms": {"p99": 1234.0}, "cpu_s": 1234.5}
+    lost = {"rank": 1, "tp": 1, "cp": 0, "pp": 0, "lost": "was killed by signal 9"}
+    shown = told(report(topology={"tp": 2, "cp": 1, "pp": 1}, ranks=[rank, lost]))
+    assert shown.endswith("  rank 1 (1 0 0): was killed by signal 9")
+    assert max(map(len, shown.split("\n"))) <= 80
 
 
 def test_numbers_as_a_person_reads_them() -> None:

@@ -15,8 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.reports import page, run, svg
-from asynccache.cli.reports.svg import Axis, Drawing
+from asynccache.cli.page import WIDTH, Axis, Figure, bins, first_token, page, svg
 from asynccache.cli.text import milliseconds
 from tests.stores.server import CannotStart, NowhereRequired, path_of
 
@@ -92,7 +91,7 @@ def test_its_figures_are_those_of_the_json(stress: tuple[dict[str, Any], str]) -
 def test_the_page_says_that_the_machine_was_busy_only_if_it_was(
     slowdown: float, said: str, stress: tuple[dict[str, Any], str]
 ) -> None:
-    figure = run.first_token(stress[0] | {"prefill_slowdown": slowdown})
+    figure = first_token(stress[0] | {"prefill_slowdown": slowdown})
     assert figure is not None
     assert figure.source.endswith(f"tokens/s{said}.")
 
@@ -138,26 +137,29 @@ def test_a_run_without_anything_makes_a_page(stress: tuple[dict[str, Any], str])
 
 def test_rises_are_between_samples_and_add_up() -> None:
     times, counts = [float(i) for i in range(11)], [i * i for i in range(11)]
-    found = run.bins(times, [counts], 4)
+    found = bins(times, [counts], 4)
     assert [end for end, _ in found] == [3.0, 6.0, 9.0, 10.0]
     assert sum(rise[0] for _, rise in found) == 100
 
 
+def drawing(x: Axis, y: Axis, *points: tuple[float, float]) -> str:
+    return svg(Figure("plot", "", "", x, y, [("", "l1", points)], (), (), ""))
+
+
 def test_scales_and_ticks() -> None:
-    drawn = Drawing(Axis("x", 0, 10, str), Axis("y", 0, 1, str))
-    assert (drawn.at_x(0), drawn.at_x(10)) == (52, 464)
-    assert drawn.at_y(2) == drawn.at_y(1) == 14
+    drawn = drawing(Axis("x", 0, 10, str), Axis("y", 0, 1, str), (0, 1), (10, 2))
+    assert 'points="52,14 464,14"' in drawn
     assert Axis("", 0, 1, str).ticks(6) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert Axis("", 1, 1e6, str, log=True).ticks(9) == [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
     assert Axis("", 1, 100, str, log=True).share(10) == pytest.approx(0.5)
 
 
 def test_labels_stay_inside_the_drawing() -> None:
-    drawn = svg.lines(Axis("", 1, 10, lambda v: f"{v:g} milliseconds", log=True), Axis("", 0, 1, str), [])
-    below = re.findall(r'<text class="tick" x="([\d.]+)"[^>]*text-anchor="middle">([^<]*)<', "".join(drawn.parts))
+    drawn = drawing(Axis("", 1, 10, lambda v: f"{v:g} milliseconds", log=True), Axis("", 0, 1, str))
+    below = re.findall(r'<text class="tick" x="([\d.]+)"[^>]*text-anchor="middle">([^<]*)<', drawn)
     assert len(below) > 1
     for x, words in below:
-        assert len(words) * 3.3 - 0.5 <= float(x) <= svg.WIDTH + 0.5 - len(words) * 3.3, words
+        assert len(words) * 3.3 - 0.5 <= float(x) <= WIDTH + 0.5 - len(words) * 3.3, words
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:

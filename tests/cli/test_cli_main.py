@@ -3,8 +3,9 @@ that hold everything."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +15,12 @@ import pytest
 
 import asynccache
 from asynccache import compiled
-from asynccache.cli.charts import Chart, Row
 from asynccache.cli.main import main
 from asynccache.cli.options import resolve_options
 from asynccache.cli.sizing import configure, tokens_needed
-from asynccache.cli.trace import TraceRequest, survey
+from asynccache.cli.workloads import TraceRequest, survey
 from asynccache.config import Full, Mamba, SlidingWindow
+from benchmarks.tables import Chart, Row, bench
 
 
 def ends_with(*arguments: str) -> int:
@@ -45,41 +46,24 @@ def test_misuse_is_a_sentence_and_2(arguments: tuple[str, ...], capsys: pytest.C
     assert "Traceback" not in error
 
 
-def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = ModuleType("asynccache.cli.bench_store")
-
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--nodes", type=int)
-
-    module.add_arguments = add_arguments  # type: ignore[attr-defined]
-    module.run = lambda args, tell: {"nodes": args.nodes}  # type: ignore[attr-defined]
-    module.charts = lambda figures: ()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_store", module)
-    assert main(["bench", "store", "--nodes", "7", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"core": compiled.CORE, "nodes": 7}
-
-
 TABLE = "7 nodes\n       mean\nmatch  1.25\n\nthe CORE core ran\n"
 
 
 def test_a_benchmark_prints_its_table_or_json_in_its_place_or_neither(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module: Any = ModuleType("asynccache.cli.bench_store")
+    module: Any = ModuleType("benchmarks.nodes")
     module.add_arguments = lambda parser: None
     module.run = lambda args, tell: {"nodes": 7}
     rows = [Row("match", [1.25])]
     module.charts = lambda figures: [Chart(f"{figures['nodes']} nodes", ("mean",), rows)]
-    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_store", module)
-    assert main(["bench", "store"]) == 0
+    assert bench(module, [], prog="nodes") == 0
     assert capsys.readouterr() == (TABLE.replace("CORE", compiled.CORE), "")
-    assert main(["bench", "store", "--json", "-"]) == 0
+    assert bench(module, ["--json", "-"], prog="nodes") == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["nodes"], said.err) == (7, "")
     path = tmp_path / "figures.json"
-    assert main(["bench", "store", "--quiet", "--json", str(path)]) == 0
+    assert bench(module, ["--quiet", "--json", str(path)], prog="nodes") == 0
     assert capsys.readouterr() == ("", "")
     assert json.loads(path.read_text())["nodes"] == 7
 
@@ -103,3 +87,18 @@ def test_swa_and_mamba_get_their_part() -> None:
     assert (swa.device_tokens, swa.host_tokens) == (4096, 8192)
     assert isinstance(mamba, Mamba)
     assert mamba.device_states > settings.concurrency
+
+
+@pytest.mark.parametrize(("line", "offered"), [
+    ("asynccache st", {"stress", "store"}), ("asynccache stress --prefetch-p", {"--prefetch-policy"}),
+    ("asynccache replay --rank-d", {"--rank-delay"}), ("asynccache store cl", {"clear"}),
+    ("asynccache bench ", {"store"}),
+])
+def test_a_shell_completes_commands_and_their_options(line: str, offered: set[str], tmp_path: Path) -> None:
+    environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+                                "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
+    done = subprocess.run([sys.executable, "-m", "asynccache.cli"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = {word.strip() for word in (tmp_path / "offered").read_text().split("\n")}
+    assert offered <= words
+    assert all(word.startswith(line.rpartition(" ")[2]) for word in words)

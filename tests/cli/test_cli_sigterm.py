@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from asynccache.cli import entry
-from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
+from asynccache.cli.workloads import RunRequest
 from tests.cli import interrupt_child
 from tests.cli.trace_kit import made_trace
 
@@ -31,8 +31,7 @@ PLACES = {
     "store": ("asynccache.cli.store.perform", ["store", "stat", "file:{folder}/store"]),
     "explain": ("asynccache.cli.explain.ask", ["explain", "http://127.0.0.1:9", "--tokens", "1"]),
     "doctor": ("asynccache.cli.doctor.execute", ["doctor"]),
-    "bench store": ("asynccache.cli.bench_store.run", ["bench", "store", "memory:"]),
-    "bench ttft": ("asynccache.cli.bench_ttft.run", ["bench", "ttft"]),
+    "bench": ("asynccache.cli.bench.run", ["bench", "store", "memory:"]),
 }
 STRESS = ["stress", "--duration", "60", "--device-tokens", "8192", "--host-tokens", "16384", "--concurrency", "4"]
 

@@ -25,7 +25,7 @@ from statistics import median
 from typing import NamedTuple
 
 from asynccache import AsyncCache
-from asynccache.cli.display import Watch, choose
+from asynccache.cli.display import Watch
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings, resolve_options
 from asynccache.cli.presses import Presses
@@ -82,7 +82,7 @@ class Soak(Session):
     """One run that is looked at while it lasts. ``looks`` are those after the warm-up."""
 
     def __init__(self, settings: RunSettings, presses: Presses, warm_up: float) -> None:
-        super().__init__(settings, choose(quiet=True), presses)
+        super().__init__(settings, None, presses)
         self.looks: list[Look] = []
         self._warm_up = warm_up
         self._traces: list[tracemalloc.Snapshot] = []

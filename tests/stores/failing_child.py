@@ -17,14 +17,13 @@ import time
 from typing import Any
 
 from asynccache import AsyncCache
-from asynccache.cli.display import choose
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings, add_arguments, resolve_options
 from asynccache.cli.presses import Presses
-from asynccache.cli.request import RunRequest, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
+from asynccache.cli.workloads import RunRequest, Source
 from asynccache.runtime.prefetch import Prefetch
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.storage import Breaker, BreakerState, Permit
@@ -103,7 +102,7 @@ def main() -> None:
     moments = Moments()
     moments.watch()
     with Presses() as presses:
-        session = Watched(settings, choose(True), presses)
+        session = Watched(settings, None, presses)
         threading.Thread(target=_answer, args=(session,), daemon=True).start()
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
             report = runner.run(session.run())

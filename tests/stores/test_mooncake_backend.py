@@ -14,11 +14,10 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.mooncake import MooncakeBackend, client
 from asynccache_backends.mooncake.client import acquire
-from asynccache_backends.mooncake.raw import raw
 from asynccache_backends.mooncake.settings import ClientOptions, settings_of
 from asynccache_backends.mooncake.transfers import STAGE_BYTES
 
-from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache.errors import ConfigError, Timeout, Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
     RECORD_SCHEMA,
@@ -322,22 +321,6 @@ async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     assert opening.cancelled()
     assert one.users == users
     one.release()
-
-
-@pytest.mark.asyncio
-async def test_the_bare_client_stores_and_finds(mooncake_master: Any) -> None:
-    client = await raw(parse_url(mooncake_master.url))
-    slab = aligned(8 * 4096)
-    keys = [page_key(f"raw{i}").key for i in range(4)]
-    pages = [slab[i * 4096 : (i + 1) * 4096] for i in range(8)]
-    for key, page in zip(keys, pages, strict=False):
-        page[:] = content(PageKey("", key), 4096)
-    await client.put(keys, pages[:4])
-    await client.get(keys, pages[4:])
-    assert pages[:4] == pages[4:]
-    with pytest.raises(BackendError):
-        await client.get([page_key("none").key], pages[:1])
-    await client.aclose()
 
 
 @pytest.mark.asyncio

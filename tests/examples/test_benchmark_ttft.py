@@ -1,5 +1,5 @@
-"""``asynccache bench ttft``, small: every way is measured in every round, and a hit in another tier than was meant is
-no figure."""
+"""``python -m benchmarks.ttft``, small: every way is measured in every round, and a hit in another tier than was
+meant is no figure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from asynccache.cli import output
-from asynccache.cli.bench_ttft import Bench, add_arguments, run
-from asynccache.cli.main import main
+from asynccache.errors import ConfigError
+from benchmarks import ttft
+from benchmarks.tables import bench
+from benchmarks.ttft import Bench, add_arguments, run
 
-SMALL = ["bench", "ttft", "--prefix", "64", "--own", "4", "--repeats", "2", "--layers", "1", "--width", "64"]
+SMALL = ["--prefix", "64", "--own", "4", "--repeats", "2", "--layers", "1", "--width", "64"]
 
 
 def test_every_way_is_measured_in_every_round(
@@ -22,7 +24,7 @@ def test_every_way_is_measured_in_every_round(
     for pause in ("QUIET_FOR", "EVERY"):               # every line of the progress is shown
         monkeypatch.setattr(output, pause, 0.0)
     report = tmp_path / "ttft.json"
-    assert main([*SMALL, "--json", str(report)]) == 0
+    assert bench(ttft, [*SMALL, "--json", str(report)], prog="ttft") == 0
     figures = json.loads(report.read_text())
     assert list(figures["ttft_ms"]) == ["no cache", "miss", "L1", "L2", "L3"]
     assert all(len(times) == 2 and min(times) > 0 for times in figures["all_ms"].values())
@@ -36,7 +38,7 @@ def test_every_way_is_measured_in_every_round(
 def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = parser.parse_args(SMALL[2:])
+    options = parser.parse_args(SMALL)
 
     async def nothing(*args: object) -> None:
         """The device keeps what it has."""
@@ -49,6 +51,6 @@ def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "wrong", [("--prefix", "65"), ("--prefix", "0"), ("--own", "0"), ("--repeats", "0"), ("--width", "100")]
 )  # fmt: skip
-def test_options_that_cannot_be_are_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, *wrong]) == 2
-    assert wrong[0] in capsys.readouterr().err
+def test_options_that_cannot_be_are_refused(wrong: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=wrong[0]):
+        bench(ttft, [*SMALL, *wrong], prog="ttft")

@@ -1,4 +1,4 @@
-"""``asynccache bench ttft``: the time to first token of a prompt with a shared prefix, by the tier that has the prefix.
+"""The time to first token of a prompt with a shared prefix, by the tier that has it: ``python -m benchmarks.ttft``.
 
 A random model of about 50 million parameters (Qwen3's architecture, float32) runs on the CPU under the scheduler shim.
 The time counts from ``submit`` to the first token. Each request has the shared prefix and some tokens of its own. A
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,23 +26,18 @@ from statistics import median
 from typing import Any
 
 import torch
+import transformers
 import uvloop
-from asynccache_hf import INSTALL
+from asynccache_hf import Layout, PagedModel, describe
+from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
-from asynccache.cli.charts import Chart, Row
 from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import ConfigError
 from asynccache.runtime.cache import AsyncCache
-
-try:
-    import transformers
-    from asynccache_hf import Layout, PagedModel, describe
-    from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
-except ImportError as error:
-    raise ConfigError(f"bench ttft runs a model of transformers: {INSTALL} ({error})") from error
+from benchmarks.tables import Chart, Row, bench
 
 PAGE = 16
 CHUNK = 512
@@ -236,3 +232,7 @@ def charts(figures: Figures) -> Iterator[Chart]:
         f"{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, "
         f"{figures['parameters'] / 1e6:.0f} M parameters, {figures['torch_threads']} threads",
     ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(bench(sys.modules[__name__], sys.argv[1:], prog="python -m benchmarks.ttft"))

@@ -1,10 +1,15 @@
-"""The figures of a benchmark for people: charts, which ``main`` prints as tables."""
+"""Runs a benchmark as a command, and prints its figures, which are charts, as tables."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from asynccache import compiled
+from asynccache.cli.main import Parser, sentence
+from asynccache.cli.output import Progress, check_writable, dump
 
 WIDTH = 80
 MISSED = "  missed"
@@ -44,3 +49,29 @@ def text(chart: Chart) -> str:
     told = [line + (MISSED if row.missed else "") for line, row in zip(lines[1:], chart.rows, strict=True)]
     notes = [line for note in chart.notes for line in wrap(note, WIDTH)]
     return "\n".join([*wrap(chart.title, WIDTH), lines[0], *told, *notes])
+
+
+def bench(module: Any, arguments: list[str], *, prog: str) -> int:
+    """Run the benchmark ``module``, and print and write its figures; returns the exit status.
+
+    The module has ``add_arguments(parser)``; ``run(options, tell)``, which returns the figures and calls ``tell`` with
+    lines that say how far it has come; and ``charts(figures)``. ``prog``: how the command is called.
+    """
+    own = Parser(prog=prog, description=sentence((module.__doc__ or " ").partition(":")[0]))
+    own.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
+                     help="write the figures as JSON to a file, or to standard output (-) instead of the table")
+    own.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
+    module.add_arguments(own)
+    options = own.parse_args(arguments)
+    if options.json is not None:
+        check_writable(options.json)
+    progress = Progress(sys.stderr)
+    try:
+        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
+    finally:
+        progress.end()
+    if not options.quiet and options.json != "-":
+        sys.stdout.write("\n\n".join([*map(text, module.charts(figures)), f"the {compiled.CORE} core ran"]) + "\n")
+    if options.json is not None:
+        dump(figures, options.json)
+    return 0

@@ -1,0 +1,200 @@
+"""``asynccache bench store [URL]``: the rates of a store, by size of page.
+
+A round puts new pages, gets them in order and again in random order, looks them up, and deletes them, so what else is
+in the store stays. As in the runtime, pages go through ``CheckedStore``, from and to page-aligned, registered host
+memory. Figures are medians over the rounds. CPU time is that of all threads of this process, user and system; the work
+of a server and of the kernel's writeback is not in it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from asynccache import compiled
+from asynccache.cli.meter import spread
+from asynccache.cli.options import LOOPS
+from asynccache.cli.output import Progress, Tell, answer, check_writable
+from asynccache.cli.parsing import integer
+from asynccache.cli.text import number
+from asynccache.cli.text import size as spelled
+from asynccache.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from asynccache.storage import Result
+
+POOL = "bench"
+BATCH_BYTES, BATCH_PAGES = 8 << 20, 128
+PAGE_SIZES = "64KiB,256KiB,2MiB"
+TIMEOUT = 600.0
+
+Figures = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command to ``parser``."""
+    parser.add_argument("what", choices=["store"], metavar="store", help="what to measure: a store")
+    parser.add_argument("url", nargs="?", metavar="URL", help="the store (default: a file store in a temporary folder)")
+    parser.add_argument("--page-sizes", default=PAGE_SIZES, metavar="SIZES",
+                        help=f"sizes of a page, each measured by itself (default: {PAGE_SIZES})")
+    parser.add_argument("--bytes", default="128MiB", metavar="SIZE", help="bytes moved in a pass (default: 128MiB)")
+    parser.add_argument("--batch", type=integer(1), metavar="N",
+                        help="pages in a call (default: as many as 8 MiB hold, at most 128)")
+    parser.add_argument("--concurrency", type=integer(1), default=2, metavar="N", help="calls at a time (default: 2)")
+    parser.add_argument("--repeat", type=integer(1), default=3, metavar="N",
+                        help="rounds; medians over them are shown (default: 3)")
+    parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="event loop (default: uvloop)")
+    parser.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
+                        help="write the figures as JSON to a file, or to standard output (-) instead of the table")
+    parser.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure, and print and write the figures; returns the exit status: 1 if pages came back wrong.
+
+    Raises:
+        ConfigError: an option is unusable.
+        BackendError: the store cannot be opened, or fails.
+    """
+    if args.json is not None:
+        check_writable(args.json)
+    progress = Progress(sys.stderr)
+    try:
+        figures = run(args, (lambda _: None) if args.quiet else progress.tell)
+    finally:
+        progress.end()
+    answer(figures, None if args.quiet else "\n".join(told(figures)), args.json)
+    return 1 if any(size["mismatches"] for size in figures["sizes"]) else 0
+
+
+def run(args: argparse.Namespace, tell: Tell) -> Figures:
+    """Measure all sizes of page, and return the figures as plain values. Raises as ``execute`` does."""
+    from asynccache.cli.machine import loop_factory  # here: --help answers without what stores need
+    from asynccache.storage import parse_size, parse_url
+
+    sizes = [parse_size("--page-sizes", text) for text in args.page_sizes.split(",")]
+    total = parse_size("--bytes", args.bytes)
+    if min(sizes) < 1:
+        raise ConfigError(f"--page-sizes={args.page_sizes}: must be at least 1")
+    if total < max(sizes):
+        raise ConfigError(f"--bytes={args.bytes!r} is less than one page of {max(sizes)} bytes")
+    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
+        url = args.url or f"file:{folder}/store?capacity={4 * total + (1 << 30)}"
+        with asyncio.Runner(loop_factory=loop_factory(args.loop)) as runner:
+            measured = [runner.run(_measured(args, url, size, total // size, tell)) for size in sizes]
+    settings = {"url": str(parse_url(url)), "concurrency": args.concurrency, "rounds": args.repeat, "loop": args.loop,
+                "bytes": total}
+    return {"command": "bench", "bench": "store", "core": compiled.CORE, "cores": os.cpu_count(), "settings": settings,
+            "sizes": measured}
+
+
+async def _measured(args: argparse.Namespace, url: str, size: int, count: int, tell: Tell) -> Figures:
+    """Measure ``count`` pages of ``size`` bytes. Cancelling closes the store; pages that were put may be left in it."""
+    import numpy as np
+
+    from asynccache.storage import RECORD_SCHEMA, Collectable, PageKey, Result, StoreLayout, open_store
+
+    batch = args.batch or max(1, min(BATCH_PAGES, BATCH_BYTES // size))
+    memory = memoryview(mmap.mmap(-1, 2 * count * size))
+    pages = np.frombuffer(memory, np.uint8).reshape(2, count, size)
+    pages[0] = np.resize(np.frombuffer(Random(size).randbytes(1 << 20), np.uint8), size)
+    pages[0, :, : min(8, size)] = np.arange(count, dtype="<u8").view(np.uint8).reshape(count, 8)[:, : min(8, size)]
+    buffers = [memory[at : at + size] for at in range(0, 2 * count * size, size)]
+    source, target = buffers[:count], buffers[count:]
+    store = await open_store(url, StoreLayout({POOL: size}, RECORD_SCHEMA), timeout=TIMEOUT)
+    if store is None:
+        raise ConfigError(f"storage={url!r} is no store to measure")
+    passes: dict[str, list[tuple[float, float, list[float]]]] = {}
+    keys, order, flushes, mismatches = list[PageKey](), range(count), list[float](), 0
+
+    async def drive(op: str, order: Sequence[int], call: Callable[[Sequence[int]], Awaitable[list[Result]]]) -> None:
+        """Make the calls for all pages, ``--concurrency`` calls at a time, and note the times that they took."""
+        calls, latencies = [order[at : at + batch] for at in range(0, count, batch)], list[float]()
+        left = iter(calls)
+
+        async def worker() -> None:
+            for which in left:
+                began = time.perf_counter()
+                results = await call(which)
+                latencies.append(time.perf_counter() - began)
+                if failed := len(results) - results.count(Result.HIT):
+                    raise BackendError(f"the store failed for {failed} of {len(results)} pages; its error: "
+                                       f"{store.last_error!r}")
+                tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {args.repeat}: "
+                     f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")
+
+        cpu, began = time.process_time(), time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(args.concurrency)))
+        wall = time.perf_counter() - began
+        passes.setdefault(op, []).append((wall, time.process_time() - cpu, latencies))
+
+    try:
+        store.register(POOL, memory)
+        for _ in range(args.repeat):
+            keys[:] = [PageKey(POOL, os.urandom(32)) for _ in order]
+            try:
+                await drive("put", order, lambda which: store.put([keys[i] for i in which], [source[i] for i in which]))
+                began = time.perf_counter()
+                await store.flush()
+                flushes.append(time.perf_counter() - began)
+                for op, of in (("get", order), ("get_shuffled", Random(1).sample(order, count))):
+                    pages[1] = 0
+                    await drive(op, of, lambda which: store.get([keys[i] for i in which], [target[i] for i in which]))
+                    mismatches += int((pages[0] != pages[1]).any(axis=1).sum())
+                await drive("exists", order, lambda which: store.exists([keys[i] for i in which]))
+            finally:
+                for at in range(0, count, BATCH_PAGES):
+                    await store.delete(keys[at : at + BATCH_PAGES])
+                if isinstance(store.backend, Collectable):
+                    await store.backend.collect(None)
+        stats = {name: value for name, value in store.stats().items() if name in ("direct", "errors", "corrupt_pages")}
+    finally:
+        await store.aclose()
+    return {"page_bytes": size, "pages": count, "pages_per_call": batch, "mismatches": mismatches, "stats": stats,
+            "flush_ms": round(median(flushes) * 1e3, 1),
+            **{op: summary(rounds, count, size if op != "exists" else 0) for op, rounds in passes.items()}}
+
+
+def summary(rounds: Sequence[tuple[float, float, list[float]]], pages: int, page_bytes: int) -> Figures:
+    """Medians over the rounds, and percentiles over the calls of all rounds. ``rounds``: the seconds of each, its CPU
+    seconds, and the seconds of its calls; ``page_bytes``: bytes that a call moves for a page, 0: none."""
+    calls = [latency for _, _, latencies in rounds for latency in latencies]
+    wall = median(one[0] for one in rounds)
+    return {
+        **({"gb_per_s": round(pages * page_bytes / wall / 1e9, 3)} if page_bytes else {}),
+        "pages_per_s": round(pages / wall), "cpu_us_per_page": round(median(one[1] for one in rounds) / pages * 1e6, 2),
+        "calls": len(calls),
+        **{f"{name}_ms": round(value, 3) for name, value in spread(calls, 1e3)._asdict().items() if name != "max"},
+    }
+
+
+def told(figures: Figures) -> Iterator[str]:
+    """Yield the figures as tables of at most 80 columns."""
+    settings = figures["settings"]
+    yield f"{settings['url']}"
+    yield (f"{settings['concurrency']} calls at a time, medians of {settings['rounds']} rounds; CPU: µs a page; "
+           "p50 ...: ms a call")
+    for size in figures["sizes"]:
+        yield ""
+        yield f"pages of {spelled(size['page_bytes'])}: {number(size['pages'])} pages, {size['pages_per_call']} a call"
+        yield f"  {'':<14}{'GB/s':>8}{'pages/s':>12}{'CPU':>10}{'p50':>10}{'p99':>10}{'p99.9':>10}"
+        for op in ("put", "get", "get_shuffled", "exists"):
+            one = size[op]
+            rate = f"{one['gb_per_s']:.2f}" if "gb_per_s" in one else ""
+            yield (f"  {op.replace('_', ', '):<14}{rate:>8}{number(one['pages_per_s']):>12}"
+                   f"{one['cpu_us_per_page']:>10.1f}"
+                   + "".join(f"{one[name]:>10.2f}" for name in ("p50_ms", "p99_ms", "p999_ms")))
+        yield f"  durable {size['flush_ms']:.1f} ms after the last put"
+        if size["mismatches"]:
+            yield f"  NOT OK: {number(size['mismatches'])} pages came back wrong"
+    yield ""
+    yield f"the {figures['core']} core ran"
