@@ -129,7 +129,7 @@ def test_old_pages_are_collected(commands: Commands) -> None:
     assert empty.out == "0 pages, 0 B\n"
 
 
-@pytest.mark.parametrize("store", ["redis_server", "mooncake_master"], indirect=True)
+@pytest.mark.parametrize("store", ["mooncake_master"], indirect=True)
 def test_a_store_that_has_no_waste_says_so(commands: Commands) -> None:
     _, gc, old, ls = commands(
         f"fill {GOOD} 0", "store gc URL", "store gc URL --older-than 0s", "store ls URL --json -"
