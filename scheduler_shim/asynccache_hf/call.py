@@ -12,7 +12,7 @@ import torch
 
 from asynccache import ConfigError
 
-CACHE_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def parameters(model: Any) -> frozenset[str]:

@@ -23,6 +23,7 @@ from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Pages
 from asynccache import ConfigError
 from asynccache_hf.attending import IMPLEMENTATIONS, PagedAttention, StepRow, places_of, replace_attention, unpageable
 from asynccache_hf.call import parameters, run
+from asynccache_hf.identity import plain
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
 from asynccache_hf.parts import CallSpan, LayerPart
@@ -144,7 +145,7 @@ class PagedModel:
             ConfigError: the cache has no such pools.
         """
         self.layout = layout
-        self._model = model
+        self._model = model = plain(model)
         self._empty = layout.new_cache(model.config)
         self._bound = bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]

@@ -169,7 +169,7 @@ def trial_pools(model: Any, layout: Layout, pages: int) -> dict[str, TrialPool]:
     return {pool.name: TrialPool(pool.layers, pages, pool.layer_bytes, model.device) for pool in layout.pools}
 
 
-class _Stage:
+class TrialStage:
     """A model on pages of its own, and the trial's three requests: one that computes everything and leaves pages, one
     that goes on from the later place, one that goes on from the earlier."""
 
@@ -196,7 +196,7 @@ class _Stage:
 def _worst(model: Any, layout: Layout, expected: ExpectedLogits) -> TrialDifference:
     """Return the largest difference of what is computed on pages. The states of the three requests are in slots 0, 1
     and 2."""
-    stage = _Stage(model, layout, expected)
+    stage = TrialStage(model, layout, expected)
     compute = stage.compute
     early, late, stop = expected.plan
     compute(1, stage.first, 0, early, 0, checkpoint=2)
@@ -236,7 +236,7 @@ def _blame(model: Any, layout: Layout, expected: ExpectedLogits) -> str:
         with torch.inference_mode():
             run_alone(model, expected.ids)
             wanted, found[:] = list(found), []
-            stage = _Stage(model, layout, expected)
+            stage = TrialStage(model, layout, expected)
             stage.compute(1, stage.first, 0, plan.late, 0, checkpoint=1)
             found.clear()
             stage.compute(2, stage.later, plan.late, plan.stop, 1)
