@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def _check_adapter(name: str, config: Any) -> None:
 
 class Parts(NamedTuple):
     """The tensors of a model: those that it has without adapters, and those of each adapter. ``states``: how each layer
-    that has adapters uses them; ``active``: the names of those that are used anywhere."""
+    that uses adapters does so; ``active``: the names of those that are used anywhere."""
 
     weights: list[torch.Tensor]
     adapters: dict[str, list[torch.Tensor]]
@@ -74,41 +75,53 @@ def parts_of(model: Any) -> Parts:
         ConfigError: a part of the model is in ``train()`` mode.
     """
     found = Parts([], {}, [], set())
-    left: list[tuple[Any, list[torch.Tensor], bool]] = [(model, found.weights, False)]
+    left: list[tuple[str, Any, list[torch.Tensor], bool]] = [("", model, found.weights, False)]
     while left:
-        module, group, adapting = left.pop()
-        own = vars(module)
+        path, module, group, adapting = left.pop()
+        own, names = module.__dict__, _adapter_layer_names(type(module))
+        adapting = adapting or bool(names)
         if own["training"] and (not adapting or (isinstance(module, torch.nn.Dropout) and module.p)):
             who = f"{type(model).__name__} is in train() mode (its {type(module).__name__} is)"
             raise ConfigError(f"{who}, in which dropout makes other KV each time: call model.eval()")
-        group.extend(tensor for tensor in own["_parameters"].values() if tensor is not None)
-        passing = own["_non_persistent_buffers_set"]  # rotary embeddings change theirs in any call
-        group.extend(b for name, b in own["_buffers"].items() if b is not None and name not in passing)
-        names = getattr(type(module), "adapter_layer_names", ())  # of PEFT's layers
+        group += [tensor for tensor in own["_parameters"].values() if tensor is not None]
+        if buffers := own["_buffers"]:
+            passing = own["_non_persistent_buffers_set"]  # rotary embeddings change theirs in any call
+            group += [tensor for name, tensor in buffers.items() if tensor is not None and name not in passing]
+        if not names:
+            children = own["_modules"].items()
+            left += [(f"{path}.{name}", child, group, adapting) for name, child in children if child is not None]
+            continue
         for name, child in own["_modules"].items():
-            if name in names and hasattr(child, "items"):
-                for adapter, each in child.items():
-                    mine = found.adapters.setdefault(adapter, [])
-                    if isinstance(each, torch.Tensor):
-                        mine.append(each)
-                    else:
-                        left.append((each, mine, True))
-            elif child is not None:
-                left.append((child, group, adapting or bool(names)))
-        if names:
-            found.states.append(_state(module, found.active))
+            if name not in names or not hasattr(child, "items"):
+                left.append((f"{path}.{name}", child, group, True))
+                continue
+            for adapter, each in child.items():
+                mine = found.adapters.setdefault(adapter, [])
+                if isinstance(each, torch.Tensor):
+                    mine.append(each)
+                else:
+                    left.append((f"{path}.{name}.{adapter}", each, mine, True))
+        if state := _state(module, found.active):
+            found.states.append((path, *state))
     return found
+
+
+@lru_cache(maxsize=256)
+def _adapter_layer_names(kind: type) -> tuple[str, ...]:
+    """The attributes in which a layer of this class keeps adapters by their names, if it is one of PEFT's."""
+    return tuple(getattr(kind, "adapter_layer_names", ()))
 
 
 def _state(layer: Any, active: set[str]) -> tuple[Any, ...]:
     """How a layer of PEFT's uses its adapters: names, plain settings such as the scaling, and what is merged into the
     weights. The names are added to ``active``."""
-    held = {adapter for name in layer.adapter_layer_names for adapter in getattr(layer, name, ())}
+    own = layer.__dict__
+    held = {adapter for name in layer.adapter_layer_names for adapter in own["_modules"].get(name, ())}
     used = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in held]
     active.update(used)
     scales = []
     for name in layer.other_param_names if used else ():
-        values = vars(layer).get(name)
+        values = own.get(name)
         if isinstance(values, dict):
             scales += [(name, who, values[who]) for who in used if isinstance(values.get(who), (int, float, str))]
     return (*used, *scales, *(("merged", name) for name in layer.merged_adapters))
@@ -117,21 +130,23 @@ def _state(layer: Any, active: set[str]) -> tuple[Any, ...]:
 class Stamp(NamedTuple):
     """What tells that tensors have changed, without reading them."""
 
-    counted: tuple[tuple[int, int], ...]
+    counted: list[int]
     samples: bytes
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Stamp:
-        counted = tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors)
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        with torch.no_grad():
+        counted: list[int] = []
+        samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        with torch.inference_mode():
             for tensor in tensors:
-                if type(tensor) in _USUAL and not tensor.is_meta and tensor.numel() and tensor.is_contiguous():
-                    step = max(1, tensor.numel() // SAMPLES)
-                    some = tensor.as_strided((min(SAMPLES, tensor.numel()),), (step,))
-                    by_kind.setdefault((tensor.dtype, tensor.device), []).append(some)
-            samples = [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in by_kind.values()]
-        return cls(counted, b"".join(samples))
+                counted += (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+                if type(tensor) not in _USUAL or tensor.is_meta or not tensor.is_contiguous():
+                    continue
+                if size := tensor.numel():
+                    some = tensor.as_strided((min(SAMPLES, size),), (max(1, size // SAMPLES),))
+                    samples.setdefault((tensor.dtype, tensor.device), []).append(some)
+            taken = [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in samples.values()]
+        return cls(counted, b"".join(taken))
 
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)
@@ -175,7 +190,7 @@ class ModelIdentity:
                               "a new cache")  # fmt: skip
         weights = self._digest(None, parts)
         adapters = [(name, self._digest(name, parts)) for name in sorted(parts.active)]
-        if weights == self._first and not any(parts.states):
+        if weights == self._first and not parts.states:
             return ""
         return _short(json.dumps([weights, adapters, parts.states]).encode())
 
@@ -231,7 +246,8 @@ def _contents(model: Any, chosen: Callable[[int], bool]) -> Iterator[bytes]:
                 digest = xxhash.xxh3_128_digest(kept.reshape(-1).view(torch.uint8).numpy())
             except (NotImplementedError, RuntimeError) as error:
                 raise ConfigError(f"{name}: these weights cannot be read ({error}); give the model a name=") from error
-            yield f"{name} {kept.dtype} {tuple(kept.shape)} ".encode() + digest
+            place = name.replace(".base_layer.", ".")  # where PEFT keeps the layer that it has wrapped
+            yield f"{place} {kept.dtype} {tuple(kept.shape)} ".encode() + digest
 
 
 def _short(*contents: bytes) -> str:

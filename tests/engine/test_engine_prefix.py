@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 import transformers
 from asynccache_hf import Counts, PrefixCache, layout
 from asynccache_hf.cached_model import LoopThread
+from asynccache_hf.call import cache_name, parameters
 
 from asynccache.core.audit import check
-from asynccache.errors import CacheClosed, ConfigError
+from asynccache.errors import CacheClosed, ConfigError, Unavailable
 from tests.engine.engine_kit import model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
@@ -160,6 +163,8 @@ def test_what_has_no_room_is_generated_without_it() -> None:
 @pytest.mark.parametrize(("options", "said"), [
     ({"num_beams": 3}, "num_beams=3: beams take over each other"),
     ({"past_key_values": transformers.DynamicCache()}, "past_key_values=.*: the cache is what this object brings"),
+    ({"cache": transformers.DynamicCache()}, "cache=.*: the cache is what this object brings"),
+    ({"cache_params": transformers.DynamicCache()}, "cache_params=.*: the cache is what this object brings"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: speculation"),
     ({"use_cache": False}, "use_cache=False"),
@@ -353,3 +358,108 @@ def test_closed_it_takes_no_calls() -> None:
     cached.close()
     with pytest.raises(CacheClosed):
         cached.generate(ids([1, 2, 3]))
+
+
+@pytest.mark.parametrize("layers", [
+    ["linear_attention", "full_attention"], ["linear_attention", "linear_attention", "full_attention"],
+])  # fmt: skip
+def test_minimax_with_its_linear_layers_first(layers: list[str]) -> None:
+    """transformers asks the first layer for the length, and here that has none."""
+    model, text = make("minimax", layer_types=layers, num_hidden_layers=len(layers)), ids(prompt(LENGTH))
+    with PrefixCache(model, name="minimax", **SIZES) as cached:
+        for _ in range(2):
+            made = cached.generate(text, max_new_tokens=9, do_sample=False)
+            assert made.tolist() == model.generate(text, max_new_tokens=9, do_sample=False).tolist()
+            assert made.tolist() == model.generate(text, max_new_tokens=9, do_sample=False, use_cache=False).tolist()
+            text = torch.cat([made, ids(prompt(5, seed=1))], 1)
+        assert cached.counts.device == 40
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+def test_token_types_that_are_all_zero_are_taken(family: str) -> None:
+    """Tokenizers make them. GPT-2 adds an embedding for type 0, so what it caches is not what it caches without."""
+    model, text = model_of(family), ids(prompt(LENGTH), prompt(LENGTH, seed=1))
+    takes, zeros = "token_type_ids" in parameters(model), torch.zeros_like(text)
+    given = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(text)}
+    wanted = model.generate(text, **given, **({"token_type_ids": zeros} if takes else {})).tolist()
+    plain = model.generate(text, **given).tolist()
+    assert takes == (family == "gpt2") == (plain != wanted)
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for _ in range(2):
+            assert cached.generate(text, token_type_ids=zeros, **given).tolist() == wanted
+            assert cached.generate(text, **given).tolist() == plain
+        assert cached.counts.device == 2 * 2 * 40 + (0 if takes else 2 * 40)
+
+
+def test_max_time_is_of_the_whole_call() -> None:
+    """Of several rows that are computed one after the other, and of what is computed before transformers begins."""
+    model = make("mamba2")
+    text = ids(*(prompt(LENGTH, seed=i) for i in range(3)))
+    model.generation_config.update(max_time=0.6)
+    handle = model.register_forward_hook(lambda *_: time.sleep(0.02))
+    try:
+        with PrefixCache(model, name="mamba2", **SIZES) as cached:
+            given = {"max_new_tokens": 400, "do_sample": False, "attention_mask": torch.ones_like(text)}
+            began = time.monotonic()
+            made = cached.generate(text, **given)
+            assert 0.6 <= time.monotonic() - began < 3
+            assert LENGTH < made.shape[1] < LENGTH + 400
+            assert cached.generate(text, **given, max_time=0.0).shape[1] == LENGTH + 1
+            model.generation_config.update(max_time=None)
+            config = transformers.GenerationConfig(max_time=0.0)
+            assert cached.generate(text, **given, generation_config=config).shape[1] == LENGTH + 1
+            assert cached.generate(text, **{**given, "max_new_tokens": 3}).shape[1] == LENGTH + 3
+    finally:
+        handle.remove()
+
+
+def test_statistics_are_the_caches_own(cached: PrefixCache) -> None:
+    cached.generate(ids(prompt(LENGTH)), max_new_tokens=1)
+    counted = cached.statistics()
+    assert counted.device["full"].capacity == SIZES["device_tokens"] // SIZES["page_size"]
+    assert type(counted) is type(cached._cache.statistics())
+
+
+def test_a_store_that_this_very_process_has_is_refused_in_those_words(tmp_path: Path) -> None:
+    url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES):
+        with pytest.raises(Unavailable, match=r"in use by process [0-9]+, this very process: share the cache"):
+            PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES)
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES):
+        pass
+
+
+def forgets_the_cache(self: Any, inputs: Any, **options: Any) -> Any:
+    options.pop(cache_name(self), None)
+    return type(self).generate(self, inputs, **options)
+
+
+def knows_no_cache(self: Any, inputs: Any, **options: Any) -> Any:
+    raise TypeError(f"generate() got an unexpected keyword argument {cache_name(self)!r}")
+
+
+def begins_at_zero(self: Any, inputs: Any, **options: Any) -> Any:
+    options[cache_name(self)].layers[0].values = options[cache_name(self)].layers[0].values * 0
+    return type(self).generate(self, inputs, **options)
+
+
+@pytest.mark.parametrize(("generate", "said"), [
+    (forgets_the_cache, "raises .*took no update"),
+    (knows_no_cache, "raises TypeError: .* unexpected keyword argument"),
+    (begins_at_zero, "makes logits that differ by"),
+])  # fmt: skip
+def test_a_transformers_whose_generate_takes_no_cache_is_refused_before_anything_is_opened(
+    generate: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says which version it is, and what is missing. The model is left as it was."""
+    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    model, before = make("llama"), len(open_caches())
+    own = model.generation_config
+    model.generate = types.MethodType(generate, model)
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM with transformers 6.1.0: generate.. on a cache .*{said}"):
+        PrefixCache(model, name="llama", **SIZES)
+    assert model.generation_config is own
+    assert len(open_caches()) == before
+    del model.generate
+    with PrefixCache(model, name="llama", **SIZES) as cached:         # another version is no reason to refuse
+        cached.generate(ids(prompt(9)), max_new_tokens=1)
