@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from asynccache import ConfigError, checks
-from asynccache_hf.call import cache_name, run
+from asynccache_hf.call import VERSION, cache_name, run
 from asynccache_hf.compressed import Compressed, is_compressed
 from asynccache_hf.identity import ModelIdentity, parts_of, plain
 from asynccache_hf.layout import Layout
@@ -99,9 +99,11 @@ def _probe(model: Any) -> Any:
     except ConfigError:
         raise
     except AttributeError as error:
-        raise ConfigError(f"{who}: it wants a cache of a class of its own, which is not known ({error})") from error
+        what = f"it wants a cache of a class of its own, which is not known ({error}; {VERSION})"
+        raise ConfigError(f"{who}: {what}") from error
     except Exception as error:  # models raise whatever they like
-        raise ConfigError(f"{who}: it does not run on a {type(cache).__name__}: {_sentence(error)}") from error
+        what = f"it does not run on a {type(cache).__name__}: {_sentence(error)}"
+        raise ConfigError(f"{who}: {what} ({VERSION})") from error
     while has_matrices(cache) and len(cache.layers) < len(cache.linear_cache):
         cache.layers.append(DynamicLayer())
     return cache

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,8 @@ def parts_of(model: Any) -> Parts:
     left: list[tuple[str, Any, list[torch.Tensor], bool]] = [("", model, found.weights, False)]
     while left:
         path, module, group, adapting = left.pop()
-        own, names = module.__dict__, _adapter_layer_names(type(module))
+        own = module.__dict__
+        names = getattr(type(module), "adapter_layer_names", ())  # where a layer of PEFT's keeps adapters, by name
         adapting = adapting or bool(names)
         if own["training"] and (not adapting or (isinstance(module, torch.nn.Dropout) and module.p)):
             who = f"{type(model).__name__} is in train() mode (its {type(module).__name__} is)"
@@ -104,12 +104,6 @@ def parts_of(model: Any) -> Parts:
         if state := _state(module, found.active):
             found.states.append((path, *state))
     return found
-
-
-@lru_cache(maxsize=256)
-def _adapter_layer_names(kind: type) -> tuple[str, ...]:
-    """The attributes in which a layer of this class keeps adapters by their names, if it is one of PEFT's."""
-    return tuple(getattr(kind, "adapter_layer_names", ()))
 
 
 def _state(layer: Any, active: set[str]) -> tuple[Any, ...]:

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from asynccache_shim.model import Checkpoint
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
-from asynccache_hf.call import cache_name, parameters
+from asynccache_hf.call import VERSION, cache_name, parameters
 from asynccache_hf.describing import identified
 from asynccache_hf.generation import due, loaded_lease
 from asynccache_hf.layout import Layout
@@ -333,7 +332,7 @@ def try_generate(model: Any, layout: Layout, expected: ExpectedLogits) -> None:
     Raises:
         ConfigError: it does not; the message names transformers' version, and what is missing or differs.
     """
-    who = f"{type(model).__name__} with transformers {transformers.__version__}: generate() on a cache that it is given"
+    who = f"{type(model).__name__} with {VERSION}: generate() on a cache that it is given"
     stage, plan = TrialStage(model, replace(layout, packed=False), expected), expected.plan
     start = plan.stop - 1 if layout.one_by_one else plan.late
     own, model.generation_config = model.generation_config, GenerationConfig()
@@ -349,10 +348,10 @@ def try_generate(model: Any, layout: Layout, expected: ExpectedLogits) -> None:
         raise ConfigError(f"{who} raises {type(error).__name__}: {error}") from error
     finally:
         model.generation_config = own
-    error = compared(plan.stop - 1, out.logits[0], expected.logits[-1:]).error
+    missed = compared(plan.stop - 1, out.logits[0], expected.logits[-1:]).error
     # In half precision the experts of this one token may be others: a token in many is, see ``trial.TOLERANCE``.
-    if error > tolerance(model) * (4 if model.dtype in (torch.float16, torch.bfloat16) else 1):
-        raise ConfigError(f"{who} makes logits that differ by {error:.2g} of their spread from those of one call")
+    if missed > tolerance(model) * (4 if model.dtype in (torch.float16, torch.bfloat16) else 1):
+        raise ConfigError(f"{who} makes logits that differ by {missed:.2g} of their spread from those of one call")
 
 
 # in the cache's thread

@@ -21,7 +21,7 @@ import torch
 from asynccache_shim.model import Checkpoint, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.call import run_alone
+from asynccache_hf.call import VERSION, run_alone
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import PagedModel, can_be_packed
 
@@ -97,7 +97,7 @@ def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
         except Exception as error:
             if not way.packed:
                 what = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"{type(model).__name__}: on pages it raises {what}") from error
+                raise ConfigError(f"{type(model).__name__}: on pages it raises {what} ({VERSION})") from error
             continue
         if missed[-1][0].error <= tolerance(model) and not _doubtful(model, way):
             return way

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import Counts, PrefixCache, layout
+from asynccache_hf import Counts, PrefixCache, layout, prefix
 from asynccache_hf.cached_model import LoopThread
 from asynccache_hf.call import cache_name, parameters
 
@@ -380,7 +380,7 @@ def test_token_types_that_are_all_zero_are_taken(family: str) -> None:
     """Tokenizers make them. GPT-2 adds an embedding for type 0, so what it caches is not what it caches without."""
     model, text = model_of(family), ids(prompt(LENGTH), prompt(LENGTH, seed=1))
     takes, zeros = "token_type_ids" in parameters(model), torch.zeros_like(text)
-    given = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(text)}
+    given: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(text)}
     wanted = model.generate(text, **given, **({"token_type_ids": zeros} if takes else {})).tolist()
     plain = model.generate(text, **given).tolist()
     assert takes == (family == "gpt2") == (plain != wanted)
@@ -399,7 +399,7 @@ def test_max_time_is_of_the_whole_call() -> None:
     handle = model.register_forward_hook(lambda *_: time.sleep(0.02))
     try:
         with PrefixCache(model, name="mamba2", **SIZES) as cached:
-            given = {"max_new_tokens": 400, "do_sample": False, "attention_mask": torch.ones_like(text)}
+            given: dict[str, Any] = {"max_new_tokens": 400, "do_sample": False, "attention_mask": torch.ones_like(text)}
             began = time.monotonic()
             made = cached.generate(text, **given)
             assert 0.6 <= time.monotonic() - began < 3
@@ -452,7 +452,7 @@ def test_a_transformers_whose_generate_takes_no_cache_is_refused_before_anything
     generate: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message says which version it is, and what is missing. The model is left as it was."""
-    monkeypatch.setattr(transformers, "__version__", "6.1.0")
+    monkeypatch.setattr(prefix, "VERSION", "transformers 6.1.0")
     model, before = make("llama"), len(open_caches())
     own = model.generation_config
     model.generate = types.MethodType(generate, model)
