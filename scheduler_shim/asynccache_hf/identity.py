@@ -121,29 +121,26 @@ def _state(layer: Any, active: set[str]) -> tuple[Any, ...]:
     return (*used, *scales, *(("merged", name) for name in layer.merged_adapters))
 
 
-class Stamp(NamedTuple):
-    """What tells that tensors have changed, without reading them."""
-
-    counted: list[int]
-    samples: bytes
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Stamp:
-        counted: list[int] = []
-        samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        with torch.inference_mode():
-            for tensor in tensors:
-                counted += (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-                if type(tensor) not in _USUAL or tensor.is_meta or not tensor.is_contiguous():
-                    continue
-                if size := tensor.numel():
-                    some = tensor.as_strided((min(SAMPLES, size),), (max(1, size // SAMPLES),))
-                    samples.setdefault((tensor.dtype, tensor.device), []).append(some)
-            taken = [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in samples.values()]
-        return cls(counted, b"".join(taken))
+def stamp_of(tensors: Sequence[torch.Tensor]) -> Stamp:
+    """Return what tells that tensors have changed, without reading them."""
+    counted: list[int] = []
+    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    with torch.inference_mode():
+        for tensor in tensors:
+            counted += (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+            if type(tensor) not in _USUAL or tensor.is_meta or not tensor.is_contiguous():
+                continue
+            if size := tensor.numel():
+                some = tensor.as_strided((min(SAMPLES, size),), (max(1, size // SAMPLES),))
+                samples.setdefault((tensor.dtype, tensor.device), []).append(some)
+        taken = [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in samples.values()]
+    return counted, b"".join(taken)
 
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)
+
+Stamp = tuple[list[int], bytes]
+"""Counts of changes and addresses of tensors, and some of their numbers."""
 
 
 class ModelIdentity:
@@ -164,7 +161,7 @@ class ModelIdentity:
         self.name = name or f"{type(model).__name__}-{self._weights_digest(parts)}"
         self._first = self.name
         self._place = model.dtype, model.device
-        self._known: dict[str | None, tuple[Stamp, str]] = {None: (Stamp.of(parts.weights), self._first)}
+        self._known: dict[str | None, tuple[Stamp, str]] = {None: (stamp_of(parts.weights), self._first)}
 
     def __repr__(self) -> str:
         return f"<ModelIdentity {self.name!r}>"
@@ -196,15 +193,15 @@ class ModelIdentity:
     @staticmethod
     def within(now: str, extra_key: str | bytes | None) -> str | bytes | None:
         """Return the key for ``extra_key`` while the model is ``now``."""
-        if not now:
-            return extra_key
         given = extra_key.encode() if isinstance(extra_key, str) else extra_key
+        if not now and not (given or b"").startswith(b"model "):  # nobody's own key is taken for one that is made here
+            return extra_key
         made = f"model {now} {'' if given is None else given.hex() or '-'}"
         return Adapter(made, extra_key.lora_name, extra_key.lora_id) if isinstance(extra_key, Adapter) else made
 
     def _digest(self, adapter: str | None, parts: Parts) -> str:
         """The digest of the weights, or of those of an adapter. It is computed anew if they seem to have changed."""
-        stamp = Stamp.of(parts.weights if adapter is None else parts.adapters[adapter])
+        stamp = stamp_of(parts.weights if adapter is None else parts.adapters[adapter])
         before = self._known.get(adapter)
         if before is not None and before[0] == stamp:
             return before[1]
@@ -231,14 +228,14 @@ class ModelIdentity:
 def _contents(model: Any, chosen: Callable[[int], bool]) -> Iterator[bytes]:
     """Yield names, dtypes, shapes and digests of the model's tensors, buffers included: of those whose ``id`` is
     ``chosen``."""
-    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:
             if not chosen(id(tensor)):
                 continue
             try:
                 kept = tensor.detach().cpu().contiguous()
                 digest = xxhash.xxh3_128_digest(kept.reshape(-1).view(torch.uint8).numpy())
-            except (NotImplementedError, RuntimeError) as error:
+            except Exception as error:  # kinds of tensors raise whatever they like
                 raise ConfigError(f"{name}: these weights cannot be read ({error}); give the model a name=") from error
             place = name.replace(".base_layer.", ".")  # where PEFT keeps the layer that it has wrapped
             yield f"{place} {kept.dtype} {tuple(kept.shape)} ".encode() + digest

@@ -14,7 +14,7 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
@@ -482,14 +483,8 @@ def _stacked(made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], sett
     pad = next(iter(_ends(settings)), 0) if pad is None else int(pad)
     sequences = [_sequences(out)[0] for out in made]
     whole = [torch.cat([own.new_full((pads,), pad), own]) for own, (_, pads) in zip(sequences, rows, strict=True)]
-    stacked = torch.stack(list(_padded(whole, pad)))
+    stacked = pad_sequence(whole, batch_first=True, padding_value=pad)
     if isinstance(made[0], torch.Tensor):
         return stacked
     made[0].sequences = stacked
     return made[0]
-
-
-def _padded(rows: Sequence[torch.Tensor], pad: int) -> Iterator[torch.Tensor]:
-    longest = max(map(len, rows))
-    for row in rows:
-        yield torch.cat([row, row.new_full((longest - len(row),), pad)])

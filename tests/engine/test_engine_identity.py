@@ -197,6 +197,7 @@ def test_an_adapters_name_in_events_stays_beside_the_models_own_namespace() -> N
     keys = [within("now", key) for key in (None, "", b"", "a", b"b", "61")]
     assert len({*keys, within("later", "a")}) == 6       # text and its bytes are one key
     assert within("now", "a") == within("now", b"a")
+    assert within("", keys[3]) not in keys               # who names a key like one that is made does not get its pages
     told = within("now", Adapter("a", "french", 3))
     assert isinstance(told, Adapter)
     assert (told, told.lora_name, told.lora_id) == (keys[3], "french", 3)
