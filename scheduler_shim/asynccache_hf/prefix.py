@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint
 from torch.nn.utils.rnn import pad_sequence
-from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
@@ -85,6 +85,13 @@ OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences":
 value."""
 
 
+NOT_TRIED = (
+    *REFUSED_SETTINGS, "penalty_alpha", "dola_layers", "stop_strings", "max_time", "max_length", "min_length",
+    "min_new_tokens", "prefill_chunk_size",
+)  # fmt: skip
+"""Settings of the model's own generation configuration that are left out when ``generate`` is tried."""
+
+
 class PrefixCache(CachedModel):
     """A model of transformers with a cache of prefixes. May be used by several threads."""
 
@@ -142,7 +149,9 @@ class PrefixCache(CachedModel):
         typed = self._has_types(options)
         settings = _settings(self._model, options)
         copies = int(settings.num_return_sequences or 1)
-        options |= {name: value for name, value in OURS.items() if getattr(settings, name) not in (None, value)}
+        tells = self._layout.pool("full") or self._layout.pool("swa")  # states tell no length
+        ours = OURS if tells else {**OURS, "prefill_chunk_size": None}
+        options |= {name: value for name, value in ours.items() if getattr(settings, name) not in (None, value)}
         now = self._identity.now()
         key = self._identity.within(f"{now}, token_type_ids" if typed else now, extra_key)
         asked = _Asked(options, settings, key, now, typed, began)
@@ -163,9 +172,10 @@ class PrefixCache(CachedModel):
         given = options.pop("token_type_ids", None)
         if given is None:
             return False
-        if torch.as_tensor(given).any() or ("token_type_ids" in parameters(self._model) and self._layout.recurrent):
+        takes, zeros = "token_type_ids" in parameters(self._model), isinstance(given, torch.Tensor) and not given.any()
+        if not zeros or (takes and self._layout.recurrent):
             raise ConfigError(f"token_type_ids: {MORE_THAN_TOKENS}")
-        return "token_type_ids" in parameters(self._model)
+        return takes
 
     def _count(self, prompt: int, hits: Hits) -> None:
         with self._counting:
@@ -336,19 +346,17 @@ def try_generate(model: Any, layout: Layout, expected: ExpectedLogits) -> None:
     who = f"{type(model).__name__} with {VERSION}: generate() on a cache that it is given"
     stage, plan = TrialStage(model, replace(layout, packed=False), expected), expected.plan
     start = plan.stop - 1 if layout.one_by_one else plan.late
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    options = {**dict.fromkeys(NOT_TRIED), **OURS, "num_beams": 1, "do_sample": False, "max_new_tokens": 1,
+               "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
     try:
         for begin, stop in itertools.pairwise(dict.fromkeys((0, plan.late, start))):
             stage.compute(1, stage.first, begin, stop, 0, checkpoint=1)
         with torch.inference_mode():
             opened = stage.paged.open({"full": stage.first, "swa": stage.first, "mamba": np.zeros(1, np.int32)}, start)
-            options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
             out = generate_after(model, opened.cache, start, expected.ids.unsqueeze(0), options)
             opened.save(plan.stop)
     except Exception as error:
         raise ConfigError(f"{who} raises {type(error).__name__}: {error}") from error
-    finally:
-        model.generation_config = own
     missed = compared(plan.stop - 1, out.logits[0], expected.logits[-1:]).error
     # In half precision the experts of this one token may be others: a token in many is, see ``trial.TOLERANCE``.
     if missed > tolerance(model) * (4 if model.dtype in (torch.float16, torch.bfloat16) else 1):

@@ -174,6 +174,7 @@ def test_what_has_no_room_is_generated_without_it() -> None:
     ({"dola_layers": "low"}, "generation mode 'dola_generation': it uses the cache in ways"),
     ({"penalty_alpha": 0.5, "top_k": 4}, "generation mode 'contrastive_search'"),
     ({"inputs_embeds": torch.ones(1, 4, 32)}, "inputs_embeds: the model would compute from more than tokens"),
+    ({"token_type_ids": [0, 0, 0, 0]}, "token_type_ids: the model would compute from more than tokens"),
     ({"token_type_ids": torch.ones(1, 4)}, "token_type_ids: the model would compute from more than tokens"),
     ({"pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values: the model would compute from more than tokens"),
     ({"position_ids": torch.arange(4)[None]}, "position_ids=.*: they follow from the tokens"),
@@ -238,11 +239,12 @@ def test_the_models_own_configuration_may_ask_for_what_several_rows_have_not() -
 
 
 @pytest.mark.parametrize("given", [{"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}])
-def test_how_a_configuration_would_keep_a_cache_changes_nothing(given: dict[str, Any]) -> None:
-    model, text = make("llama"), ids(prompt(LENGTH))
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_how_a_configuration_would_keep_a_cache_changes_nothing(given: dict[str, Any], family: str) -> None:
+    model, text = make(family), ids(prompt(LENGTH))
     wanted = model.generate(text, max_new_tokens=9, do_sample=False).tolist()
     model.generation_config.update(**given)
-    with PrefixCache(model, name="llama", **SIZES) as cached:
+    with PrefixCache(model, name=family, **SIZES) as cached:
         for _ in range(2):
             assert cached.generate(text, max_new_tokens=9, do_sample=False).tolist() == wanted
         assert cached.counts.device == 40
@@ -461,5 +463,6 @@ def test_a_transformers_whose_generate_takes_no_cache_is_refused_before_anything
     assert model.generation_config is own
     assert len(open_caches()) == before
     del model.generate
+    own.update(num_beams=3, num_return_sequences=2, stop_strings=["x"], max_length=4, assistant_early_exit=1)
     with PrefixCache(model, name="llama", **SIZES) as cached:         # another version is no reason to refuse
-        cached.generate(ids(prompt(9)), max_new_tokens=1)
+        assert cached.counts == Counts()
