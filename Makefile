@@ -162,9 +162,10 @@ test-sglang: build/sglang/.installed
 
 # A folder that is looked in before the environment's own packages, so that torch is not installed again.
 test-transformers: $(VENV)/.installed-dev
-	folder=build/transformers/$(or $(VERSION),newest) && \
-	    $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade $(PIP_ARGS) --target $$folder \
-	        transformers$(if $(VERSION),==$(VERSION)) && \
+	folder=build/transformers/$(or $(VERSION),newest); \
+	    [ -e $$folder/transformers-$(VERSION).dist-info ] || \
+	        $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade $(PIP_ARGS) --target $$folder \
+	            transformers$(if $(VERSION),==$(VERSION)) || exit 1; \
 	    PYTHONPATH=$$folder $(PYTEST) $(SPREAD) -m "not soak" tests/engine
 
 lint: style types
