@@ -188,7 +188,9 @@ class ContinuousBatching(CachedModel):
             checks.integer("eos_token_id", each) for each in (given if isinstance(given, (list, tuple)) else [given])
         )  # fmt: skip
         self._manager.check_options(options)
-        return BatchPrompt(prompt, most, stops, self._namespace(extra_key), streaming, dict(options))
+        now = self._identity.now()
+        key = self._identity.within(now, checks.namespace("extra_key", extra_key))
+        return BatchPrompt(prompt, most, stops, key, streaming, dict(options), now)
 
     def _begin(self, asked: Sequence[BatchPrompt]) -> list[BatchRequest]:
         requests = [BatchRequest(f"request-{next(self._ids)}", each, self._abort) for each in asked]
@@ -294,7 +296,8 @@ class ContinuousBatching(CachedModel):
         if served.output.error is not None:
             raise served.output.error
         made = served.output.tokens
-        await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
+        if self._identity.now() == asked.now:  # else it is not known what computed it
+            await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
     async def _prompt_published(
@@ -309,7 +312,8 @@ class ContinuousBatching(CachedModel):
             while at < len(tokens):
                 if at < served.computed:
                     at = served.computed
-                    await lease.commit(tokens[:at])
+                    if self._identity.now() == served.request.asked.now:
+                        await lease.commit(tokens[:at])
                     prompt.reach(at)
                 elif served.ended:
                     return None

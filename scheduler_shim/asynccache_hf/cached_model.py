@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from asynccache import AsyncCache, CacheClosed, CacheConfig, Hits, checks
+from asynccache import AsyncCache, CacheClosed, CacheConfig, Hits
 from asynccache_hf.identity import ModelIdentity
 from asynccache_hf.layout import Layout
 
@@ -200,15 +200,6 @@ class CachedModel:
             return cache.statistics()
 
         return self.ask(statistics)
-
-    def _namespace(self, extra_key: Any) -> str | bytes | None:
-        """Return the key under which a request with the namespace ``extra_key`` finds pages while the model is as it is
-        now.
-
-        Raises:
-            ConfigError: ``extra_key`` is none, or the model is in ``train()`` mode, or was moved or converted.
-        """
-        return self._identity.namespace(checks.namespace("extra_key", extra_key))
 
     def close(self) -> None:
         """Save the pages that are not saved yet, for at most the cache's ``close_deadline`` seconds, and close the

@@ -185,11 +185,6 @@ class ModelIdentity:
             return ""
         return _short(json.dumps([weights, adapters, parts.states]).encode())
 
-    def namespace(self, extra_key: str | bytes | None) -> str | bytes | None:
-        """Return the key under which a request with this ``extra_key`` finds pages now. Raises the errors of
-        ``now``."""
-        return self.within(self.now(), extra_key)
-
     @staticmethod
     def within(now: str, extra_key: str | bytes | None) -> str | bytes | None:
         """Return the key for ``extra_key`` while the model is ``now``."""

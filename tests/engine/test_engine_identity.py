@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import PagedModel, PrefixCache, describe
+from asynccache_hf import ContinuousBatching, PagedModel, PrefixCache, describe
 from asynccache_hf.identity import ModelIdentity, plain
 
 from asynccache import Adapter
@@ -201,6 +201,36 @@ def test_an_adapters_name_in_events_stays_beside_the_models_own_namespace() -> N
     told = within("now", Adapter("a", "french", 3))
     assert isinstance(told, Adapter)
     assert (told, told.lora_name, told.lora_id) == (keys[3], "french", 3)
+
+
+def test_continuous_batching_looks_before_each_request_too() -> None:
+    model, twin = make("llama"), make("llama")
+
+    def hits() -> int:
+        (made,) = batching.generate_batch([prompt(45)], max_new_tokens=9, eos_token_id=-1)
+        assert made.error is None
+        assert made.output == twin.generate(TEXT, max_new_tokens=9, do_sample=False)[0, 45:].tolist()
+        return sum(made.hits or ())
+
+    def change(module: Any, args: Any) -> None:
+        handle.remove()
+        in_place(model)
+
+    with ContinuousBatching(model, name="llama", **SIZES) as batching:
+        assert [hits(), hits()] == [0, HIT]
+        for each in (model, twin):
+            in_place(each)
+        assert [hits(), hits()] == [0, HIT]
+        model.train()
+        with pytest.raises(ConfigError, match=r"in train\(\) mode"):
+            hits()
+        model.eval()
+        loaded(model)
+        loaded(twin)
+        handle = model.model.layers[1].register_forward_pre_hook(change)
+        batching.generate_batch([prompt(45)], max_new_tokens=9)          # computed with both
+        loaded(model)
+        assert [hits(), hits()] == [0, HIT]
 
 
 # what wraps a model
