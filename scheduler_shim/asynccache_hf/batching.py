@@ -375,6 +375,7 @@ def _generation(model: Any, given: Any) -> Any:
     for name, usual, why in (
         ("num_beams", 1, "beams take over each other's KV, and the pages of a request hold one sequence"),
         ("num_return_sequences", 1, "ask for the prompt as often as you want answers"),
+        ("max_time", None, "requests have no clock; abort() a request whose time is over, or use PrefixCache"),
     ):
         if (getattr(settings, name, None) or usual) != usual:
             raise ConfigError(f"generation_config.{name}={getattr(settings, name)}: {why}")

@@ -562,8 +562,8 @@ def test_a_model_that_computes_something_else_in_a_step_is_refused(monkeypatch: 
         ContinuousBatching(model, page_size=8, name="gemma2")
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2)])
-def test_a_generation_configuration_for_something_else_is_refused(name: str, value: int) -> None:
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2), ("max_time", 2.0)])
+def test_a_generation_configuration_for_something_else_is_refused(name: str, value: float) -> None:
     settings = transformers.GenerationConfig(**{name: value, "do_sample": True})
     with pytest.raises(ConfigError, match=rf"generation_config.{name}={value}"):
         ContinuousBatching(model_of("llama"), generation_config=settings)

@@ -289,6 +289,19 @@ def test_adapters_that_are_switched_have_namespaces_of_their_own(peft: Any, warn
         assert not warned()
 
 
+def test_continuous_batching_takes_a_model_of_peft(peft: Any) -> None:
+    model, twin = (adapted(peft, make("llama")) for _ in range(2))
+    for each in (model, twin):
+        add(peft, each, "legal")
+    with ContinuousBatching(model, name="llama", **SIZES) as batching:
+        for adapter, found in (("french", 0), ("legal", 0), ("french", HIT), ("legal", HIT)):
+            for each in (model, twin):
+                each.set_adapter(adapter)
+            (made,) = batching.generate_batch([prompt(45)], max_new_tokens=9, eos_token_id=-1)
+            assert made.output == twin.generate(TEXT, max_new_tokens=9, do_sample=False)[0, 45:].tolist()
+            assert sum(made.hits or ()) == found
+
+
 def test_adding_an_adapter_leaves_the_pages_of_others(peft: Any, warned: Callable[[], list[str]]) -> None:
     """Also one that wraps layers which had none."""
     model = adapted(peft, make("llama"))
