@@ -75,7 +75,9 @@ class FolderLock:
         except BlockingIOError:
             owner = await _owner(self._folder) if self._folder is not None else "unknown"
             self.release()
-            raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
+            own = owner == str(os.getpid())
+            why = ", this very process: share the cache that has it, or close that first" if own else ""
+            raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}{why}") from None
         except OSError as error:
             self.release()
             raise Unavailable(f"store folder {str(path)!r}: {error}") from error
