@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -31,11 +32,13 @@ class BatchPrompt(NamedTuple):
 class BatchRequest:
     """One prompt that is being continued. ``output``: its new tokens so far. ``finish``: how the request ended; None:
     it has not. ``error``: the error with which it failed; None: it has not failed. ``hits``: the prompt's cached tokens
-    by tier; None while the request waits for room. Iterating yields the tokens as they are made."""
+    by tier; None while the request waits for room. ``since``: when it came, in seconds of ``time.monotonic``. Iterating
+    yields the tokens as they are made."""
 
     def __init__(self, request_id: str, asked: BatchPrompt, abort: Callable[[BatchRequest], None]) -> None:
         self.id = request_id
         self.asked = asked
+        self.since = time.monotonic()
         self.output: list[int] = []
         self.hits: Hits | None = None
         self.finish: Finish | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -58,9 +59,10 @@ class ContinuousBatching(CachedModel):
 
         ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most tokens that one step
         computes, of all requests together. ``generation_config``: transformers' configuration for all requests
-        (default: the model's own). ``seed``: the seed of sampling. ``name`` names the weights; without it a digest of
-        the weights is computed. ``on_event`` is passed to the ``AsyncCache``, and is called in the cache's thread.
-        ``settings`` go to ``Layout.cache_config``.
+        (default: the model's own). Its ``max_time`` ends a request, as ``Finish.LENGTH``, with the first token that is
+        made more than so many seconds after the request came. ``seed``: the seed of sampling. ``name`` names the
+        weights; without it a digest of the weights is computed. ``on_event`` is passed to the ``AsyncCache``, and is
+        called in the cache's thread. ``settings`` go to ``Layout.cache_config``.
 
         A model that was loaded with ``eager`` attention computes by ``paged|eager`` until this object is closed; other
         calls of the model, such as ``model.generate``, raise ``ValueError`` meanwhile.
@@ -71,6 +73,8 @@ class ContinuousBatching(CachedModel):
         step_tokens = checks.integer("step_tokens", step_tokens, 1)
         seed = None if seed is None else checks.integer("seed", seed)
         generation = _generation(model, generation_config)
+        most = generation.max_time
+        self._max_time = None if most is None else checks.number("generation_config.max_time", most, 0)
         identity, layout, expected = identified(model, page_size, name)
         model = identity.model
         check_model(model, layout)
@@ -115,7 +119,8 @@ class ContinuousBatching(CachedModel):
             ConfigError: an argument is unusable; no request was begun.
             CacheClosed: this is closed.
         """
-        asked = [self._asked(f"prompts[{i}]", tokens, max_new_tokens, eos_token_id, extra_key, False, options)
+        timed = self._max_time is not None  # the clock is read at each token
+        asked = [self._asked(f"prompts[{i}]", tokens, max_new_tokens, eos_token_id, extra_key, timed, options)
                  for i, tokens in enumerate(prompts)]  # fmt: skip
         requests = self._begin(asked)
         try:
@@ -208,10 +213,14 @@ class ContinuousBatching(CachedModel):
 
     def _on_output(self, output: RequestOutput) -> None:
         served = self._open.get(output.request_id)
-        if served is not None:
-            served.request.tell(output.tokens)
-            if output.finished:
-                served.output = output
+        if served is None or served.late:  # steps that were under way when the time was up do not count
+            return
+        served.request.tell(output.tokens)
+        if output.finished:
+            served.output = output
+        elif self._max_time is not None and output.tokens and time.monotonic() - served.request.since > self._max_time:
+            served.late = True
+            self._manager.cancel_request(output.request_id)
 
     # in the cache's thread
 
@@ -289,13 +298,13 @@ class ContinuousBatching(CachedModel):
             await served.next_news()
         if failed is not None:
             raise failed
-        if served.output is None:
+        if served.output is None and not served.late:
             if served.aborted:
                 return Finish.ABORTED
             raise RuntimeError("the thread that generates has ended")
-        if served.output.error is not None:
+        if served.output is not None and served.output.error is not None:
             raise served.output.error
-        made = served.output.tokens
+        made = request.output
         if self._identity.now() == asked.now:  # else it is not known what computed it
             await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
@@ -332,13 +341,13 @@ class ContinuousBatching(CachedModel):
 
 class _ServedRequest:
     """A request, and the news of it from the thread that generates. ``computed``: how many tokens of the prompt are
-    computed. ``ended``: True when no step will touch its pages again. ``output``: all its tokens, or its error; None if
-    it was cancelled."""
+    computed. ``ended``: True when no step will touch its pages again. ``late``: True when its time is up. ``output``:
+    all its tokens, or its error; None if it was cancelled."""
 
     def __init__(self, request: BatchRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.task: asyncio.Task[None] | None = None
-        self.begun = self.handed = self.aborted = self.closed = False
+        self.begun = self.handed = self.aborted = self.closed = self.late = False
         self.computed, self.ended = 0, False
         self.output: RequestOutput | None = None
         self._loop = loop
@@ -375,7 +384,6 @@ def _generation(model: Any, given: Any) -> Any:
     for name, usual, why in (
         ("num_beams", 1, "beams take over each other's KV, and the pages of a request hold one sequence"),
         ("num_return_sequences", 1, "ask for the prompt as often as you want answers"),
-        ("max_time", None, "requests have no clock; abort() a request whose time is over, or use PrefixCache"),
     ):
         if (getattr(settings, name, None) or usual) != usual:
             raise ConfigError(f"generation_config.{name}={getattr(settings, name)}: {why}")

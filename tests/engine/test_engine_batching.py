@@ -562,11 +562,54 @@ def test_a_model_that_computes_something_else_in_a_step_is_refused(monkeypatch: 
         ContinuousBatching(model, page_size=8, name="gemma2")
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2), ("max_time", 2.0)])
-def test_a_generation_configuration_for_something_else_is_refused(name: str, value: float) -> None:
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2)])
+def test_a_generation_configuration_for_something_else_is_refused(name: str, value: int) -> None:
     settings = transformers.GenerationConfig(**{name: value, "do_sample": True})
     with pytest.raises(ConfigError, match=rf"generation_config.{name}={value}"):
         ContinuousBatching(model_of("llama"), generation_config=settings)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_max_time_ends_a_request_after_the_token_that_came_too_late(together: bool) -> None:
+    """As in ``generate``. The tokens until then are kept, and are found by the next turn."""
+    asked = [prompt(45), prompt(17, seed=9)]
+    for most in (0.0, 60.0):
+        settings = transformers.GenerationConfig(max_new_tokens=NEW, max_time=most, do_sample=False)
+        usual = [beside("llama").generate(torch.tensor([each]), generation_config=settings, eos_token_id=-1)
+                 [0, len(each) :].tolist() for each in asked]  # fmt: skip
+        assert [len(each) for each in usual] == [1 if most == 0 else NEW] * 2
+        with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching:
+            if together:
+                done = batching.generate_batch(asked, eos_token_id=-1)
+            else:
+                done = [batching.add_request(each, eos_token_id=-1) for each in asked]
+            assert [each.result(60) for each in done] == usual
+            assert [each.finish for each in done] == [Finish.LENGTH] * 2
+            assert batching.ask(lambda cache: cache.match([*asked[0], 1])).device == 40
+            sound(batching)
+
+
+def test_time_that_is_up_while_a_request_decodes_ends_it_with_what_it_has() -> None:
+    settings = transformers.GenerationConfig(max_new_tokens=400, max_time=0.4, do_sample=False)
+    with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching:
+        hook = batching._model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+        try:
+            request = batching.add_request(prompt(16), eos_token_id=-1)
+            text = request.result(60)
+        finally:
+            hook.remove()
+        assert request.finish is Finish.LENGTH
+        assert 1 <= len(text) <= 9  # a step takes at least 0.05 s
+        assert text == wanted("llama", tuple(prompt(16)), 12)[: len(text)]
+        sound(batching)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), "soon"])
+def test_a_time_that_is_none_is_refused(value: Any) -> None:
+    settings = transformers.GenerationConfig(do_sample=False)
+    settings.max_time = value
+    with pytest.raises(ConfigError, match=r"generation_config\.max_time"):
+        ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings)
 
 
 def test_nobody_is_told_to_install_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
