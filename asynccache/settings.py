@@ -88,8 +88,8 @@ class Field(NamedTuple):
                 return SWITCH.get(text.lower(), text)
             case [inspect.IntType() | inspect.FloatType() as kind]:
                 try:
-                    return int(text) if isinstance(kind, inspect.IntType) else float(text)
-                except ValueError:
+                    return msgspec.convert(text, int if isinstance(kind, inspect.IntType) else float, strict=False)
+                except msgspec.ValidationError:
                     return text
         return text
 

@@ -262,5 +262,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
 def _outcome(call: _Call) -> tuple[asyncio.Future[Any], Any, BaseException | None]:
     try:
         return call.future, call.function(*call.args, **call.kwargs), None
+    except StopIteration as error:  # a future takes no StopIteration, so its waiter would wait for ever
+        return call.future, None, RuntimeError(f"{call.function!r} raised {error!r}")
     except BaseException as error:
         return call.future, None, error

@@ -50,7 +50,7 @@ share of the rate."""
 
 def kernel_below(settings: CudaSettings, towards: CopyDirection) -> int:
     """Return the threshold, in bytes, that holds in this direction."""
-    return settings.kernel_below
+    return settings.kernel_backups_below if towards is OUT else settings.kernel_loads_below
 
 
 class RawCalls(NamedTuple):

@@ -69,7 +69,7 @@ class Products:
 
     def handle(self, driver: CudaDriver) -> Any:
         """Return the stream as ``driver`` names it."""
-        return getattr(driver, "stream_from", int)(self.stream.cuda_stream)
+        return driver.stream_from(self.stream.cuda_stream)
 
     def put(self, count: int) -> None:
         """Enqueue ``count`` products. Returns at once."""

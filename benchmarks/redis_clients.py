@@ -1,7 +1,7 @@
-"""redis-py, the raw client and the backend side by side on one server: ``python benchmarks/redis_clients.py URL``.
+"""redis-py and the backend side by side on one server: ``python benchmarks/redis_clients.py URL``.
 
-``asynccache bench store URL`` measures the backend and the raw client more thoroughly; this benchmark adds what most
-people would use, redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all
+``asynccache bench store URL`` measures the backend alone, and more thoroughly. This benchmark sets it beside what most
+people would use: redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all
 clients, so that other work of the machine slows all alike; the medians are printed. CPU is this process's, user and
 system, per page.
 """
@@ -22,7 +22,6 @@ from typing import NamedTuple, cast
 import redis.asyncio
 import uvloop
 from asynccache_backends.redis import RedisBackend
-from asynccache_backends.redis.raw import raw
 
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, PageKey, Record, Result, StoreLayout, parse_size, parse_url
 
@@ -61,7 +60,7 @@ class MovedPages:
 
 async def clients(url: str, pages: MovedPages) -> list[Client]:
     """Return all clients, connected. Nobody closes them; their connections end with the process."""
-    bare, layout = await raw(parse_url(url)), StoreLayout({"pages": pages.size}, RECORD_SCHEMA)
+    layout = StoreLayout({"pages": pages.size}, RECORD_SCHEMA)
     library = redis.asyncio.Redis.from_url(url)
     backend = await RedisBackend.open(parse_url(url), layout)
     checked = CheckedStore(backend, layout)
@@ -77,15 +76,6 @@ async def clients(url: str, pages: MovedPages) -> list[Client]:
     def hits(results: Sequence[Result]) -> None:
         assert set(results) == {Result.HIT}
 
-    def names(at: slice) -> list[bytes]:
-        return [b"raw:" + key.key for key in pages.keys[at]]
-
-    async def put_raw(at: slice) -> None:
-        await bare.put(names(at), pages.source[at])
-
-    async def get_raw(at: slice) -> None:
-        await bare.get(names(at), pages.target[at])
-
     async def put(at: slice) -> None:
         hits(await backend.put(pages.keys[at], list(map(Record, pages.headers[at], pages.source[at]))))
 
@@ -100,7 +90,6 @@ async def clients(url: str, pages: MovedPages) -> list[Client]:
 
     return [
         Client("redis-py", mset, mget),
-        Client("raw", put_raw, get_raw),
         Client("backend", put, get),
         Client("checked", put_checked, get_checked),
     ]

@@ -1,6 +1,6 @@
 """``asynccache explain URL --tokens ...``: asks a running cache where a prompt's pages are and what ends its match.
 
-``URL`` is the address that a run with ``--serve`` printed, or that of ``asynccache.metrics.Exposed`` in another
+``URL`` is the address that a run with ``--serve`` printed, or that of ``start_metrics_server`` in another
 program.
 """
 
@@ -79,7 +79,7 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
         with error:
             raise ConfigError(f"{url} refuses: {_reason(error)}") from None
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-        hint = "is a run with --serve PORT, or a program with asynccache.metrics.Exposed, listening there?"
+        hint = "is a run with --serve PORT, or a program with start_metrics_server, listening there?"
         raise ConfigError(f"{url} does not answer: {_cause(error)}; {hint}") from None
     if not isinstance(found, dict) or "spans" not in found:
         raise ConfigError(f"{url} answers, but not as a cache does")

@@ -34,7 +34,7 @@ from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
 from asynccache.errors import BackendError, CacheClosed, InvariantViolation, RankFailure
-from asynccache.metrics import Exposed
+from asynccache.metrics import start_metrics_server
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -227,8 +227,8 @@ class Session:
         if self._settings.serve is None:
             yield
             return
-        async with Exposed(cache, port=self._settings.serve) as exposed:
-            watch.note = f"http://127.0.0.1:{exposed.port}"
+        async with await start_metrics_server(cache, port=self._settings.serve) as server:
+            watch.note = f"http://127.0.0.1:{server.port}"
             print(f"serving {watch.note}/metrics /healthz /statistics /explain", file=sys.stderr, flush=True)
             yield
 

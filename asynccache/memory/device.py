@@ -140,7 +140,7 @@ class Device(Protocol):
         ...
 
 
-OPTIONS = ("blocks", "kernel_below")
+OPTIONS = ("blocks", "kernel_backups_below", "kernel_loads_below")
 """The names of a GPU's options. ``memory.cuda.settings.CudaSettings`` says what they mean."""
 
 

@@ -11,6 +11,7 @@ Everything may be called from any thread; ``wait`` is a coroutine of whatever lo
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
@@ -216,6 +217,7 @@ class WorkThread:
         self._first, self._last = first, last
         self._queue: SimpleQueue[Callback | None] = SimpleQueue()
         self._closed = False
+        self._process = os.getpid()
         # No work is queued behind the end mark, where it would never run. Reentrant, for finalizers that submit.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=f"asynccache-{name}", daemon=True)
@@ -225,8 +227,12 @@ class WorkThread:
         """Have the thread do ``work`` after all that it was given before.
 
         Raises:
-            CacheClosed: the stream was released, or its device closed.
+            CacheClosed: the stream was released, or its device closed. Or this process was forked from the one that
+                has the thread: here nobody would do the work.
         """
+        if self._process != os.getpid():  # first: another thread may have held the lock when the process was forked
+            raise CacheClosed(f"stream {self._name!r} belongs to the process that this one was forked from: open a "
+                              "device of its own here")  # fmt: skip
         with self._lock:
             if self._closed:
                 raise CacheClosed(f"stream {self._name!r} was released, or its device is closed")

@@ -20,8 +20,8 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from asynccache import checks, compiled
+from asynccache.metrics.asgi import a_cache
 from asynccache.metrics.lag import LoopLag
-from asynccache.metrics.server import a_cache
 from asynccache.runtime.learning import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION

@@ -36,16 +36,14 @@ it, and begins a probe beside itself: the backend is asked for a sign of life (`
 calls there are no probes. A call without keys begins none: it may take ``timeout`` seconds, and may succeed without
 asking the store anything.
 
-Reads and writes wait for a place in lines of their own, each first come, first served, and a free place goes to a read
-first. Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the
-writes are. Where there are eight places or more, reads never take the last eighth, so writes go on however much is
-read. Where there is a single place, both may take it.
+Reads and writes have places of their own, as many of each, and wait for one first come, first served. So a request's
+read finds a place however slow the writes are, and writes go on however much is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from enum import Enum, IntEnum
 from typing import Any, NewType, TypeVar
@@ -241,29 +239,19 @@ _T = TypeVar("_T")
 BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
 
 
-class PlacePurpose(IntEnum):
-    """The purpose of a call's place, which says in which line the call waits."""
-
-    READ = 0
-    WRITE = 1
-
-
-READ, WRITE = PlacePurpose
-
-
 class CallSort(Enum):
-    """The sorts of calls. ``failure_kind``: under which kind the breaker counts its failures. ``place``: whether it
-    waits for a place as a read or as a write."""
+    """The sorts of calls. ``failure_kind``: under which kind the breaker counts its failures. ``reads``: whether it
+    takes the place of a read or of a write."""
 
-    ASK = "ask", READ
-    GET = "get", READ
-    DROP = "drop", READ  # the deletion of what a get found to be corrupt: the caller of that get is waiting
-    PUT = "put", WRITE
-    OTHER = "other", WRITE
+    ASK = "ask", True
+    GET = "get", True
+    DROP = "drop", True  # the deletion of what a get found to be corrupt: the caller of that get is waiting
+    PUT = "put", False
+    OTHER = "other", False
 
-    def __init__(self, failure_kind: str, place: PlacePurpose) -> None:
+    def __init__(self, failure_kind: str, reads: bool) -> None:
         self.failure_kind = failure_kind
-        self.place = place
+        self.reads = reads
 
 
 LET_GO = 0.5
@@ -276,7 +264,8 @@ class CallGuard:
     """The guard of one backend, which errors call ``name``. Belongs to one event loop.
 
     ``ask`` makes the probe: it asks the backend for a sign of life (``contract.probe``). ``timeout`` and ``slow`` are
-    seconds; ``slow`` 0 means that no call counts as slow. ``concurrency``: calls that the backend has at a time.
+    seconds; ``slow`` 0 means that no call counts as slow. ``concurrency``: how many reads the backend has at a time,
+    and how many writes.
     ``clock`` returns the breaker's time in seconds; None stands for the event loop's clock.
     """
 
@@ -285,7 +274,8 @@ class CallGuard:
         clock: Callable[[], float] | None,
     ) -> None:  # fmt: skip
         self.breaker = breaker
-        self.places = CallPlaces(concurrency)
+        self.reads = asyncio.Semaphore(concurrency)
+        self.writes = asyncio.Semaphore(concurrency)
         self.last_error: Exception | None = None
         self._name = name
         self._ask = ask
@@ -297,7 +287,7 @@ class CallGuard:
         self._left: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
-        return f"CallGuard({self.breaker!r}, {self.places!r})"
+        return f"CallGuard({self.breaker!r}, {self.reads!r}, {self.writes!r})"
 
     def stats(self) -> dict[str, int | float]:
         """Return the counters of this guard and of its breaker, by name."""
@@ -338,7 +328,8 @@ class CallGuard:
         """
         if not keys:
             return []
-        if self.refuses(keys) or not (self.places.take_now(call.place) or await self._has_place(call.place)):
+        places = self.reads if call.reads else self.writes
+        if self.refuses(keys) or not await self._takes(places):
             return [Result.FAILED] * len(keys)
         try:
             if self.refuses(keys):
@@ -346,7 +337,7 @@ class CallGuard:
             permit = self.breaker.allow(self._now())
             return await self._answered(CallReport(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
         finally:
-            self.places.give(call.place)
+            places.release()
 
     async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
         """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
@@ -386,19 +377,20 @@ class CallGuard:
             task.exception()  # else asyncio would log the error of a call that was left behind
 
     async def _on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        place = CallSort.OTHER.place
-        if not (self.places.take_now(place) or await self._has_place(place)):
+        if not await self._takes(self.writes):
             raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
         try:
             return await self._in_time(name, act)
         finally:
-            self.places.give(place)
+            self.writes.release()
 
-    async def _has_place(self, purpose: PlacePurpose) -> bool:
+    async def _takes(self, places: asyncio.Semaphore) -> bool:
         """Wait for a place and take it; False if none came free in time."""
+        if not places.locked():
+            return await places.acquire()  # at once: a timer would cost more than all else here
         try:
             async with asyncio.timeout(self._timeout):
-                await self.places.take(purpose)
+                await places.acquire()
         except TimeoutError:
             self._counts["crowded_calls"] += 1
             return False
@@ -514,63 +506,3 @@ def _without_frames(error: Exception) -> Exception:
     except Exception:  # the class is a plug-in's, and its __new__ and __str__ may raise anything
         text = ""
     return BackendError(f"{kind.__name__}: {text}" if text else kind.__name__)
-
-
-class CallPlaces:
-    """``count`` places for the calls that one backend has at a time. Each call needs one; those without one wait in
-    line. Mutable state: how many are taken for each purpose, and who waits."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._most = (count - count // 8, max(1, count - max(1, count // 4)))
-        self._taken = [0, 0]
-        self._lines: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = (deque(), deque())
-
-    def __repr__(self) -> str:
-        return f"CallPlaces({self.taken}/{self.count} taken, {self.waiting} wait)"
-
-    @property
-    def taken(self) -> int:
-        """The number of calls that have a place."""
-        return sum(self._taken)
-
-    @property
-    def waiting(self) -> int:
-        """The number of calls that wait for a place."""
-        return sum(map(len, self._lines))
-
-    def take_now(self, purpose: PlacePurpose) -> bool:
-        """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
-        if self._lines[purpose] or not self._is_free(purpose):
-            return False
-        self._taken[purpose] += 1
-        return True
-
-    async def take(self, purpose: PlacePurpose) -> None:
-        """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
-        if self.take_now(purpose):
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines[purpose].append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(purpose)
-            elif turn in self._lines[purpose]:
-                self._lines[purpose].remove(turn)
-            raise
-
-    def give(self, purpose: PlacePurpose) -> None:
-        """Give back a place that was taken for ``purpose``. The next call in line takes it before this returns."""
-        self._taken[purpose] -= 1
-        for purpose in PlacePurpose:
-            line = self._lines[purpose]
-            while line and self._is_free(purpose):
-                turn = line.popleft()
-                if not turn.cancelled():
-                    self._taken[purpose] += 1
-                    turn.set_result(None)
-
-    def _is_free(self, purpose: PlacePurpose) -> bool:
-        return self._taken[0] + self._taken[1] < self.count and self._taken[purpose] < self._most[purpose]

@@ -131,7 +131,7 @@ class CheckedStore:
         layout: the pools and the bytes of their pages.
         timeout: seconds that a call may wait for its place. Once it has the place, it may take as many seconds again.
         slow: seconds after which a call that is still running counts as a failure for the breaker; 0 means never.
-        concurrency: how many calls the backend has at a time, at most.
+        concurrency: how many reads the backend has at a time, at most, and how many writes.
         breaker: decides when the backend is left alone; a new ``Breaker`` by default.
         clock: returns the breaker's time in seconds; the event loop's clock by default.
         threads: how many threads compute checksums. With 0 they are computed on the loop, for simulations.

@@ -236,8 +236,8 @@ class StoreOptions(Settings, frozen=True):
 
     ``name``: what it is called among the attached stores. ``write``: whether pages are written to it. ``promote``:
     whether pages that were found in a farther store are copied to it. ``timeout``: seconds that a call may take.
-    ``concurrency``: how many calls it has at a time, at most. ``slow``: seconds after which a call that is still
-    running counts as a failure for the breaker; 0 means never.
+    ``concurrency``: how many reads, and how many writes, it has at a time, at most. ``slow``: seconds after which a
+    call that is still running counts as a failure for the breaker; 0 means never.
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "store"

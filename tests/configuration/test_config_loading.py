@@ -211,6 +211,7 @@ def test_all_that_is_wrong_is_named_at_once(kv: Path) -> None:
     ("ASYNCCACHE_COMPONENTS__FULL__LAYER", "2", "did you mean 'layers'?"),
     ("ASYNCCACHE_COMPONENTS__FUL__LAYERS", "2",
      "components.ful (environment variable ASYNCCACHE_COMPONENTS__FUL__LAYERS) is no component"),
+    ("ASYNCCACHE_PAGE_SIZE", "\u0663", "page_size='\u0663' must be an integer"),
     ("ASYNCCACHE_PAGE_SIZE", "many",
      "page_size='many' must be an integer (environment variable ASYNCCACHE_PAGE_SIZE)"),
     ("ASYNCCACHE_FREEZE_GC", "maybe", "must be True or False (environment variable ASYNCCACHE_FREEZE_GC)"),

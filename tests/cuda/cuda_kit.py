@@ -14,7 +14,8 @@ from asynccache.memory.device import Event
 from asynccache.memory.pools import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
 
-DMA, KERNEL = CudaSettings(kernel_below=0), CudaSettings(kernel_below=1 << 62)
+DMA = CudaSettings(kernel_loads_below=0)
+KERNEL = CudaSettings(kernel_loads_below=1 << 62, kernel_backups_below=1 << 62)
 """Everything by the copy engines; all that can go by the kernel, but where there are few pieces."""
 
 

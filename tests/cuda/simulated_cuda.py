@@ -5,7 +5,9 @@ Law: it behaves as badly as a real driver may. Between streams there is no order
 which stream goes on by a seed; a copy comes in halves; an event that was never recorded reads as complete, one that is
 recorded again stands for the later work; an error of the device is sticky; memory that was not pinned cannot be copied
 from.
-Every thread begins on device 0, and this is device 1; a stream's queue has room for a fixed number of entries.
+Every thread begins on device 0, and this is device 1; work for a device is refused in a thread that has no context
+there. A stream's queue has room for a fixed number of entries, and a call for a full one blocks. To ask for an event
+that was recorded in a graph costs the graph. The driver has one lock, which another thread may hold for long.
 
 Besides, a vector clock per stream tells which work is ordered before which, by streams, by events and by what the host
 has seen to be complete. Two accesses to a byte, one of them a write, that nothing orders are a ``problem``, whatever
@@ -18,6 +20,7 @@ import ctypes
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from random import Random
@@ -86,12 +89,14 @@ class SimulatedCuda:
         self.pinned: dict[int, int] = {}
         self.held: set[int] = set()
         self.captured: set[int] = set()  # streams whose work goes into a graph
+        self.lost: list[str] = []  # what has cost a graph
+        self.registers = True
         self.deepest = 0  # entries that were in one queue
         self.chose: set[str] = set()  # threads that were put on the device
         self.on_piece: Callable[[object], None] = lambda op: None  # when half of a piece is there
         self._random = Random(seed)
         self._break_at, self._refuse_at, self._depth = break_at, refuse_at, depth
-        self._free, self._pinnable, self._batches = free, pinnable, batches
+        self._free, self._pinnable, self.batches = free, pinnable, batches
         self._state = threading.Condition()
         self._streams: dict[int, deque[_Op]] = {}
         self._clocks: dict[int, Clock] = {}
@@ -107,6 +112,8 @@ class SimulatedCuda:
         self._copies = 0
         self._closed = False
         self._paused = False
+        self._unlocked = threading.Event()
+        self._unlocked.set()
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
@@ -128,6 +135,19 @@ class SimulatedCuda:
         """Nothing of ``stream`` happens until ``resume``."""
         with self._state:
             self.held.add(stream)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Somebody holds the driver's lock in this context: he pins memory, or loads a module. No call returns."""
+        self._unlocked.clear()
+        try:
+            yield
+        finally:
+            self._unlocked.set()
+
+    def use_stream(self, stream: int | None) -> None:
+        """``stream`` is torch's current stream of this thread."""
+        self._current.stream = stream
 
     def refuse(
         self, call: str, code: int = 901, *, stream: int | None = None, times: int = 1, error: Exception | None = None
@@ -177,7 +197,7 @@ class SimulatedCuda:
     # the protocol
 
     def identity(self) -> DeviceIdentity:
-        return DeviceIdentity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, self._batches)
+        return DeviceIdentity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, self.batches, self.registers)
 
     def use_device(self) -> None:
         with self._state:
@@ -186,6 +206,8 @@ class SimulatedCuda:
         self.chose.add(threading.current_thread().name)
 
     def free_memory(self) -> int:
+        with self._state:
+            self._admit("free_memory")
         return self._free
 
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -197,9 +219,26 @@ class SimulatedCuda:
 
     def host_register(self, address: int, size: int) -> None:
         with self._state:
+            self._admit("host_register")
+            if not self.registers:
+                self.problems.append("memory was registered that the device sees at another address")
             if sum(self.pinned.values()) + size > self._pinnable:
                 raise DriverError("out of memory")
             self.pinned[address] = size
+
+    def host_alloc(self, size: int) -> int:
+        with self._state:
+            self._admit("host_alloc")
+            if sum(self.pinned.values()) + size > self._pinnable:
+                raise DriverError("out of memory")
+            memory = torch.full((size,), 7, dtype=torch.uint8)
+            self._memory[memory.data_ptr()] = memory
+            self.pinned[memory.data_ptr()] = size
+            return memory.data_ptr()
+
+    def host_free(self, address: int) -> None:
+        with self._state:
+            del self.pinned[address], self._memory[address]
 
     def host_unregister(self, address: int) -> None:
         with self._state:
@@ -212,6 +251,16 @@ class SimulatedCuda:
             handle = self._handle()
             self._streams[handle], self._clocks[handle] = deque(), Counter()
             return handle
+
+    def stream_from(self, pointer: int) -> int:
+        return pointer
+
+    def event_from(self, pointer: int) -> int:
+        return pointer
+
+    def captures_here(self) -> bool:
+        with self._state:
+            return getattr(self._current, "stream", None) in self.captured
 
     def stream_destroy(self, stream: int) -> None:
         with self._state:
@@ -234,6 +283,7 @@ class SimulatedCuda:
             state = self._events[event]
             if state.captured and stream not in self.captured:
                 self.problems.append("a stream was pulled into a graph by an event of a captured stream")
+            self._await_room(stream, 1)
             version = state.version
             self._clocks[stream] |= state.clock
             self._enqueue(stream, lambda op: iter(()), lambda: state.done >= version)
@@ -273,6 +323,7 @@ class SimulatedCuda:
         with self._state:
             self._admit("event_query")
             if self._events[event].captured:
+                self.lost.append("an event of it was asked for")
                 raise DriverError("operation not permitted on an event last recorded in a capturing stream", 907)
             return self._has_happened(event)
 
@@ -297,7 +348,7 @@ class SimulatedCuda:
         self.calls["copy"] += 1
         self.calls["spans"] += len(spans.size)
         pieces = list(zip(*(array.tolist() for array in spans), strict=True))
-        entries = -(-len(pieces) // 8) if self._batches else len(pieces)
+        entries = -(-len(pieces) // 8) if self.batches else len(pieces)
         self._copy(stream, towards, pieces, entries)
         return entries
 
@@ -343,6 +394,7 @@ class SimulatedCuda:
         ops = self._streams[stream]
         if ops and self._taken(stream) + entries > self._depth:
             self.calls["blocked"] += 1
+            self._state.notify_all()
         while ops and self._taken(stream) + entries > self._depth and self._broken is None:
             self._state.wait()
 
@@ -366,8 +418,13 @@ class SimulatedCuda:
 
     def _admit(self, call: str, stream: int | None = None, *, here: bool = False) -> None:
         """``here``: the calling thread has to be on this device."""
+        if not self._unlocked.is_set():  # the lock of this class is free meanwhile, as the loop's own are
+            self._state.release()
+            self._unlocked.wait()
+            self._state.acquire()
         if here and getattr(self._current, "device", 0) != INDEX:
             self.problems.append(f"{threading.current_thread().name}: {call} from a thread that is on another device")
+            raise DriverError("invalid device context", 201)
         self._check()
         for refusal in self._refusals:
             if refusal.call == call and refusal.stream in (None, stream) and refusal.left:

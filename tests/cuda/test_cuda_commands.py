@@ -59,7 +59,7 @@ def with_gpu(simulated_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LAYERS": 2, "PAGES": 64, "WIDTH": 1 << 10, "ROUNDS": 1, "WAKE_UPS": 5}.items():
         monkeypatch.setattr(doctor, name, value)
     monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    settings = CudaSettings(kernel_below=8192)
+    settings = CudaSettings(kernel_loads_below=8192)
     monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(settings=settings))
 
 
@@ -76,14 +76,14 @@ def test_doctor_tells_what_will_be_used_and_why(
                   "pip install 'cupy-cuda13x>=14.0' 'nvidia-cuda-nvrtc>=13,<14'",
                   "device to host, pieces of 1.0 KiB: ", "host to device, pieces of 1.0 KiB: ",
                   "GB/s by the copy engines and ", "64 pages of 2 layers came back whole by both",
-                  "settings  kernel_below=8192, blocks=8"):  # fmt: skip
+                  "settings  kernel_loads_below=8192, kernel_backups_below=0, blocks=8"):  # fmt: skip
         assert words in said
 
 
 def test_doctor_tells_the_figures_in_json_too(with_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["settings"] == {"kernel_below": 8192, "blocks": 8}
+    assert report["settings"] == {"kernel_loads_below": 8192, "kernel_backups_below": 0, "blocks": 8}
     for path in ("engines", "kernel"):
         assert report["copies"][path]["whole"]
         assert report["copies"][path]["device to host"] > 0

@@ -54,7 +54,9 @@ async def every_byte_arrives(mover: Mover, rng: np.random.Generator) -> None:
     assert all(device_page(mover, "full", int(p) + 16) == before[int(p)] for p in pages)
 
 
-WAYS = {"copy engines": DMA, "kernel": KERNEL, "both": CudaSettings(kernel_below=100), "as it comes": CudaSettings()}
+BOTH = CudaSettings(kernel_loads_below=100, kernel_backups_below=100)
+SOME = CudaSettings(kernel_loads_below=129, kernel_backups_below=129)
+WAYS = {"copy engines": DMA, "kernel": KERNEL, "both": BOTH, "as it comes": CudaSettings()}
 
 
 @pytest.mark.asyncio
@@ -75,7 +77,7 @@ async def test_every_path_brings_every_byte(
     await device.aclose()
     calls, aligned = driver_of(device).calls, size // layers % 16 == 0
     assert bool(calls["launch"]) == (aligned and way != "copy engines")
-    assert way == "both" or bool(calls["copy"]) == (not aligned or way == "copy engines")
+    assert way in ("both", "as it comes") or bool(calls["copy"]) == (not aligned or way == "copy engines")
 
 
 @pytest.mark.asyncio
@@ -155,7 +157,7 @@ def test_rows_at_a_distance_are_pieces_of_their_own() -> None:
 
 def test_merging_moves_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
     rng = np.random.default_rng(5)
-    for layers, distance, settings in product((1, 3), (64, 192), (DMA, CudaSettings(kernel_below=129), KERNEL)):
+    for layers, distance, settings in product((1, 3), (64, 192), (DMA, SOME, KERNEL)):
         for _ in range(20):
             count = int(rng.integers(8, 40))
             dst, src = (np.sort(rng.permutation(64)[:count]).astype(np.intp) for _ in range(2))
@@ -221,22 +223,23 @@ def test_runs_end_where_a_registration_ends() -> None:
 
 
 def plan(
-    width: int, runs: Sequence[int], *, layers: int = 1, odd: int = 0, settings: CudaSettings | None = None
+    width: int, runs: Sequence[int], *, layers: int = 1, odd: int = 0, settings: CudaSettings | None = None,
+    towards: CopyDirection = IN,
 ) -> RowPaths:
     """Runs of so many rows of ``width`` bytes each."""
     src = np.arange(sum(runs))
     dst = np.concatenate([np.arange(n) + 2 * at for n, at in zip(runs, np.cumsum([0, *runs[:-1]]), strict=True)])
     base = np.full(layers, odd, np.uint64)
-    one = RowCopies(IN, RowSide(base, dst, width), RowSide(base, src, width), width)
+    one = RowCopies(towards, RowSide(base, dst, width), RowSide(base, src, width), width)
     return RowPaths(one, settings or CudaSettings(), layers)
 
 
 def test_long_runs_go_by_the_copy_engines_and_scattered_pages_by_the_kernel() -> None:
-    found = plan(4 << 10, [1] * 10 + [8, 7, 20])
+    found = plan(4 << 10, [1] * 40 + [8, 7, 20])
     assert found.spans.size.tolist() == [32 << 10, 80 << 10], "a run decides for itself"
-    assert len(found.scattered) == 10 + 7
+    assert len(found.scattered) == 40 + 7
     assert len(plan(2 << 20, [1] * 64).spans.size) == 64
-    assert len(plan(4 << 10, [1] * 10, odd=8).spans.size) == 10, "the kernel moves 16 bytes at a time"
+    assert len(plan(4 << 10, [1] * 40, odd=8).spans.size) == 40, "the kernel moves 16 bytes at a time"
 
 
 def test_a_few_short_pieces_are_not_worth_a_launch() -> None:
@@ -247,11 +250,26 @@ def test_a_few_short_pieces_are_not_worth_a_launch() -> None:
 
 
 def test_where_the_paths_part_can_be_chosen() -> None:
-    for below, scattered in ((0, 0), (4 << 10, 0), ((4 << 10) + 1, 10), (1 << 62, 10)):
-        assert len(plan(4 << 10, [1] * 10, settings=CudaSettings(kernel_below=below)).scattered) == scattered
+    """For loads and copies within the device by one setting, and for backups by another."""
+    for below, scattered in ((0, 0), (4 << 10, 0), ((4 << 10) + 1, 40), (1 << 62, 40)):
+        for settings, loads, backups in (
+            (CudaSettings(kernel_loads_below=below, kernel_backups_below=0), scattered, 0),
+            (CudaSettings(kernel_loads_below=0, kernel_backups_below=below), 0, scattered),
+        ):  # fmt: skip
+            for towards, expected in ((IN, loads), (CopyDirection.WITHIN, loads), (CopyDirection.OUT, backups)):
+                found = plan(4 << 10, [1] * 40, settings=settings, towards=towards)
+                assert len(found.scattered) == expected
 
 
-@pytest.mark.parametrize("wrong", [{"blocks": 0}, {"blocks": 1025}, {"blocks": 1.5}, {"kernel_below": -1}])
+def test_backups_take_no_multiprocessors_unless_they_are_told_to() -> None:
+    """Kernels that write to the host beside FlashAttention 3 made it access illegal memory, in another cache."""
+    assert len(plan(64, [1] * 400, towards=CopyDirection.OUT).scattered) == 0
+
+
+WRONG = [{"blocks": 0}, {"blocks": 1025}, {"blocks": 1.5}, {"kernel_loads_below": -1}, {"kernel_backups_below": -1}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         CudaSettings(**wrong)  # type: ignore[arg-type]
@@ -268,7 +286,10 @@ async def test_the_kernel_takes_as_many_blocks_as_it_may(drivers: list[Simulated
 
     drivers.append(Counting())
     device = CudaDevice(drivers[-1], settings=CudaSettings(blocks=13))
-    mover = Mover(device, [pool()])
-    await mover.load([move(list(range(0, 32, 2)), list(range(16)))]).done.wait()
+    mover = Mover(device, [pool(device_pages=128, host_pages=128)])
+    await mover.load([move(list(range(0, 80, 2)), list(range(40)))]).done.wait()
     assert taken == [13] * mover.layers
+    taken.clear()
+    await mover.clone([move(list(range(0, 80, 2)), list(range(1, 81, 2)))]).wait()
+    assert set(taken) == {choosing_paths.BLOCKS_WITHIN}, "within the device memory is much faster"
     await device.aclose()

@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path as FilePath
@@ -24,7 +25,9 @@ from asynccache.memory.cuda.device import open_device
 from asynccache.memory.cuda.driver_protocol import DriverError, Spans
 from asynccache.memory.cuda.streams import stream_pointer
 from asynccache.memory.device import CopyDirection
+from tests.cuda.test_cuda_calls import FakeEvent, FakeStream
 
+STREAM = SimpleNamespace(ptr=0x77)
 ROOT = FilePath(__file__).parents[2]
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -177,6 +180,7 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: fake)
     return fake
 
 
@@ -188,7 +192,7 @@ def test_many_copies_are_one_call_with_sources_read_in_the_streams_order(library
     cuda = libcuda.LibCuda()
     assert cuda.batches
     assert library.seen["asked"] == (b"cuMemcpyBatchAsync", 12080, 0)
-    cuda.copy_batch(0x77, spans(3))
+    cuda.copy_batch(0x77, spans(3), libcuda.OVERLAP_WITH_COMPUTE)
     assert library.seen["words"] == [[(1 << 40) + i for i in range(3)], [(2 << 40) + i for i in range(3)], [1, 2, 3]]
     assert library.seen["attributes"] == [1, 0, 0, 0, 0, 1]
     assert (library.seen["kinds"], library.seen["indices"], library.seen["stream"]) == (1, 0, 0x77)
@@ -198,7 +202,7 @@ def test_many_copies_are_one_call_with_sources_read_in_the_streams_order(library
 def test_a_batch_that_is_refused_says_where(library: FakeLibrary) -> None:
     library.answer = 1
     with pytest.raises(DriverError, match=r"illegal memory access .*\(1\) at copy 2 of 3") as told:
-        libcuda.LibCuda().copy_batch(0x77, spans(3))
+        libcuda.LibCuda().copy_batch(0x77, spans(3), 0)
     assert (told.value.code, told.value.sticky) == (1, False)
 
 
@@ -219,6 +223,22 @@ def test_an_event_is_asked_for_beside_a_graph_that_its_thread_captures(library: 
         assert libcuda.LibCuda().event_query(event) is (event == 8)
     assert library.modes == [2, 1]
     assert library.mode == 1
+
+
+def test_a_thread_that_is_relaxed_for_good_is_not_asked_again(library: FakeLibrary) -> None:
+    """Each of these calls may cost 5 ms beside a thread that computes in Python."""
+    cuda = libcuda.LibCuda()
+    cuda.relax_thread()
+    assert library.modes == [2]
+    cuda.event_query(8)
+    with cuda.relaxed():
+        pass
+    assert library.modes == [2]
+    library.mode = 0  # of a thread
+    other = threading.Thread(target=cuda.event_query, args=(8,))
+    other.start()
+    other.join()
+    assert library.modes == [2, 2, 0]
 
 
 def test_a_driver_that_is_too_old_takes_no_batches(library: FakeLibrary) -> None:
@@ -244,33 +264,34 @@ class Runtime:
 
 def driver_on(library: FakeLibrary) -> tuple[cupy_driver.CupyDriver, Runtime]:
     driver: Any = cupy_driver.CupyDriver.__new__(cupy_driver.CupyDriver)
-    driver.index, driver._library, driver.runtime = 0, libcuda.LibCuda(), Runtime()
-    driver._batches, driver._proven = True, False
+    driver.index, driver.library, driver.runtime = 0, libcuda.LibCuda(), Runtime()
+    driver.thread = SimpleNamespace(has_context=True)
+    driver.batches, driver._proven = True, False
     return driver, driver.runtime
 
 
 def test_a_driver_that_refuses_its_first_batch_copies_one_by_one_from_then_on(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
     library.answer = 1
-    assert driver.copy(0x77, CopyDirection.OUT, spans(3)) == 3  # entries of the driver's queue
-    assert driver.copy(0x77, CopyDirection.IN, spans(2)) == 2
+    assert driver.copy(STREAM, CopyDirection.OUT, spans(3)) == 3  # entries of the driver's queue
+    assert driver.copy(STREAM, CopyDirection.IN, spans(2)) == 2
     assert [c[2:] for c in runtime.copies] == [(1, 2, 0x77), (2, 2, 0x77), (3, 2, 0x77), (1, 1, 0x77), (2, 1, 0x77)]
 
 
 def test_a_driver_that_took_a_batch_once_fails_a_later_one(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
-    assert driver.copy(0x77, CopyDirection.OUT, spans(9)) == 2
+    assert driver.copy(STREAM, CopyDirection.OUT, spans(9)) == 2
     assert runtime.copies == []
     library.answer = 1
     with pytest.raises(DriverError):
-        driver.copy(0x77, CopyDirection.OUT, spans(3))
+        driver.copy(STREAM, CopyDirection.OUT, spans(3))
 
 
 def test_a_device_that_has_failed_is_not_a_driver_without_batches(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
     library.answer = 719
     with pytest.raises(DriverError, match="719"):
-        driver.copy(0x77, CopyDirection.OUT, spans(3))
+        driver.copy(STREAM, CopyDirection.OUT, spans(3))
     assert runtime.copies == []
 
 
@@ -278,17 +299,43 @@ def test_a_device_that_has_failed_is_not_a_driver_without_batches(library: FakeL
 
 
 class TwoGpus:
-    """The runtime of a thread that is on device 0. It writes down on which device each call came."""
+    """The runtime of threads that begin on device 0, without a context. It writes down on which device each call came.
+    Only ``setDevice`` gives a thread a context; a call of the driver (not of the runtime) needs one."""
 
     def __init__(self) -> None:
-        self.current = 0
+        self.here = threading.local()
         self.seen: dict[str, int] = {}
+
+    @property
+    def current(self) -> int:
+        return getattr(self.here, "index", 0)
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self.here.index = index
 
     def getDevice(self) -> int:
         return self.current
 
     def setDevice(self, index: int) -> None:
-        self.current = index
+        self.current = self.here.context = index
+
+    def moduleLoadData(self, image: bytes) -> int:
+        if getattr(self.here, "context", None) != self.current:
+            error = RuntimeError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+            error.status = 201  # type: ignore[attr-defined]
+            raise error
+        self.seen["moduleLoadData"] = self.current
+        return 16
+
+    def deviceGetAttribute(self, attribute: int, index: int) -> int:
+        return 1
+
+    def deviceGetPCIBusId(self, index: int) -> str:
+        return "0000:00:00.0"
+
+    def driverGetVersion(self) -> int:
+        return 13000
 
     def getDeviceProperties(self, index: int) -> dict[str, Any]:
         return {"name": b"a GPU", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
@@ -319,7 +366,13 @@ def gpus(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> TwoGpus:
     two = TwoGpus()
     found = cupy_driver.FoundCuda("14", "13.0", 2, 13000, "")
     monkeypatch.setattr(cupy_driver, "find", lambda: found)
-    modules = SimpleNamespace(cuda=SimpleNamespace(runtime=two, driver=two))
+    def stream(**settings: object) -> Any:
+        return FakeStream(two, two.streamCreate())  # type: ignore[arg-type]
+
+    def event(**settings: object) -> Any:
+        return FakeEvent(two, two.eventCreate())  # type: ignore[arg-type]
+
+    modules = SimpleNamespace(cuda=SimpleNamespace(runtime=two, driver=two, Stream=stream, Event=event))
     monkeypatch.setattr(cupy_driver, "import_module", lambda name: modules)
     monkeypatch.setattr(kernels, "image_for", lambda capability: b"")
     monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
@@ -330,15 +383,16 @@ def gpus(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> TwoGpus:
 def test_what_means_the_current_device_means_this_one_and_leaves_the_callers_alone(gpus: TwoGpus) -> None:
     driver = cupy_driver.CupyDriver(1)
     assert gpus.current == 0
-    driver.event_record(driver.event_create(), driver.stream_create())
-    driver.stream_wait_event(16, 16)
+    event, stream = driver.event_create(), driver.stream_create()
+    driver.event_record(event, stream)
+    driver.stream_wait_event(stream, event)
     driver.host_register(1 << 20, 4096)
     driver.host_unregister(1 << 20)
     driver.free_memory()
-    driver.event_query(16)
-    driver.event_destroy(16)
-    driver.stream_destroy(16)
-    asked = ("moduleLoadData", "moduleGetFunction", "streamCreateWithFlags", "eventCreateWithFlags", "eventRecord",
+    driver.event_query(driver.event_from(16))
+    driver.event_destroy(event)
+    driver.stream_destroy(stream)
+    asked = ("moduleLoadData", "moduleGetFunction", "streamCreate", "eventCreate", "eventRecord",
              "streamWaitEvent", "hostRegister", "hostUnregister", "memGetInfo", "eventDestroy",
              "streamDestroy")  # fmt: skip
     assert {name: gpus.seen[name] for name in asked} == dict.fromkeys(asked, 1)
@@ -351,10 +405,49 @@ def test_threads_of_the_device_do_not_spoil_a_graph_that_another_captures(
     gpus: TwoGpus, library: FakeLibrary
 ) -> None:
     driver = cupy_driver.CupyDriver(1)
-    driver.stream_create()
-    assert library.modes == []  # the caller's thread is left as it is
+    assert driver.library._thread.__dict__ == {}, "the caller's thread is left as it is"
+    library.modes.clear()
     driver.use_device()
     assert library.modes == [2]
+
+
+TAKES_MEMORY: dict[str, Callable[[cupy_driver.CupyDriver], object]] = {
+    "host_register": lambda driver: driver.host_register(1 << 20, 4096),
+    "host_unregister": lambda driver: driver.host_unregister(1 << 20),
+    "host_alloc": lambda driver: driver.host_alloc(4096), "host_free": lambda driver: driver.host_free(1 << 20),
+    "free_memory": lambda driver: driver.free_memory(), "stream_create": lambda driver: driver.stream_create(),
+    "opening": lambda driver: cupy_driver.CupyDriver(1),
+}
+
+
+@pytest.mark.parametrize("what", TAKES_MEMORY)
+def test_what_takes_memory_in_anybodys_thread_spoils_no_graph_either(
+    gpus: TwoGpus, library: FakeLibrary, what: str
+) -> None:
+    """torch captures in the mode in which such calls of other threads are refused, and end the capture."""
+    driver = cupy_driver.CupyDriver(1)
+    library.mode, seen = 0, list[int]()
+    for name in ("hostRegister", "hostUnregister", "hostAlloc", "freeHost", "memGetInfo", "streamCreate",
+                 "moduleLoadData"):  # fmt: skip
+        def noted(*arguments: object, name: str = name) -> Any:
+            seen.append(library.mode)
+            return (7, 80) if name == "memGetInfo" else 16
+
+        setattr(gpus, name, noted)
+    TAKES_MEMORY[what](driver)
+    assert seen == [2] * len(seen) != []
+    assert library.mode == 0, "and the thread is as it was"
+
+
+def test_a_device_opens_in_a_thread_that_has_no_context(gpus: TwoGpus) -> None:
+    """An engine's thread of execution has one; a fresh thread has none, also where it is on the right device already,
+    and torch, which has memory at hand, asks CUDA for nothing."""
+    opened: list[cupy_driver.CupyDriver] = []
+    for index in (0, 1):
+        thread = threading.Thread(target=lambda index=index: opened.append(cupy_driver.CupyDriver(index)))
+        thread.start()
+        thread.join()
+    assert [driver.index for driver in opened] == [0, 1]
 
 
 def test_a_call_that_is_refused_leaves_the_callers_device_alone_too(
@@ -367,7 +460,7 @@ def test_a_call_that_is_refused_leaves_the_callers_device_alone_too(
         raise Refused("out of memory")
 
     driver = cupy_driver.CupyDriver(1)
-    monkeypatch.setattr(gpus, "streamCreateWithFlags", create, raising=False)
+    monkeypatch.setattr(gpus, "streamCreate", lambda: create(0), raising=False)
     with pytest.raises(DriverError, match="out of memory") as told:
         driver.stream_create()
     assert (told.value.code, told.value.sticky) == (2, False)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cuda.device import CudaDevice
@@ -193,6 +195,49 @@ async def test_one_event_that_was_adopted_can_be_named_for_many_leases(simulated
     assert device.engine_event(past) is past
     engine.driver.resume()
     await event.wait()
+    await device.aclose()
+
+
+async def test_a_thread_that_captures_a_graph_is_refused_before_the_driver_is_asked(simulated_device: Make) -> None:
+    """Asking for an event of the graph would be the graph's end."""
+    device = simulated_device()
+    engine = SimulatedEngine(device)
+    engine.driver.use_stream(engine.handle)
+    engine.driver.captured.add(engine.handle)
+    event = recorded(engine, TorchEvent)
+    with pytest.raises(ConfigError, match="this thread captures a graph"):
+        device.engine_event(event)
+    assert engine.driver.lost == []
+    engine.driver.captured.clear()
+    engine.driver.use_stream(None)
+    await device.engine_event(recorded(engine, TorchEvent)).wait()
+    await device.aclose()
+
+
+async def test_events_and_streams_of_torch_that_may_be_of_any_device(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.Event`` and ``torch.Stream``, which vLLM hands out."""
+    device = simulated_device()
+    engine = SimulatedEngine(device)
+    made: list[dict[str, int]] = []
+
+    def stream(**parts: int) -> object:
+        made.append(parts)
+        return engine.torch
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    cuda, cpu = torch.device("cuda", 1), torch.device("cpu")
+    anys = SimpleNamespace(device=cuda, stream_id=35, device_index=1, device_type=1)
+    assert device.engine_stream(anys) is engine.stream
+    assert made == [{"stream_id": 35, "device_index": 1, "device_type": 1}]
+    event = recorded(engine, TorchEvent)
+    assert isinstance(event, TorchEvent)
+    handle = event.cuda_event
+    await device.engine_event(SimpleNamespace(device=cuda, event_id=handle)).wait()
+    for wrong in (SimpleNamespace(device=cpu, event_id=handle), SimpleNamespace(device=cuda, event_id=None)):
+        with pytest.raises(ConfigError, match="no event that a CUDA stream can wait for"):
+            device.engine_event(wrong)
     await device.aclose()
 
 

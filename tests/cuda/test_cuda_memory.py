@@ -99,6 +99,76 @@ class Looking(SimulatedCuda):
         super().host_register(address, size)
 
 
+def test_a_forked_child_does_not_get_the_memory_and_leaves_it_to_its_parent(driver: SimulatedCuda) -> None:
+    """Linux would copy all that is pinned for the child. And the end of the child's object must not unmap what the
+    child may have at that address by then."""
+    tensor = pinned_tensor(driver, (4 * MIB,))
+    start = tensor.data_ptr()
+    assert "dc" in flags_of(start), "don't copy on fork"
+    seen, told = os.pipe()
+    child = os.fork()
+    if not child:  # nothing of the parent's but this: its threads are not here
+        try:
+            import mmap
+
+            libc = ctypes.CDLL(None, use_errno=True)
+            libc.mmap.restype = ctypes.c_void_p
+            anonymous, fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0x10
+            own = libc.mmap(ctypes.c_void_p(start), ctypes.c_size_t(4 * MIB), 3, anonymous | fixed, -1, 0)
+            ctypes.memset(own, 5, 4 * MIB)
+            del tensor
+            gc.collect()
+            os.write(told, b"well" if ctypes.string_at(start, 1) == bytes([5]) else b"lost")
+        finally:
+            os._exit(0)
+    assert os.read(seen, 4) == b"well"
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(seen)
+    os.close(told)
+    assert driver.pinned == {start: 4 * MIB}
+
+
+def test_where_registered_memory_has_another_address_the_driver_allocates(driver: SimulatedCuda) -> None:
+    """WSL2."""
+    driver.registers = False
+    tensor = pinned_tensor(driver, (3, 5000))
+    assert driver.pinned == {tensor.data_ptr(): 15000}
+    assert not tensor.any()
+    part = tensor[1]
+    del tensor
+    gc.collect()
+    assert len(driver.pinned) == 1
+    del part
+    gc.collect()
+    assert driver.pinned == {}
+    with pytest.raises(ConfigError, match=r"0\.12 GiB of host memory cannot be pinned: out of memory; .*doctor"):
+        pinned_tensor(driver, (128 * MIB,))
+
+
+def test_memory_is_touched_on_the_node_of_the_device(
+    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "0000:1a:00.0").mkdir()
+    listed = tmp_path / "0000:1a:00.0" / "local_cpulist"
+    monkeypatch.setattr(pinned, "Path", lambda path: Path(path.replace("/sys/bus/pci/devices", str(tmp_path))))
+    mine, touch, seen = os.sched_getaffinity(0), pinned._touch_part, list[set[int]]()
+    one = min(mine)
+    for text, near in ((f"{one}-{one}\n", {one}), (f"100000,{one}", {one}), ("100000-100003", mine), ("?", mine)):
+        listed.write_text(text)
+        assert pinned.cpus_near("0000:1A:00.0") == near
+    assert pinned.cpus_near("ffff:ff:ff.f") == mine
+
+    def watched(array: Any, start: int) -> None:
+        seen.append(os.sched_getaffinity(0))
+        touch(array, start)
+
+    monkeypatch.setattr(pinned, "_touch_part", watched)
+    monkeypatch.setattr(pinned, "cpus_near", lambda bus: {one})
+    pinned_tensor(driver, (MIB,))
+    assert seen == [{one}]
+    assert os.sched_getaffinity(0) == mine
+
+
 def test_memory_is_touched_by_several_threads_at_once_and_pinned_then(
     drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from typing import Any
@@ -27,6 +28,7 @@ from tests.memory.small_pools import device_page, fill_device, host_page, move, 
 pytestmark = pytest.mark.asyncio
 
 ENOUGH = 30.0
+SOON = 3.0
 
 
 def scattered(pages: int, seed: int = 0) -> Move:
@@ -168,6 +170,82 @@ async def test_the_drivers_queue_is_never_full(simulated_device: Make, batches: 
     await asyncio.gather(*(event.wait() for event in (*large, *small)))
     assert driver.calls["blocked"] == 0
     assert driver.deepest < 1024
+    await device.aclose()
+
+
+async def test_an_engine_whose_stream_is_full_holds_up_nobody_but_itself(simulated_device: Make) -> None:
+    """It is held in the driver's call, which lasts as long as its stream's work. Meanwhile the loop awaits events of
+    the copy's stream, and a handle that is in the driver's hands is not used again."""
+    device = simulated_device(depth=64)
+    mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
+    driver = engine.driver
+    driver.hold(engine.handle)
+    for _ in range(64):
+        driver.compute(engine.handle, lambda: None)
+    driver.hold(mover._loads.handle)  # type: ignore[attr-defined]
+    first, second = (mover.load([move([i], [i])]).done for i in range(2))
+    submitted(second)
+    held = asyncio.create_task(asyncio.to_thread(engine.stream.wait_event, first))
+    await asyncio.to_thread(blocked, driver)
+    began = time.monotonic()
+    waiting = asyncio.create_task(second.wait())
+    await asyncio.sleep(0)
+    assert time.monotonic() - began < SOON, "the loop was held"
+    with driver._state:
+        driver.held.discard(mover._loads.handle)  # type: ignore[attr-defined]
+        driver._state.notify_all()
+    async with asyncio.timeout(ENOUGH):
+        await waiting
+    assert not held.done()
+    assert first._handle is not None, "the driver has it"  # type: ignore[attr-defined]
+    driver.resume()
+    async with asyncio.timeout(ENOUGH):
+        await held
+    assert first._handle is None  # type: ignore[attr-defined]
+    await device.aclose()
+
+
+def blocked(driver: SimulatedCuda) -> None:
+    """Return when a call for a full stream has blocked."""
+    with driver._state:
+        assert driver._state.wait_for(lambda: driver.calls["blocked"] > 0, ENOUGH)
+
+
+async def test_the_loop_goes_on_while_somebody_holds_the_drivers_lock(simulated_device: Make) -> None:
+    """To pin 100 GiB, or to load a module, takes that long. Copies are asked for and events awaited meanwhile."""
+    device = simulated_device()
+    mover = Mover(device, [pool()])
+    with driver_of(device).locked():
+        began = time.monotonic()
+        events = [mover.backup([move([i], [i])]) for i in range(8)]
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.sleep(0.05)
+        assert time.monotonic() - began < SOON
+        assert not any(task.done() for task in waiting)
+    async with asyncio.timeout(ENOUGH):
+        await asyncio.gather(*waiting)
+    await device.aclose()
+
+
+async def test_a_forked_child_is_told_that_its_streams_do_nothing(simulated_device: Make) -> None:
+    """Their threads are not there, so an event of such a stream would never fire."""
+    device = simulated_device()
+    mover = Mover(device, [pool()])
+    seen, told = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            mover.backup([move([0], [0])])
+            os.write(told, b"took it")
+        except CacheClosed as error:
+            os.write(told, str(error).encode())
+        finally:
+            os._exit(0)
+    assert b"forked" in os.read(seen, 1000)
+    await asyncio.to_thread(os.waitpid, child, 0)
+    os.close(seen)
+    os.close(told)
+    await mover.backup([move([0], [0])]).wait()
     await device.aclose()
 
 

@@ -36,7 +36,7 @@ from asynccache import (
 )
 from asynccache.core.plan import Cleared
 from asynccache.events import BlockStored, EventBatch, EventLayout, Mirror, Subscriber, ZmqPublisher
-from asynccache.metrics import CacheCollector, Exposed, LoopLag
+from asynccache.metrics import CacheCollector, LoopLag, app, start_metrics_server
 from asynccache.storage import (
     KEY_BYTES,
     Breaker,
@@ -369,8 +369,16 @@ async def _receive(world: World, given: Given) -> None:
         assert hasattr(received, "__next__")
 
 
-async def _exposed(world: World, given: Given) -> None:
-    await called(Exposed, {"cache": world.cache}, given)
+async def _metrics_app(world: World, given: Given) -> None:
+    await called(app, {"cache": world.cache}, given)
+
+
+async def _metrics_server(world: World, given: Given) -> None:
+    async def served(**arguments: Any) -> None:
+        async with await start_metrics_server(**arguments):
+            pass
+
+    await called(served, {"cache": world.cache}, given)
 
 
 async def _collector(world: World, given: Given) -> None:
@@ -821,9 +829,12 @@ CALLS: dict[str, Case] = {
         _collector, {"cache": Thing(), "name": Text(optional=True), "lag": Thing(optional=True),
                      "publisher": Function(optional=True)},
     ),
-    "asynccache.metrics.Exposed": Case(
-        _exposed, {"cache": Thing(), "host": Text(), "port": Integer(0, 65535), "registry": Thing(optional=True),
-                   "lag": Thing(optional=True)},
+    "asynccache.metrics.app": Case(
+        _metrics_app, {"cache": Thing(), "registry": Thing(optional=True), "lag": Thing(optional=True)},
+    ),
+    "asynccache.metrics.start_metrics_server": Case(
+        _metrics_server, {"cache": Thing(), "host": Text(("127.0.0.1",)), "port": Integer(0, 65535),
+                          "registry": Thing(optional=True), "lag": Thing(optional=True)},
     ),
 }  # fmt: skip
 
@@ -833,6 +844,7 @@ _GROUP = "a cache with workers only takes it: tests/group/test_group_edges.py ca
 
 NOT_CALLED: dict[str, Unchecked] = {
     **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},
+    "asynccache.metrics.MetricsServer": Unchecked("start_metrics_server makes it"),
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it, and takes all that it is made of"),
     **{f"asynccache.events.{name}": Unchecked(_VALUE) for name in ("BlockRemoved", "BlockStored", "EventBatch")},
 }

@@ -32,6 +32,7 @@ from tests.engine.test_engine_ahead import SIZES as AHEAD
 from tests.engine.test_engine_ahead import TWINS, counted
 from tests.engine.test_engine_batching import NAMED, NEW, all_wanted, empty_device, made, sound, texts, wanted
 from tests.engine.test_engine_rows import GIVEN, LENGTH, rows_of
+from tests.stores.s3_server import MotoServer
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow(0.5)
@@ -238,27 +239,28 @@ def test_calls_from_several_threads_share_what_they_compute() -> None:
         sound(batching)
 
 
-def test_processes_that_serve_at_the_same_time_share_one_store(tmp_path: Path) -> None:
+def test_processes_that_serve_at_the_same_time_share_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both compute some of the same, and of their own; then each is asked what the other has computed."""
     pytest.importorskip("obstore")
-    url = f"object-file:{tmp_path}?refresh=0.02"
     common = [prompt(45, seed=i) for i in range(2)]
     own = [[prompt(45 + i, seed=10 * part + i) for i in range(3)] for part in (1, 2)]
-    processes = [started(url) for _ in range(2)]
-    try:
-        for process in processes:
-            assert line(process) == "ready"
-        said = turn(processes, [[*common, *each] for each in own])
-        for asked, answers in zip(own, said, strict=True):
-            assert [tokens for tokens, _ in answers] == all_wanted("llama", [*common, *asked])
-        said = turn(processes, own[::-1])
-        for asked, answers in zip(own[::-1], said, strict=True):
-            assert [tokens for tokens, _ in answers] == all_wanted("llama", asked)
-            assert [hits for _, hits in answers] == [[0, 0, 40]] * 3
-    finally:
-        for process in processes:
-            process.communicate(timeout=60)
-    assert [process.returncode for process in processes] == [0, 0]
+    with MotoServer() as server:
+        for name, value in server.client_environment.items():
+            monkeypatch.setenv(name, value)
+        processes = [started(f"{server.url}&refresh=0.02") for _ in range(2)]
+        try:
+            for process in processes:
+                assert line(process) == "ready"
+            said = turn(processes, [[*common, *each] for each in own])
+            for asked, answers in zip(own, said, strict=True):
+                assert [tokens for tokens, _ in answers] == all_wanted("llama", [*common, *asked])
+            said = turn(processes, own[::-1])
+            for asked, answers in zip(own[::-1], said, strict=True):
+                assert [tokens for tokens, _ in answers] == all_wanted("llama", asked)
+                assert [hits for _, hits in answers] == [[0, 0, 40]] * 3
+        finally:
+            for process in processes:
+                process.communicate(timeout=60)
 
 
 def started(url: str) -> subprocess.Popen[str]:

@@ -31,7 +31,7 @@ from asynccache.cli.options import RunSettings, resolve_options
 from asynccache.cli.presses import Presses
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
-from asynccache.metrics import Exposed
+from asynccache.metrics import MetricsServer, start_metrics_server
 
 EVERY = 1.0
 SHOWN_EVERY = 30
@@ -86,7 +86,7 @@ class Soak(Session):
         self.looks: list[Look] = []
         self._warm_up = warm_up
         self._traces: list[tracemalloc.Snapshot] = []
-        self._server: Exposed | None = None
+        self._server: MetricsServer | None = None
         self._asking = asyncio.Lock()
 
     async def run(self) -> Report:
@@ -101,7 +101,7 @@ class Soak(Session):
 
     @asynccontextmanager
     async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
-        async with Exposed(cache) as server:
+        async with await start_metrics_server(cache) as server:
             self._server = server
             try:
                 yield
@@ -142,10 +142,10 @@ class Soak(Session):
             self._traces.append(tracemalloc.take_snapshot())
 
 
-async def asked(exposed: Exposed) -> None:
+async def asked(server: MetricsServer) -> None:
     """Ask for every page once, as a scraper would."""
     for page in PAGES:
-        reader, writer = await asyncio.open_connection("127.0.0.1", exposed.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(f"GET {page} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]

@@ -11,7 +11,6 @@ import pytest
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result, checked
-from asynccache.storage.call_guard import READ, WRITE, CallPlaces
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -85,15 +84,20 @@ async def test_a_backend_that_cancels_a_call_by_itself_has_failed_it(loop: Simul
 
 
 @in_world
-async def test_no_more_calls_at_a_time_than_that(loop: SimulatedLoop) -> None:
+async def test_no_more_reads_and_writes_at_a_time_than_that(loop: SimulatedLoop) -> None:
     backend = Watched(get=1.0, put=1.0, exists=1.0)
-    store = store_on(backend, concurrency=6)
+    store = store_on(backend, concurrency=3)
     calls = [make(store) for _ in range(8) for make in (put, get)]
     calls += [asyncio.ensure_future(store.exists(KEYS)) for _ in range(8)]
     for answer in await asyncio.gather(*calls):
         assert Result.FAILED not in answer
     assert backend.most == 6
-    assert (store._guard.places.taken, store._guard.places.waiting) == (0, 0)
+    assert free(store) == (3, 3)
+
+
+def free(store: CheckedStore) -> tuple[int, int]:
+    """How many places are free for reads and for writes."""
+    return store._guard.reads._value, store._guard.writes._value
 
 
 @in_world
@@ -102,7 +106,7 @@ async def test_a_read_does_not_stand_behind_slow_writes(loop: SimulatedLoop) -> 
     store = store_on(backend, concurrency=16)
     puts = [put(store) for _ in range(40)]
     await asyncio.sleep(1.0)
-    assert backend.now["put"] == 12
+    assert backend.now["put"] == 16
     began = loop.time()
     await get(store)
     await store.exists(KEYS)
@@ -122,65 +126,18 @@ async def test_writes_get_on_beside_any_number_of_reads(loop: SimulatedLoop) -> 
     await asyncio.gather(*gets)
 
 
-@in_world
-async def test_with_one_place_the_read_that_waits_is_next(loop: SimulatedLoop) -> None:
-    backend = Watched(put=1.0, get=1.0)
-    store = store_on(backend, concurrency=1)
-    calls = [put(store)]
-    await asyncio.sleep(0.1)
-    calls += [put(store), get(store)]
-    await asyncio.gather(*calls)
-    assert backend.began == ["put", "get", "put"]
-
-
-@in_world
-async def test_a_free_place_goes_to_a_read_though_writes_have_waited_longer(loop: SimulatedLoop) -> None:
-    places = CallPlaces(8)
-    for purpose in [READ] * 7 + [WRITE]:  # as many reads as there may be
-        assert places.take_now(purpose)
-    writes = [asyncio.ensure_future(places.take(WRITE)) for _ in range(3)]
-    await asyncio.sleep(0.1)
-    read = asyncio.ensure_future(places.take(READ))
-    await asyncio.sleep(0.1)
-    places.give(READ)
-    await asyncio.sleep(0.1)
-    assert read.done()
-    assert not any(write.done() for write in writes)
-    for purpose in [READ] * 3:
-        places.give(purpose)
-    await asyncio.gather(*writes)
-    assert (places.taken, places.waiting) == (8, 0)
-
-
-@pytest.mark.parametrize("lane", [READ, WRITE])
-def test_places_are_given_in_order_and_a_cancelled_one_goes_to_the_next(lane: Any) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_a_place_is_not_lost_whenever_its_taker_is_cancelled(seed: int) -> None:
     async def world(loop: SimulatedLoop) -> None:
-        places = CallPlaces(1)
-        assert places.take_now(lane)
-        got: list[int] = []
+        store = store_on(Watched(get=1.0, put=1.0), concurrency=1)
+        calls = [make(store) for _ in range(5) for make in (get, put)]
+        for number, call in enumerate(calls):
+            loop.call_later(0.25 * number * (seed + 1), call.cancel)
+        await asyncio.wait(calls)
+        assert free(store) == (1, 1)
+        assert await get(store) == [Result.MISS] * 2
 
-        async def stand(number: int) -> None:
-            await places.take(lane)
-            got.append(number)
-
-        tasks = []
-        for number in range(5):
-            tasks.append(asyncio.ensure_future(stand(number)))
-            await asyncio.sleep(0.1)
-        tasks[1].cancel()
-        await asyncio.sleep(0)
-        places.give(lane)
-        tasks[0].cancel()  # it has its place, and does not know it yet, or has taken it
-        for _ in range(4):
-            await asyncio.sleep(0.1)
-            if places.taken:
-                places.give(lane)
-        await asyncio.sleep(0.1)
-        assert got in ([2, 3, 4], [0, 2, 3, 4])
-        assert (places.taken, places.waiting) == (0, 0)
-
-    for seed in range(10):
-        simulate(world, seed)
+    simulate(world, seed)
 
 
 @in_world
@@ -205,7 +162,7 @@ async def test_a_cancelled_caller_in_line_leaves_it_at_once(loop: SimulatedLoop)
         await waits
     assert loop.time() < 5.5
     await asyncio.wait([first, second])
-    assert (store._guard.places.taken, store._guard.places.waiting) == (0, 0)
+    assert free(store) == (1, 1)
 
 
 @in_world

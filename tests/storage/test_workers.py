@@ -169,3 +169,15 @@ def test_who_forgets_to_close_can_still_end() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5\n", "")
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_raises_stop_iteration_ends() -> None:
+    """A future does not take that error, so who waits for it would wait for ever."""
+    pool = ThreadPool(1, "pool")
+    done, _ = await asyncio.wait([call := pool.call(next, iter(()))], timeout=5)
+    assert done
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await call
+    assert await pool.run(sum, [1, 2]) == 3
+    pool.close()

@@ -9,10 +9,9 @@ import asyncio
 import itertools
 import sys
 
-from asynccache_backends.object_store import ObjectBackend
-
-from asynccache.storage import CheckedStore, PageKey, Result, parse_url
+from asynccache.storage import PageKey, Result
 from asynccache.testing.backend_suite import LAYOUT, content, page_key
+from tests.stores.object_store_kit import open_at
 
 BATCH = 10
 
@@ -31,7 +30,7 @@ def say(*words: object) -> None:
 async def main() -> None:
     """Do as told."""
     url, round_ = sys.argv[1], int(sys.argv[2])
-    store = CheckedStore(await ObjectBackend.open(parse_url(url), LAYOUT), LAYOUT)
+    store = await open_at(url)
     say("open")
     for batch in itertools.count():
         keys = batch_keys(round_, batch)

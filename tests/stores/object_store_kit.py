@@ -9,16 +9,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asynccache_backends.object_store import ObjectBackend
+from asynccache_backends.object_store.client import ObjectClient
+from asynccache_backends.object_store.connect import settings_of
+from obstore.store import LocalStore
 
-from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
+from asynccache.storage import CheckedStore, PageKey, ParsedUrl, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, page_key
 
 WAIT = 20.0
+FOLDER = "folder"
+
+
+async def open_backend(url: str, layout: StoreLayout = LAYOUT) -> ObjectBackend:
+    """A backend. A URL of ``folder_url`` is the same store in a plain folder, by the same library."""
+    parsed = parse_url(url)
+    if parsed.scheme != FOLDER:
+        return await ObjectBackend.open(parsed, layout)
+    settings = settings_of(ParsedUrl("s3", "tests", parsed.options))
+    client = ObjectClient(LocalStore(parsed.path, mkdir=True), "", str(parsed))
+    return await ObjectBackend.open_client(client, settings, layout)
 
 
 async def open_at(url: str, layout: StoreLayout = LAYOUT, timeout: float = 10.0) -> CheckedStore:
     """A store, opened as the runtime opens it."""
-    return CheckedStore(await ObjectBackend.open(parse_url(url), layout), layout, timeout=timeout)
+    return CheckedStore(await open_backend(url, layout), layout, timeout=timeout)
 
 
 @asynccontextmanager
@@ -39,7 +53,7 @@ def bare(store: CheckedStore) -> ObjectBackend:
 
 def folder_url(folder: Path, options: str = "refresh=0") -> str:
     """A store in a folder; others' pages are not looked for unless ``options`` say so."""
-    return f"object-file:{folder}?{options}"
+    return f"{FOLDER}:{folder}?{options}"
 
 
 def objects(folder: Path, kind: str = "packs") -> list[Path]:

@@ -33,7 +33,7 @@ ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "ASYNCCACHE_")
 BAD = {
     "any": [
         "teapot:/x", "file", ":x", "", "file:{tmp}/s?capacity", "file:{tmp}/s?capacity=1GiB&capacity=2GiB",
-        "file:{tmp}/s?name=", "file:{tmp}/s?name=a+b", "file:{tmp}/s?write=maybe", "file:{tmp}/s?promote=1",
+        "file:{tmp}/s?name=", "file:{tmp}/s?name=a+b", "file:{tmp}/s?write=maybe", "file:{tmp}/s?promote=2",
         "file:{tmp}/s?timeout=0", "file:{tmp}/s?timeout=nan", "file:{tmp}/s?timeout=soon", "file:{tmp}/s?slow=-1",
         "file:{tmp}/s?concurrency=0", "file:{tmp}/s?concurrency=1.5", "file:{tmp}/s?concurrency=" + "9" * 5000,
     ],
@@ -61,14 +61,13 @@ BAD = {
         "mooncake://h?admin=h:0", "mooncake://h?size=1",
     ],
     "object": [
-        "s3:", "s3:///prefix", "s3://b?colour=red", "gs://b?region=x", "object-memory:?region=x", "s3://a b/c",
+        "s3:", "s3:///prefix", "s3://b?colour=red", "gs://b?region=x", "s3://a b/c",
         "s3://b/a//c", "s3://b/../c", "s3://b/a\tb", "s3://b?pack=1", "s3://b?pack=1TiB", "s3://b?capacity=5MiB",
         "s3://b?refresh=often", "s3://b?refresh=-1", "s3://b?parallel=0", "s3://b?parallel=1.5",
         "s3://b?request_timeout=0", "s3://b?endpoint=127.0.0.1:9000", "s3://b?endpoint=ftp://h",
         "s3://b?endpoint=http://h:99999", "s3://b?endpoint=http://h:0", "s3://b?endpoint=http://", "s3://b?region=",
         "s3://b?region=eu%20west", "s3://b?secret_access_key=secret", "s3://b?endpoint=http://u:secret@h:1",
-        "az://c?account=x%20y", "object-file:", "object-file:{tmp}/o?endpoint=http://h", "object-file:{tmp}/o?pack=1",
-        "object-file:{tmp}/a\0b", "object-file:{tmp}/o?mode=0600",
+        "az://c?account=x%20y",
     ],
 }  # fmt: skip
 
@@ -78,7 +77,7 @@ GOOD = [
     "redis://u:secret@127.0.0.1:{port}", "redis://a.b,c.d:7000,[::1]:7001?cluster=on", "rediss://localhost:{port}",
     "mooncake://127.0.0.1:{port}?admin=127.0.0.1:{port}", "mooncake://[::1]?segment=1GiB&replicas=2",
     "s3://bucket/a/b?endpoint=http://127.0.0.1:{port}&region=eu-west-1", "gs://bucket", "az://container/x?account=kv",
-    "object-file:{tmp}/o?pack=1MiB&capacity=1GiB", "object-file:{tmp}/o?mode=0750", "object-memory:",
+    "s3://bucket?pack=1MiB&refresh=0&parallel=4",
 ]  # fmt: skip
 
 
@@ -211,7 +210,6 @@ def test_options_beside_the_url_count_and_are_named_by_their_own_place(
 
 @pytest.mark.parametrize(("url", "module", "sentence"), [
     ("s3://bucket", "obstore.store", "pip install 'obstore>=0.6'"),
-    ("object-file:{tmp}/o", "obstore.store", "pip install 'obstore>=0.6'"),
     ("mooncake://127.0.0.1:1", "mooncake", "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"),
 ])  # fmt: skip
 def test_a_client_that_is_not_installed_is_a_sentence(

@@ -1,5 +1,5 @@
 """The object store backend against the shipped suite, on both loops: on a real S3 server, on Azure's emulator where it
-is installed, and on a folder and memory by the same library."""
+is installed, and on a folder by the same library."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 from pathlib import Path
 
 import pytest
-from asynccache_backends.object_store import ObjectBackend
 
-from asynccache.storage import StorageBackend, parse_url
-from asynccache.testing.backend_suite import LAYOUT, BackendSuite, OpenBackend
+from asynccache.storage import StorageBackend
+from asynccache.testing.backend_suite import BackendSuite, OpenBackend
 from tests.stores.az_server import Azurite
+from tests.stores.object_store_kit import folder_url, open_backend
 from tests.stores.s3_server import MotoServer
 
 _PREFIXES = itertools.count()
@@ -19,7 +19,7 @@ _PREFIXES = itertools.count()
 
 def opener(url: str) -> OpenBackend:
     async def open_store() -> StorageBackend:
-        return await ObjectBackend.open(parse_url(url), LAYOUT)
+        return await open_backend(url)
 
     return open_store
 
@@ -49,10 +49,4 @@ class TestObjectStoreInAFolder(BackendSuite):
 
     @pytest.fixture
     def open_backend(self, tmp_path: Path) -> OpenBackend:
-        return opener(f"object-file:{tmp_path}/store")
-
-
-class TestObjectStoreInMemory(BackendSuite):
-    @pytest.fixture
-    def open_backend(self) -> OpenBackend:
-        return opener("object-memory:")
+        return opener(folder_url(tmp_path / "store"))

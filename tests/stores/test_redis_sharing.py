@@ -6,19 +6,16 @@ import asyncio
 import subprocess
 import sys
 import time
-from random import Random
 
 import pytest
 from asynccache_backends.redis import RedisBackend
-from asynccache_backends.redis.raw import raw
 
 from asynccache.errors import BackendError
-from asynccache.storage import Listable, PageKey, Result, Stored, open_store, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, get_all, keys_of, page_key, put_all, record_of, same
+from asynccache.storage import Listable, PageKey, Result, Stored, open_store
+from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
 from tests.storage.page_kit import get, put
 from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisServer
-from tests.stores.test_redis_connection import peer
 from tests.waiting import until
 
 HIT, MISS = Result.HIT, Result.MISS
@@ -203,51 +200,3 @@ async def test_found_by_its_scheme(redis_server: RedisServer) -> None:
     assert store is not None
     assert isinstance(store.backend, RedisBackend)
     await store.aclose()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("server", ["redis_server", "redis_cluster"])
-async def test_the_raw_client_moves_bytes(server: str, request: pytest.FixtureRequest) -> None:
-    """What ``asynccache bench store`` compares with does what it says, and leaves nothing."""
-    store = request.getfixturevalue(server)
-    client = await raw(parse_url(store.url))
-    names = [b"raw%d{%d}" % (i, i % 7) for i in range(20)]
-    values = [memoryview(Random(i).randbytes(100_000 + i)) for i in range(20)]
-    await asyncio.gather(client.put(names[:10], values[:10]), client.put(names[10:], values[10:]))
-    into = [aligned(value.nbytes) for value in values]
-    await asyncio.gather(client.get(names[:10], into[:10]), client.get(names[10:], into[10:]))
-    assert into == values
-    with pytest.raises(BackendError):
-        await client.get([b"none"], [aligned(10)])
-    await client.aclose()
-    for one in getattr(store, "servers", [store]):
-        assert "raw" not in one.say("KEYS", "raw*")
-
-
-
-
-@pytest.mark.asyncio
-async def test_a_cancelled_get_of_the_raw_client_is_never_written_to() -> None:
-    """Its connection is closed, so that nothing the server still sends can land in the buffer."""
-    went = asyncio.Event()
-
-    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while request := await reader.read(100):
-            if b"GET" in request:
-                writer.write(b"$8\r\nabcd")
-                await went.wait()
-                writer.write(b"efgh\r\n")
-            else:
-                writer.write(b"+PONG\r\n")
-
-    async with peer(script) as settings:
-        client = await raw(parse_url(f"redis://{settings.seeds[0]}?cluster=off"))
-        into = memoryview(bytearray(8))
-        getting = asyncio.ensure_future(client.get([b"k"], [into]))
-        await until(lambda: bytes(into[:4]) == b"abcd")
-        getting.cancel()
-        await asyncio.wait([getting])
-        went.set()
-        await asyncio.sleep(0.05)
-        assert bytes(into) == b"abcd" + bytes(4)
-        await client.aclose()

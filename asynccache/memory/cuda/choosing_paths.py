@@ -2,12 +2,11 @@
 them, one by one.
 
 A page copy is rows: row ``i`` of each layer. Rows that lie behind each other in both source and destination are joined
-into one piece, since the driver never merges them. There are two paths. Pieces of ``CudaSettings.kernel_below`` bytes
-and more go by the copy engines, which take no multiprocessors from the engine. Shorter pieces go by the copy kernel,
+into one piece, since the driver never merges them. There are two paths. Long pieces go by the copy engines, which take
+no multiprocessors from the engine. Pieces that are shorter than the setting for their direction go by the copy kernel,
 straight from or to pinned memory, if there are enough of them for a launch to pay.
 
-A step is a list of calls, so that the stream that runs it can stop half-way. Copies of pieces go in groups of at most
-``GROUP``: larger ones only make the driver hold its locks for longer.
+A step is a list of calls, so that the stream that runs it can stop half-way.
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ from asynccache.memory.device import CopyDirection
 from asynccache.memory.host_copies import CheckedCopy, Ids
 from asynccache.memory.signals import Callback
 
-GROUP = 512
-"""Copies in one call of the driver, at most."""
-FEW = 8
+GROUP, GROUP_OF_SINGLES = 2048, 512
+"""Copies in one step of a stream, at most, if the driver takes many in one call, and if each is a call of its own. The
+driver takes any number in a call; so many count as two thirds of the entries that a stream may have in its queue."""
+FEW = 32
 """If a step has fewer short pieces than these, they go by the copy engines, too: a launch takes as long as some
-descriptors."""
+descriptors. On an H100 others found the two equal at 16 to 64 pieces, on an A30 at 32 to 64."""
+BLOCKS_WITHIN = 64
+"""Blocks of the kernel for copies within the device, where memory is faster than 8 multiprocessors."""
 ALL = slice(None)
 
 
@@ -97,9 +99,12 @@ class RowPaths:
     ``together``: how many layers go in one step."""
 
     def __init__(self, rows: RowCopies, settings: CudaSettings, together: int) -> None:
-        self._rows, self._blocks = rows, settings.blocks
+        self._rows = rows
+        self._blocks = BLOCKS_WITHIN if rows.towards is CopyDirection.WITHIN else settings.blocks
+        out = rows.towards is CopyDirection.OUT
+        below = settings.kernel_backups_below if out else settings.kernel_loads_below
         starts, lengths = rows.runs()
-        short = lengths * rows.width < settings.kernel_below
+        short = lengths * rows.width < below
         if int(short.sum()) * together < FEW or not rows.aligned():
             short[:] = False
         self.scattered = np.flatnonzero(np.repeat(short, lengths))
@@ -112,8 +117,9 @@ class RowPaths:
         to, of = dst.bases[layers], src.bases[layers]
         spans = Spans(np.add.outer(to, self.spans.dst).ravel(), np.add.outer(of, self.spans.src).ravel(),
                       np.tile(self.spans.size, len(of)))  # fmt: skip
-        for i in range(0, len(spans.size), GROUP):
-            yield partial(driver.copy, stream, towards, spans.part(i, i + GROUP))
+        group = GROUP if driver.batches else GROUP_OF_SINGLES
+        for i in range(0, len(spans.size), group):
+            yield partial(driver.copy, stream, towards, spans.part(i, i + group))
         for i in range(0, len(of), LAYERS):
             for j in range(0, len(self.scattered), PAGES):
                 some, rows = slice(i, i + LAYERS), self.scattered[j : j + PAGES]

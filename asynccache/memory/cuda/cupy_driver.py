@@ -1,4 +1,4 @@
-"""The real driver: cupy's calls of the CUDA runtime, and those of ``libcuda``.
+"""The real driver: cupy's streams and events, its calls of the CUDA runtime, and those of ``libcuda``.
 
 Without a GPU ``import cupy`` works, but every call of cupy raises. So ``find`` checks once what this machine lacks, and
 says it in one sentence.
@@ -6,6 +6,7 @@ says it in one sentence.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -18,16 +19,15 @@ import torch
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.memory.cuda import kernels
-from asynccache.memory.cuda.driver_protocol import DeviceIdentity, DriverError, Spans, Table
-from asynccache.memory.cuda.libcuda import LibCuda
+from asynccache.memory.cuda.driver_protocol import DeviceIdentity, DriverError, EventHandle, Spans, StreamHandle, Table
+from asynccache.memory.cuda.libcuda import OVERLAP_WITH_COMPUTE, LibCuda
 from asynccache.memory.device import CopyDirection
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _KIND = {CopyDirection.OUT: 2, CopyDirection.IN: 1, CopyDirection.WITHIN: 3}
-_NON_BLOCKING = 1
-_BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
+_HIGHEST_PRIORITY = -99  # the driver takes its own highest for it; it counts for kernels, not for the copy engines
 _PORTABLE_AND_MAPPED = 1 | 2
 _BATCHED_PER_ENTRY = 8
 """Copies of one call that count as one entry of the driver's queue. How many entries they really take is not
@@ -54,7 +54,9 @@ def find() -> FoundCuda:
     torch_cuda: str | None = torch.version.cuda
     cupy: Any = None
     try:
-        cupy = import_module("cupy")
+        with warnings.catch_warnings():  # cupy warns of other copies of itself, and of what it is used with
+            warnings.simplefilter("ignore")
+            cupy = import_module("cupy")
         version, runtime = str(cupy.__version__), cupy.cuda.runtime
     except Exception as error:  # a broken installation raises whatever it likes
         how = f"{install('cuda12')} (for CUDA 12) or {install('cuda13')}"
@@ -128,22 +130,46 @@ def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
 def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
     """Wrap ``call``, which works on the thread's current device, so that it works on the driver's device. The call may
     come from a thread whose current device is another one. torch restores that device afterwards, without making a
-    context where there is none."""
+    context where there is none.
+
+    A thread that is on the device from its start may have no context all the same, and calls of the driver (not of the
+    runtime) would be refused there. Setting the device once gives it one."""
 
     @_translated
     @wraps(call)
     def on_device(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if driver.runtime.getDevice() == driver.index:
+            if not getattr(driver.thread, "has_context", False):
+                driver.runtime.setDevice(driver.index)
+                driver.thread.has_context = True
             return call(driver, *args, **kwargs)
         with torch.cuda.device(driver.index):
+            driver.runtime.setDevice(driver.index)
             return call(driver, *args, **kwargs)
 
     return on_device
 
 
-def _cupys(name: str) -> Callable[..., Any]:
-    """Return the call of the CUDA runtime that cupy has by this name, as it is."""
-    return _on_device(lambda driver, *numbers: getattr(driver.runtime, name)(*numbers))
+def _outside_graphs(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
+    """Wrap ``call``, which CUDA refuses while any thread captures a graph, and which would spoil that graph. For calls
+    that come from threads that are not the device's own."""
+
+    @_on_device
+    @wraps(call)
+    def outside_graphs(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with driver.library.relaxed():
+            return call(driver, *args, **kwargs)
+
+    return outside_graphs
+
+
+class _Foreign(NamedTuple):
+    """A stream or an event of an engine's, by its pointer: what cupy's methods ask of such an object."""
+
+    ptr: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
 
 
 class CupyDriver:
@@ -158,115 +184,156 @@ class CupyDriver:
             raise ConfigError(f"device=cuda:{index}: there are {found.devices} GPUs, counted from 0")
         self.index = index
         self._proven = False
-        cupy: Any = import_module("cupy")
-        self.runtime = cupy.cuda.runtime
-        self._modules = cupy.cuda.driver
-        self._make_context()
-        self._library = LibCuda()
-        self._batches = self._library.batches
-        self._check_mapping()
+        self._cupy: Any = import_module("cupy").cuda
+        self.runtime = self._cupy.runtime
+        self.thread = threading.local()
+        self.library = LibCuda()
+        self.batches = self.library.batches
+        try:
+            self._make_context()
+        except (DriverError, AssertionError) as error:  # torch's messages have many lines
+            raise DriverError(f"torch cannot use it: {str(error).splitlines()[0]}") from error
         self._kernel = self._load()
 
-    @_translated
+    @_outside_graphs
     def _make_context(self) -> None:
-        """Make the context, which torch and cupy share. A GPU that torch cannot use is refused here by torch, in a
-        message of many lines, and so is any GPU after a fork."""
-        try:
-            torch.empty(1, device=f"cuda:{self.index}")
-        except (RuntimeError, AssertionError) as error:
-            raise DriverError(f"torch cannot use it: {str(error).splitlines()[0]}") from error
+        """Make the context, which torch and cupy share. A GPU that torch cannot use is refused here by torch, and so is
+        any GPU after a fork."""
+        torch.empty(1, device=f"cuda:{self.index}")
 
-    @_translated
-    def _check_mapping(self) -> None:
-        attribute = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-        if not self.runtime.deviceGetAttribute(attribute, self.index):
-            raise DriverError("this machine maps pinned memory at another address for the device")
-
-    @_on_device
+    @_outside_graphs
     def _load(self) -> int:
-        module = self._modules.moduleLoadData(kernels.image_for(self.identity().capability))
-        kernel: int = self._modules.moduleGetFunction(module, kernels.NAME)
+        module = self._cupy.driver.moduleLoadData(kernels.image_for(self.identity().capability))
+        kernel: int = self._cupy.driver.moduleGetFunction(module, kernels.NAME)
         return kernel
 
     @_translated
     def identity(self) -> DeviceIdentity:
         properties = self.runtime.getDeviceProperties(self.index)
+        registers = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
         return DeviceIdentity(
             properties["name"].decode(), (properties["major"], properties["minor"]), properties["totalGlobalMem"],
-            self.runtime.deviceGetPCIBusId(self.index), self.runtime.driverGetVersion(), self._batches,
+            self.runtime.deviceGetPCIBusId(self.index), self.runtime.driverGetVersion(), self.batches,
+            bool(self.runtime.deviceGetAttribute(registers, self.index)),
         )  # fmt: skip
 
     @_translated
     def use_device(self) -> None:
         self.runtime.setDevice(self.index)
-        self._library.relax_captures()
+        self.library.relax_thread()
 
-    @_on_device
+    @_outside_graphs
     def free_memory(self) -> int:
         free: int = self.runtime.memGetInfo()[0]
         return free
 
-    @_on_device
+    @_outside_graphs
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self.index}")
         torch.cuda.current_stream().synchronize()
         return tensor
 
-    @_on_device
+    # Memory by raw calls: cupy's own pinned memory is allocated by the driver, which takes three times as long.
+
+    @_outside_graphs
     def host_register(self, address: int, size: int) -> None:
         self.runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED)
 
-    @_on_device
-    def stream_create(self) -> int:
-        stream: int = self.runtime.streamCreateWithFlags(_NON_BLOCKING)
-        return stream
+    @_outside_graphs
+    def host_unregister(self, address: int) -> None:
+        self.runtime.hostUnregister(address)
+
+    @_outside_graphs
+    def host_alloc(self, size: int) -> int:
+        address: int = self.runtime.hostAlloc(size, _PORTABLE_AND_MAPPED)
+        return address
+
+    @_outside_graphs
+    def host_free(self, address: int) -> None:
+        self.runtime.freeHost(address)
+
+    @_outside_graphs
+    def stream_create(self) -> StreamHandle:
+        return self._cupy.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+
+    def stream_from(self, pointer: int) -> StreamHandle:
+        return self._cupy.Stream.from_external(_Foreign(pointer))
+
+    def event_from(self, pointer: int) -> EventHandle:
+        return _Foreign(pointer)
 
     @_on_device
-    def event_create(self) -> int:
-        event: int = self.runtime.eventCreateWithFlags(_WITHOUT_TIMING | _BLOCKING_SYNC)
-        return event
-
-    host_unregister = _cupys("hostUnregister")
-    stream_destroy = _cupys("streamDestroy")
-    stream_synchronize = _cupys("streamSynchronize")
-    stream_wait_event = _cupys("streamWaitEvent")
-    is_captured = _cupys("streamIsCapturing")
-    event_destroy = _cupys("eventDestroy")
-    event_record = _cupys("eventRecord")
-    event_synchronize = _cupys("eventSynchronize")
+    def stream_destroy(self, stream: StreamHandle) -> None:
+        # By a raw call, since an error in the object's __del__ would only be printed.
+        pointer, stream.ptr = stream.ptr, 0
+        self.runtime.streamDestroy(pointer)
 
     @_on_device
-    def event_query(self, event: int) -> bool:
-        return self._library.event_query(event)
+    def stream_synchronize(self, stream: StreamHandle) -> None:
+        stream.synchronize()
 
     @_on_device
-    def copy(self, stream: int, towards: CopyDirection, spans: Spans) -> int:
-        if len(spans.size) > 1 and self._batched(stream, spans):
+    def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        stream.wait_event(event)
+
+    @_on_device
+    def is_captured(self, stream: StreamHandle) -> bool:
+        return bool(stream.is_capturing())
+
+    @_on_device
+    def captures_here(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    @_on_device
+    def event_create(self) -> EventHandle:
+        return self._cupy.Event(block=True, disable_timing=True)  # ``block``: a thread that waits for it sleeps
+
+    @_on_device
+    def event_destroy(self, event: EventHandle) -> None:
+        pointer, event.ptr = event.ptr, 0
+        self.runtime.eventDestroy(pointer)
+
+    @_on_device
+    def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
+        event.record(stream)
+
+    @_on_device
+    def event_query(self, event: EventHandle) -> bool:
+        return self.library.event_query(event.ptr)  # cupy's ``event.done`` takes every error for "not yet"
+
+    @_on_device
+    def event_synchronize(self, event: EventHandle) -> None:
+        event.synchronize()
+
+    @_on_device
+    def copy(self, stream: StreamHandle, towards: CopyDirection, spans: Spans) -> int:
+        flags = 0 if towards is CopyDirection.WITHIN else OVERLAP_WITH_COMPUTE
+        if len(spans.size) > 1 and self._batched(stream.ptr, spans, flags):
             return -(-len(spans.size) // _BATCHED_PER_ENTRY)
         copy, kind = self.runtime.memcpyAsync, _KIND[towards]
         for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
-            copy(dst, src, size, kind, stream)
+            copy(dst, src, size, kind, stream.ptr)
         return len(spans.size)
 
-    def _batched(self, stream: int, spans: Spans) -> bool:
+    def _batched(self, stream: int, spans: Spans, flags: int) -> bool:
         """Enqueue the copies as one batch, and return True; return False if they must go one by one, which is as good.
         A driver that refuses the first batch is not asked for another."""
-        if not self._batches:
+        if not self.batches:
             return False
         try:
-            self._library.copy_batch(stream, spans)
+            self.library.copy_batch(stream, spans, flags)
         except DriverError as error:
             if self._proven or error.sticky:
                 raise
-            self._batches = False
+            self.batches = False
         self._proven = True
-        return self._batches
+        return self.batches
 
     @_on_device
-    def launch(self, stream: int, table: Table, blocks: int) -> int:
+    def launch(self, stream: StreamHandle, table: Table, blocks: int) -> int:
         """Enqueue the copy kernel. The driver copies the parameters before it returns."""
         places = np.array([table.ctypes.data], np.uint64)
-        self._modules.launchKernel(
-            self._kernel, blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream, places.ctypes.data, 0
+        self._cupy.driver.launchKernel(
+            self._kernel, blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream.ptr, places.ctypes.data, 0
         )
         return _ENTRIES_OF_A_LAUNCH

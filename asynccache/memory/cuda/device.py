@@ -21,7 +21,7 @@ import torch
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import host_copies as batch
 from asynccache.memory.cuda.choosing_paths import BatchSubmission
-from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
+from asynccache.memory.cuda.driver_protocol import CAPTURED, CudaDriver, DriverError, EventHandle
 from asynccache.memory.cuda.events import CudaContext, CudaEvent
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
@@ -97,7 +97,8 @@ class CudaDevice:
         with self._lock:
             self._refuse_if_closed()
             if pointer not in self._engines:
-                self._engines[pointer] = CudaEngineStream(f"engine-{pointer:x}", pointer, self._context)
+                handle = self.driver.stream_from(pointer)
+                self._engines[pointer] = CudaEngineStream(f"engine-{pointer:x}", handle, self._context)
             return self._engines[pointer]
 
     def engine_event(self, event: object) -> Event:
@@ -107,8 +108,8 @@ class CudaDevice:
         recorded has happened, as everywhere in CUDA. May be called from any thread.
 
         Raises:
-            ConfigError: it is no such event, or the driver refuses to wait for it (it was recorded in a stream that is
-                captured in a graph, say).
+            ConfigError: it is no such event, or the calling thread captures a graph, or the driver refuses to wait for
+                it. An event that another thread records in a graph is refused, too, and may cost that graph.
         """
         if isinstance(event, HostGate | Happened):
             return event
@@ -118,14 +119,16 @@ class CudaDevice:
         if not pointer or self.failure is not None:
             return HAPPENED
         try:
-            return self._adopt(pointer)
+            if self.driver.captures_here():  # asking the driver for an event of this graph would be the graph's end
+                raise DriverError("this thread captures a graph", CAPTURED)
+            return self._adopt(self.driver.event_from(pointer))
         except DriverError as error:
             if self._context.refused(error) is self.failure:
                 return HAPPENED  # the device has failed, and does nothing any more
             raise ConfigError(f"{event!r}: the driver refuses to wait for it: {error}") from error
 
-    def _adopt(self, pointer: int) -> Event:
-        if self.driver.event_query(pointer):
+    def _adopt(self, handle: EventHandle) -> Event:
+        if self.driver.event_query(handle):
             return HAPPENED
         with self._lock:
             if self._closed:
@@ -134,7 +137,7 @@ class CudaDevice:
             if stream is None:
                 stream = AdoptingStream(f"engine-events-{len(self._adopting)}", self._context)
                 self._adopting.append(stream)
-            return stream.adopt(pointer)
+            return stream.adopt(handle)
 
     def gate(self) -> HostGate:
         """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, forget_frames
-from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
+from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError, EventHandle, StreamHandle
 from asynccache.memory.signals import Bells, Callback, Signal, call_all
 
 if TYPE_CHECKING:
@@ -40,16 +40,16 @@ class CudaContext:
         self.driver = driver
         self.bells = Bells()
         self.failure: DriverError | None = None
-        self._free: list[int] = []  # handles; without a lock, since each use of the list is one operation of Python's
+        self._free: list[EventHandle] = []  # without a lock, since each use of the list is one operation of Python's
         self._closed = False
 
-    def take(self) -> int:
+    def take(self) -> EventHandle:
         """Return the handle of an event that nobody else uses."""
         with suppress(IndexError):
             return self._free.pop()
         return self.driver.event_create()
 
-    def give(self, handle: int) -> None:
+    def give(self, handle: EventHandle) -> None:
         """Take back the handle of an event that has fired. Nobody will ask for it again."""
         self._free.append(handle)
         if self._closed:
@@ -71,10 +71,8 @@ class CudaContext:
     def refused(self, error: Exception) -> Exception:
         """Return the error to report for a call that raised ``error``: the device's own failure if ``error`` is the end
         of the device, or else ``error``."""
-        if not isinstance(error, DriverError):
-            return error
         forget_frames(error)
-        return self.fail(error) if error.sticky else error
+        return self.fail(error) if isinstance(error, DriverError) and error.sticky else error
 
     def use_device(self) -> None:
         """Choose the device in a new thread. If the driver refuses that, the device has failed, and events tell of
@@ -94,9 +92,10 @@ class CudaEvent(Signal):
         self.failure: Exception | None = None   # the error of its work, which may have kept it from the device
         self.recorded = False
         self.keep: object = None                # who owns the memory of the work before it
-        self._handle: int | None = None
+        self._handle: EventHandle = None
+        self._holds = 0                         # calls under way that hold a stream with the handle
 
-    def record_as(self, handle: int | None) -> None:
+    def record_as(self, handle: EventHandle) -> None:
         """Note that the event is in the stream now, as ``handle``. None: it never will be, and ``failure`` says why."""
         with self.stream.condition:
             self._handle, self.recorded = handle, True
@@ -131,7 +130,7 @@ class CudaEvent(Signal):
             held = held.stream.held_by()
         return held
 
-    def hold(self, stream: int) -> bool:
+    def hold(self, stream: StreamHandle) -> bool:
         """Have later work of ``stream`` wait on the device for this event, which was recorded. Return False if the
         device cannot do that, because the event has no handle and has not fired.
 
@@ -139,9 +138,18 @@ class CudaEvent(Signal):
             DriverError: the driver refused it.
         """
         with self.stream.condition:
-            if self._handle is not None and not self._fired:
-                self.stream.context.driver.stream_wait_event(stream, self._handle)
-            return self._handle is not None or self._fired
+            handle, fired = self._handle, self._fired
+            if handle is None or fired:
+                return fired
+            self._holds += 1
+        try:  # without the lock: the driver may block here, and the loop needs the lock to await an event
+            self.stream.context.driver.stream_wait_event(stream, handle)
+        finally:
+            with self.stream.condition:
+                self._holds -= 1
+                unused = self._unused()
+            self._give(unused)
+        return True
 
     def happened(self) -> bool:
         """Return True if the event has happened, without waiting. Its failure is noted. For the waiter; never
@@ -186,10 +194,22 @@ class CudaEvent(Signal):
         """Note that the event, which has happened, has fired, and return the callbacks to call. The event's handle is
         given back, unless the device has failed."""
         callbacks = self.note_fired(self.failure)
-        handle, self._handle, self.keep = self._handle, None, None
+        self.keep = None
+        with self.stream.condition:
+            unused = self._unused()
+        self._give(unused)
+        return callbacks
+
+    def _unused(self) -> EventHandle:
+        """Take the handle from an event that has fired and that nobody holds a stream with; None while it is needed."""
+        if self._holds or not self._fired:
+            return None
+        handle, self._handle = self._handle, None
+        return handle
+
+    def _give(self, handle: EventHandle) -> None:
         if handle is not None and self.stream.context.failure is None:
             self.stream.context.give(handle)
-        return callbacks
 
 
 class EventWaiter:

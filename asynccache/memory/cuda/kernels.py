@@ -133,9 +133,11 @@ def compile_for(capability: tuple[int, int], *, machine_code: bool = True) -> by
 
 @contextmanager
 def _found() -> Iterator[Any]:
-    """Give cupy's ``nvrtc``. cupy tells only at the first call that NVRTC's library is missing: ``NoCompiler`` is
-    raised then, too."""
+    """Give cupy's ``nvrtc``. cupy tells only at the first call that NVRTC's library is missing, by an error that is no
+    ImportError from version 14.2 on: ``NoCompiler`` is raised then, too."""
     try:
         yield import_module("cupy").cuda.nvrtc
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
+        if not isinstance(error, ImportError) and type(error).__name__ != "DynamicLibNotFoundError":
+            raise
         raise NoCompiler(f"NVRTC is not installed: {str(error).strip().splitlines()[0]}") from error

@@ -2,12 +2,16 @@
 
 ``cuMemcpyBatchAsync`` is looked up by the version in which it appeared (12.8). So every driver returns the function
 with its first ABI, the one with ``failIdx``. ``cuEventQuery`` is called here and not by cupy, because cupy holds the
-GIL for it, and the call may wait long for the driver's lock while another thread pins memory.
+GIL for it, and the call may wait long for the driver's lock while another thread pins memory. Only calls that take no
+lock of the driver's keep the GIL here: beside a thread that computes in Python, to get it back takes 5 ms.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +25,9 @@ IN_STREAM_ORDER = 1
 """The order in which the driver reads the sources of copies: when the stream gets to the copy. With the other order for
 pinned memory (ANY) it may read a source at any moment, even before the end of a backup that writes it and that the
 stream was told to wait for."""
-_OVERLAP_WITH_COMPUTE = 1
+OVERLAP_WITH_COMPUTE = 1
+"""Has the driver use the copy engines. They are slow within the device (87 GiB/s of 1,600), so copies there go without
+this flag."""
 _RELAXED = 2
 
 
@@ -36,15 +42,16 @@ class _Attributes(ctypes.Structure):
 
 
 class LibCuda:
-    """The library, by ctypes, which lets go of the GIL for every call. ``batches``: True if this driver takes many
-    copies in one call."""
+    """The library, by ctypes. ``batches``: True if this driver takes many copies in one call."""
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
+            self._quick = ctypes.PyDLL(LIBRARY)  # keeps the GIL
         except OSError as error:
             raise DriverError(f"{LIBRARY} cannot be loaded: {error}") from None
         self._library.cuEventQuery.argtypes = (ctypes.c_void_p,)
+        self._thread = threading.local()  # ``relaxed``: True in the device's own threads
         self._batch = self._find_batch()
         self.batches = self._batch is not None
 
@@ -60,39 +67,53 @@ class LibCuda:
         kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         return kind(found.value)
 
-    def relax_captures(self, mode: int = _RELAXED) -> int:
-        """Allow this thread to call the driver while an engine captures a graph in another thread. Otherwise many calls
-        would be refused meanwhile, and would spoil the graph, though they have nothing to do with it. Return the
-        thread's former mode of capture; to restore it, call this again with that value as ``mode``."""
+    def relax_thread(self) -> None:
+        """Allow this thread, for good, to call the driver while an engine captures a graph in another thread. Otherwise
+        many calls would be refused meanwhile, and would spoil the graph, though they have nothing to do with it."""
+        self._exchange(_RELAXED)
+        self._thread.relaxed = True
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Do the same for the calls in this context, in a thread that may be an engine's."""
+        if getattr(self._thread, "relaxed", False):
+            yield
+            return
+        before = self._exchange(_RELAXED)
+        try:
+            yield
+        finally:
+            self._exchange(before)
+
+    def _exchange(self, mode: int) -> int:
+        """Set the thread's mode of capture, and return the former one."""
         exchanged = ctypes.c_int(mode)
-        self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
+        self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
         return exchanged.value
 
     def event_query(self, event: int) -> bool:
-        """Return True if ``event`` has happened. This spoils no graph that the calling thread captures, and leaves its
-        mode of capture as it was.
+        """Return True if ``event`` has happened. A graph that is captured elsewhere stays whole, unless the event was
+        recorded in that capture.
 
         Raises:
             DriverError: the driver answers neither yes nor no.
         """
-        before = self.relax_captures()
-        try:
+        with self.relaxed():
             answer: int = self._library.cuEventQuery(event)
-        finally:
-            self.relax_captures(before)
         if answer not in (0, NOT_READY):
             raise DriverError(f"cuEventQuery: {self._name(answer)}", answer)
         return answer == 0
 
-    def copy_batch(self, stream: int, spans: Spans) -> None:
-        """Enqueue all copies of ``spans``, one or more, by one call. Not for the default stream.
+    def copy_batch(self, stream: int, spans: Spans, flags: int) -> None:
+        """Enqueue all copies of ``spans``, one or more, by one call. Not for the default stream. ``flags``: 0 or
+        ``OVERLAP_WITH_COMPUTE``.
 
         Raises:
             DriverError: the driver refuses one; the message says which.
         """
         count = len(spans.size)
         dst, src, size = (np.ascontiguousarray(array, np.uint64) for array in spans)
-        attributes = _Attributes(order=IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
+        attributes = _Attributes(order=IN_STREAM_ORDER, flags=flags)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         answer = self._batch(dst.ctypes.data, src.ctypes.data, size.ctypes.data, count, ctypes.addressof(attributes),
                              ctypes.addressof(first), 1, ctypes.addressof(failed), stream)  # fmt: skip
@@ -102,5 +123,5 @@ class LibCuda:
 
     def _name(self, answer: int) -> str:
         text = ctypes.c_char_p()
-        self._library.cuGetErrorString(ctypes.c_int(answer), ctypes.byref(text))
+        self._quick.cuGetErrorString(ctypes.c_int(answer), ctypes.byref(text))
         return f"{text.value.decode() if text.value else 'error'} ({answer})"

@@ -1,20 +1,27 @@
 """Host memory that a device copies from and to at full speed: exactly as large as asked for, and pinned.
 
-Laws. Memory is first touched by several threads, and then pinned. It is pinned in chunks of at most 4 GiB, since one
-registration of a very large range fails, or holds the driver's locks for minutes. Between two chunks the other threads
-of the process get their turn, so a rank that pins can tell that it is alive. A chunk has whole rows, since the driver
-refuses a copy that lies in two registrations. Memory is given back to the system only after it has been unpinned.
-Allocators that round up to a power of two are not used.
+Laws. Memory is first touched by several threads of the GPU's NUMA node, and then pinned. It is pinned in chunks of at
+most 4 GiB, since one registration of a very large range fails, or holds the driver's locks for minutes. Between two
+chunks the other threads of the process get their turn, so a rank that pins can tell that it is alive. A chunk has whole
+rows, since the driver refuses a copy that lies in two registrations. Memory is given back to the system only after it
+has been unpinned. Allocators that round up to a power of two are not used.
+
+A forked child does not get the memory. Linux would copy all of it for the child, because it is pinned; or, before 5.9,
+move the parent to the copy, while the device goes on with the first. The mapping's object exists in the child all the
+same. It stays there for good, since its end would unmap what the child may have at those addresses by then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -40,6 +47,11 @@ class _Mapping(mmap.mmap):
                 self.driver.host_unregister(address)
 
 
+_MAPPINGS = weakref.WeakSet[_Mapping]()
+_OF_PARENTS: list[_Mapping] = []  # in a forked child
+os.register_at_fork(after_in_child=lambda: _OF_PARENTS.extend(_MAPPINGS))
+
+
 def chunk_of(stride: int) -> int:
     """Return how many bytes are pinned as one, of memory whose rows are ``stride`` bytes long: whole rows, and whole
     system pages."""
@@ -56,20 +68,55 @@ def pinned_tensor(driver: CudaDriver, shape: tuple[int, ...]) -> torch.Tensor:
     size = math.prod(shape)
     if size == 0:
         return torch.empty(shape, dtype=torch.uint8)
+    identity = driver.identity()
+    if not identity.registers:
+        return _allocated(driver, size).reshape(shape)
     memory = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _MAPPINGS.add(memory)
+    memory.madvise(mmap.MADV_DONTFORK)
     prefer_huge_pages(memory)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    _touch(tensor.numpy())
+    _touch(tensor.numpy(), cpus_near(identity.bus))
     address, chunk = tensor.data_ptr(), chunk_of(math.prod(shape[1:]))
     for start in range(0, size, chunk):
         _pin(memory, driver, address + start, min(chunk, size - start))
     return tensor.reshape(shape)
 
 
-def _touch(array: Bytes) -> None:
-    """Write to every page of ``array``, from several threads. The system finds and zeroes a page when it is first
-    written, and several threads wait less for that than one."""
-    with ThreadPoolExecutor(min(2 * (os.cpu_count() or 1), 16)) as threads:
+def _allocated(driver: CudaDriver, size: int) -> torch.Tensor:
+    """Return memory that the driver allocates, where the device sees registered memory at another address."""
+    try:
+        address = driver.host_alloc(size)
+    except DriverError as error:
+        raise _refused(size, error) from error
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _free, driver, address, os.getpid())
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+
+def _free(driver: CudaDriver, address: int, process: int) -> None:
+    if process == os.getpid():
+        with suppress(DriverError):
+            driver.host_free(address)
+
+
+def cpus_near(bus: str) -> set[int]:
+    """Return the CPUs of the NUMA node of the device at the PCI address ``bus`` that this process may use; all that it
+    may use if the system does not tell."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        spans = Path(f"/sys/bus/pci/devices/{bus.lower()}/local_cpulist").read_text().split(",")
+        ends = [[int(end) for end in span.split("-")] for span in spans]
+    except (OSError, ValueError):
+        return allowed
+    return {cpu for span in ends for cpu in range(span[0], span[-1] + 1)} & allowed or allowed
+
+
+def _touch(array: Bytes, cpus: set[int]) -> None:
+    """Write to every page of ``array``, from several threads on these CPUs. The system finds and zeroes a page when it
+    is first written, on the node of the thread that writes, and several threads wait less for that than one."""
+    stay = partial(os.sched_setaffinity, 0, cpus)
+    with ThreadPoolExecutor(min(2 * len(cpus), 16), initializer=stay) as threads:
         list(threads.map(partial(_touch_part, array), range(0, len(array), TOUCH)))
 
 
@@ -81,6 +128,9 @@ def _pin(memory: _Mapping, driver: CudaDriver, address: int, size: int) -> None:
     try:
         driver.host_register(address, size)
     except DriverError as error:
-        whole = len(memory) / (1 << 30)
-        raise ConfigError(f"{whole:.2f} GiB of host memory cannot be pinned: {error}; see asynccache doctor") from error
+        raise _refused(len(memory), error) from error
     memory.driver, memory.pinned = driver, (*memory.pinned, address)
+
+
+def _refused(size: int, error: DriverError) -> ConfigError:
+    return ConfigError(f"{size / (1 << 30):.2f} GiB of host memory cannot be pinned: {error}; see asynccache doctor")

@@ -11,18 +11,21 @@ from msgspec import Meta
 from asynccache.errors import ConfigError
 from asynccache.settings import Amount, Settings
 
-KERNEL_BELOW = 32 << 10
-"""The default of ``CudaSettings.kernel_below``, in bytes. The driver and a copy engine take between half and one
+KERNEL_LOADS_BELOW = 32 << 10
+"""The default of ``CudaSettings.kernel_loads_below``, in bytes. The driver and a copy engine take between half and one
 microsecond for each descriptor. In that time a bus of 50 GB/s moves 25 to 50 KB: shorter pieces leave the bus waiting
 for descriptors, longer ones do not."""
 
 
 class CudaSettings(Settings, frozen=True, kw_only=True):
-    """The settings of one device. ``kernel_below``: pieces shorter than this, in bytes, are moved by the kernel, all
-    others by the copy engines; 0: the kernel moves none. ``blocks``: how many blocks, of 1,024 threads each, the kernel
-    may take from the engine's own work."""
+    """The settings of one device. ``kernel_loads_below``: pieces shorter than this, in bytes, are loaded by the kernel,
+    all others by the copy engines; 0: the kernel loads none. It holds for copies within the device, too.
+    ``kernel_backups_below``: the same for backups. The kernel makes none unless it is told to: in another cache such
+    kernels, which write to the host, made FlashAttention 3 beside them access illegal memory, and nobody knows why.
+    ``blocks``: how many blocks, of 1,024 threads each, the kernel may take from the engine's own work."""
 
-    kernel_below: Amount = KERNEL_BELOW
+    kernel_loads_below: Amount = KERNEL_LOADS_BELOW
+    kernel_backups_below: Amount = 0
     blocks: Annotated[int, Meta(ge=1, le=1024)] = 8
 
 

@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
+import torch
+
 from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError
+from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError, EventHandle, StreamHandle
 from asynccache.memory.cuda.events import CudaContext, CudaEvent, EventWaiter
 from asynccache.memory.device import Event
 from asynccache.memory.host_copies import Hitch, InjectedFault
@@ -84,7 +86,7 @@ class QueueFill:
 class EventRecorder:
     """The base of all kinds of streams: a handle, events in its order, and a thread that waits for them."""
 
-    def __init__(self, name: str, handle: int, context: CudaContext) -> None:
+    def __init__(self, name: str, handle: StreamHandle, context: CudaContext) -> None:
         self.name = name
         self.handle = handle
         self.context = context
@@ -108,7 +110,7 @@ class EventRecorder:
             self.waiter.put(event)
         return event
 
-    def _recorded(self) -> int:
+    def _recorded(self) -> EventHandle:
         handle = self.context.take()
         try:
             self.context.driver.event_record(handle, self.handle)
@@ -377,7 +379,7 @@ class AdoptingStream(OwnStream):
         caller."""
         return self.waiter.pending < ADOPTED_AT_MOST
 
-    def adopt(self, handle: int) -> CudaEvent:
+    def adopt(self, handle: EventHandle) -> CudaEvent:
         """Return an event that happens when the work has ended that the event ``handle`` stands for now. One thread
         calls it at a time.
 
@@ -400,6 +402,9 @@ def event_pointer(event: object) -> int:
     """
     if isinstance(pointer := getattr(event, "cuda_event", None), int):
         return pointer
+    if getattr(getattr(event, "device", None), "type", None) == "cuda" \
+            and isinstance(pointer := getattr(event, "event_id", None), int):
+        return pointer  # of a ``torch.Event``, which may be of any kind of device
     kind = type(event)  # to ask cupy's event itself whether it is ``done`` would be a call of the driver
     is_event = hasattr(kind, "done") and hasattr(kind, "synchronize") and not hasattr(kind, "wait_event")  # no stream
     if is_event and isinstance(pointer := getattr(event, "ptr", None), int):
@@ -421,6 +426,9 @@ def stream_pointer(stream: object) -> int:
     if protocol is not None:
         version_and_handle = protocol() if callable(protocol) else protocol
         return int(version_and_handle[1])
+    if getattr(getattr(stream, "device", None), "type", None) == "cuda" and not hasattr(stream, "cuda_stream"):
+        parts = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+        stream = torch.cuda.Stream(**parts)  # type: ignore[no-untyped-call]  # a ``torch.Stream``, of any kind of device
     for pointer in (getattr(stream, "cuda_stream", None), getattr(stream, "ptr", None), stream):
         if isinstance(pointer, int):
             return pointer

@@ -1,4 +1,4 @@
-"""The store on object storage: S3 and servers with its protocol, Google Cloud Storage, Azure, or a plain folder.
+"""The store on object storage: S3 and servers with its protocol, Google Cloud Storage, Azure.
 
 Object storage charges for each operation, so pages are stored in *packs*: immutable objects of a few MiB. A pack has
 the payloads first and then a footer, which says which key lies where. An index in memory knows the footers of all
@@ -11,10 +11,9 @@ find the packs of others: see ``catalog``.
 
     formats   the names and the content of objects       connect   opens the client for a URL
     index     which keys lie where                       client    the requests that are made, and their errors
-    catalog   finds what others have stored and removed  local     a plain folder: permissions, and what is no file
-    keeper    the work in the background                 uploads   puts pages together into packs and sends them
-    collect   removes waste                              reads     plans and makes the range reads of gets
-    backend   the storage contract, on all of these      raw       a bare client, for comparison
+    catalog   finds what others have stored and removed  uploads   puts pages together into packs and sends them
+    keeper    the work in the background                 reads     plans and makes the range reads of gets
+    backend   the storage contract, on all of these
 """
 
 from __future__ import annotations

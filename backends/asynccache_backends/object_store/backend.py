@@ -7,8 +7,9 @@ Laws:
 * The index is this process's view of the store. It may have packs that another process has removed: reading one is a
   MISS, and removes it from the index. What another process has stored is found some seconds later.
 * If two puts, in whatever process, store the same page at the same time there are two copies. One of them is read,
-  everywhere the same, and a collection removes the other.
+  everywhere the same.
 * When the store is full, puts are FAILED for a moment without a request, and reads go on.
+* How long packs are kept is up to a rule of the bucket. A pack that the bucket has removed is a MISS.
 * Payloads are not verified here; ``CheckedStore`` does that.
 """
 
@@ -24,7 +25,6 @@ from asynccache.storage import (
     HEADER_BYTES,
     REFUSED,
     Breaker,
-    Collected,
     OpenCalls,
     PageKey,
     ParsedUrl,
@@ -37,9 +37,8 @@ from asynccache.storage import (
 )
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import NoRoom, ObjectClient
-from asynccache_backends.object_store.collect import Collector
-from asynccache_backends.object_store.connect import ObjectSettings, check, connect, settings_of
-from asynccache_backends.object_store.formats import INDEX, LAST_STAMP, PACKS, NameClock, Pack, name_at, stamp_of
+from asynccache_backends.object_store.connect import ObjectSettings, connect, settings_of
+from asynccache_backends.object_store.formats import INDEX, PACKS, NameClock, Pack, stamp_of
 from asynccache_backends.object_store.keeper import CatalogKeeper
 from asynccache_backends.object_store.reads import Fetches, plan_reads
 from asynccache_backends.object_store.uploads import Uploads
@@ -48,28 +47,25 @@ MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs
 
 COUNTERS = (
     "errors", "refused_pages", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
-    "vanished_packs", "evicted_packs", "snapshots", "bad_snapshots", "bad_tombstones",
+    "vanished_packs", "snapshots", "bad_snapshots", "bad_tombstones",
 )
 _CLOSING = 5.0
 
 
 class ObjectBackend:
-    """An open object store. ``open`` makes it. ``shared``: all processes that use the bucket or folder find the same
-    pages."""
+    """An open object store. ``open`` makes it. ``shared``: all processes that use the bucket find the same pages."""
 
     shared = True
 
-    def __init__(
-        self, client: ObjectClient, clock: NameClock, settings: ObjectSettings, schema: bytes, *, lends: bool
-    ) -> None:
+    def __init__(self, client: ObjectClient, settings: ObjectSettings, schema: bytes) -> None:
+        clock = NameClock()
         self._client = client
         self._settings = settings
         self._threads = ThreadPool(2, "asynccache-object")
         self._catalog = PackCatalog(client, clock, self._threads, schema, settings.parallel)
-        self._keeper = CatalogKeeper(self._catalog, settings.refresh, settings.capacity)
+        self._keeper = CatalogKeeper(self._catalog, settings.refresh)
         self._uploads = Uploads(
-            client, clock, self._threads, schema, pack=settings.pack, parallel=settings.parallel,
-            stored=self._stored, birth=self._catalog.index.birth, lends=lends,
+            client, clock, self._threads, schema, pack=settings.pack, parallel=settings.parallel, stored=self._stored
         )
         self._fetches = Fetches(client, self._catalog, self._threads, settings.parallel)
         self._room = Breaker.brief()  # open while the store is full
@@ -78,28 +74,26 @@ class ObjectBackend:
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
         """Raise the ConfigError that ``open`` would raise for ``url``, if any, also if the client library is missing.
-        No folder is made and nothing is sent."""
-        check(url)
+        Nothing is sent."""
+        connect(url, settings_of(url))
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """Open the store below the URL's prefix. If the layout has no pools, the store is only looked at.
+        """Open the store below the URL's prefix.
 
         Raises:
             ConfigError: an option is unknown, unusable or a secret, or the client library is missing.
-            Unavailable: the store cannot be reached or refuses the requests; or the folder of ``object-file`` has
-                something in it that is no object.
+            Unavailable: the store cannot be reached or refuses the requests.
 
         Cancelling it leaves nothing open.
         """
         settings = settings_of(url)
-        if not layout.page_bytes:
-            settings = settings._replace(capacity=None, mode=settings.mode if "mode" in url.options else None)
-        client = connect(url, settings)
-        await client.prepare()
-        here = url.scheme == "object-memory"
-        store = cls(client, NameClock(), settings, layout.schema, lends=not here)
-        store.shared = not here
+        return await cls.open_client(connect(url, settings), settings, layout)
+
+    @classmethod
+    async def open_client(cls, client: ObjectClient, settings: ObjectSettings, layout: StoreLayout) -> Self:
+        """Open the store that ``client`` makes requests to, as ``open`` does."""
+        store = cls(client, settings, layout.schema)
         try:
             saved = await store._catalog.load()
         except BaseException:
@@ -139,12 +133,12 @@ class ObjectBackend:
         """
         with self._operations:
             results = [MISS] * len(keys)
-            await self._fetch(keys, records, results)
-            missing = [i for i, result in enumerate(results) if result is MISS]
-            if missing:
+            stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
+            for i in wrong:
+                results[i] = CORRUPT
+            await self._fetches.fetch(stretches, records, results)
+            if MISS in results:
                 self._keeper.missed()
-            if any(keys[i].key in self._catalog.index for i in missing):
-                await self._fetch_again(missing, keys, records, results)
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
@@ -168,16 +162,30 @@ class ObjectBackend:
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if this process knew of one, else MISS. This process forgets it at once, and
         others when they find the tombstone. All keys are in the tombstone, since there may be pages that this process
-        does not know. A call stores one tombstone (two if some pages are from a writer whose clock is ahead). FAILED
-        means that the tombstone could not be stored, so only this process has forgotten the pages.
+        does not know. A call stores one tombstone, and removes packs of which nothing is left. A pack whose writer's
+        clock is more than a day ahead is later than any tombstone, so it is removed as a whole. FAILED means that the
+        store refuses, so only this process has forgotten the pages.
 
         Cancelling it may leave any of them deleted.
         """
+        if not keys:
+            return []
         with self._operations:
-            results = [HIT if key.key in self._catalog.index else MISS for key in keys]
+            index, name = self._catalog.index, self._catalog.clock.name()
+            holders = [index.pack_of(key.key) for key in keys]
+            results = [MISS if pack is None else HIT for pack in holders]
             self._catalog.counts["deleted"] += results.count(HIT)
-            stored = not keys or await self._store_tombstone(list(dict.fromkeys(key.key for key in keys)))
-            return results if stored else [FAILED] * len(keys)
+            packs = {pack.name: pack for pack in holders if pack is not None}
+            try:
+                await self._catalog.bury(name, list(dict.fromkeys(key.key for key in keys)))
+                doomed = [p for p in packs.values() if not p.live or p.stamp > stamp_of(name)]
+                for pack in doomed:
+                    index.drop(pack.name)
+                await self._client.delete([f"{PACKS}/{pack.name}" for pack in doomed])
+            except Unavailable:
+                self._catalog.counts["errors"] += 1
+                return [FAILED] * len(keys)
+            return results
 
     async def clear(self) -> None:
         """Remove every pack, tombstone and snapshot below the prefix, also those of other processes. Packs that are
@@ -188,7 +196,8 @@ class ObjectBackend:
         """
         with self._operations:
             async with self._catalog.lock:
-                self._catalog.cleared()
+                self._catalog.unread.clear()
+                self._catalog.index.clear()
                 for folder in (INDEX, PACKS):
                     async for metas in self._client.list(folder):
                         kept = self._uploads.under_way()
@@ -200,18 +209,7 @@ class ObjectBackend:
         with self._operations:
             for pack in self._catalog.index.packs():
                 entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
-                yield [Stored(entry.key, entry.length + HEADER_BYTES, entry.born / 1000) for entry in entries]
-
-    async def collect(self, older_than: float | None) -> Collected:
-        """Remove waste and pages that are too old: see the module ``collect``. Cancelling it leaves the rest for the
-        next call.
-
-        Raises:
-            Unavailable: the store refuses.
-        """
-        with self._operations:
-            async with self._catalog.lock:
-                return await Collector(self._catalog, self._settings.pack).run(older_than)
+                yield [Stored(entry.key, entry.length + HEADER_BYTES, pack.stamp / 1000) for entry in entries]
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: the client takes any memory."""
@@ -226,7 +224,7 @@ class ObjectBackend:
         return {
             "pages": index.pages,
             "bytes": index.bytes,
-            "packs": index.pack_count,
+            "packs": len(index.holders),
             "stored_bytes": index.stored,
             "unreadable_packs": len(self._catalog.unread),
             "tombstones": len(index.tombs),
@@ -256,27 +254,6 @@ class ObjectBackend:
             self._catalog.counts["errors"] += 1
         finally:
             self._threads.close()
-
-    async def _fetch(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
-        stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
-        for i in wrong:
-            results[i] = CORRUPT
-        await self._fetches.fetch(stretches, records, results)
-
-    async def _fetch_again(
-        self, missing: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
-    ) -> None:
-        """Read the keys at the positions ``missing`` once more. Their packs had vanished, and the index has other packs
-        for some of them, since a collection has moved the pages. Raises Unavailable if this fails and nothing was read
-        before."""
-        found = [MISS] * len(missing)
-        try:
-            await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)
-        except Unavailable:
-            if HIT not in results:
-                raise
-        for i, result in zip(missing, found, strict=True):
-            results[i] = result
 
     def _stored(self, pack: Pack) -> None:
         self._catalog.stored(pack)
@@ -313,19 +290,3 @@ class ObjectBackend:
             if error is None:
                 counts["put_bytes"] += payload.nbytes
                 results[i] = HIT
-
-    async def _store_tombstone(self, keys: Sequence[bytes]) -> bool:
-        """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns False if the store refuses
-        that. Pages of a writer whose clock is ahead of this one get a second tombstone, with the time of the latest of
-        them, since the first one would be earlier than they are."""
-        index, name = self._catalog.index, self._catalog.clock.name()
-        ahead = {key: born for key in keys if (born := index.born(key)) > stamp_of(name)}
-        try:
-            if len(ahead) < len(keys):
-                await self._catalog.bury(name, [key for key in keys if key not in ahead])
-            if ahead:
-                await self._catalog.bury(name_at(min(max(ahead.values()), LAST_STAMP)), list(ahead))
-        except Unavailable:
-            self._catalog.counts["errors"] += 1
-            return False
-        return True

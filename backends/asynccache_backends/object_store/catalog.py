@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from asynccache.storage import ThreadPool, settled
 from asynccache_backends.object_store.client import ListedObject, ObjectClient
@@ -27,7 +27,6 @@ from asynccache_backends.object_store.formats import (
     INDEX,
     MOST_PACK_BYTES,
     PACKS,
-    FooterCheck,
     NameClock,
     Pack,
     PackIndexSnapshot,
@@ -53,26 +52,17 @@ SAVE_AFTER = 64
 _AT_A_TIME = 64
 
 
-async def gently(packs: Sequence[Pack]) -> AsyncIterator[Pack]:
-    """Yield the packs one after another, and let others have the event loop about every millisecond. A pack may vanish
-    from the index meanwhile. Cancelling it is safe."""
-    for n, pack in enumerate(packs, 1):
-        yield pack
-        if not n % _AT_A_TIME:
-            await asyncio.sleep(0)
-
-
 class PackCatalog:
-    """The content of the bucket as far as it is known. ``index`` has the packs. ``unread`` has the packs whose footers
-    are of no use, by name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot,
-    clears or collects; puts, gets and deletions do not need it."""
+    """The content of the bucket as far as it is known. ``index`` has the packs. ``unread`` has the names of packs whose
+    footers are of no use, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot or
+    clears; puts, gets and deletions do not need it."""
 
     def __init__(
         self, client: ObjectClient, clock: NameClock, threads: ThreadPool, schema: bytes, parallel: int
     ) -> None:
         self.index = PackIndex()
         self.counts: Counter[str] = Counter()
-        self.unread: dict[str, tuple[FooterCheck, ListedObject]] = {}
+        self.unread: set[str] = set()
         self.lock = asyncio.Lock()
         self.client = client
         self.clock = clock
@@ -95,22 +85,26 @@ class PackCatalog:
             for name, keys in saved.tombs.items():
                 self.clock.seen(stamp_of(name))
                 self.index.bury(name, keys)
-            async for pack in gently([Pack(*found) for found in saved.packs]):
+            for n, found in enumerate(saved.packs, 1):
+                pack = Pack(*found)
                 self.clock.seen(pack.stamp)
                 self.index.add(pack)
+                if not n % _AT_A_TIME:
+                    await asyncio.sleep(0)  # others have the event loop about every millisecond
         await self.refresh(full=saved is None)
         self._unsaved = self.counts["footers_read"]
         return saved is not None
 
     async def refresh(self, full: bool = False) -> None:
         """List what is newer than the last list and add it to the index. ``full``: list everything, and also remove
-        packs from the index that have vanished. After it was cancelled or has failed, what was found so far is in the
-        index.
+        packs and tombstones from the index that have vanished. After it was cancelled or has failed, what was found so
+        far is in the index.
 
         Raises:
             Unavailable: the store refuses.
         """
         before = {pack.name for pack in self.index.packs()} if full else set()
+        buried = set(self.index.tombs) if full else set()
         kept: set[str] = set()
         after = "" if full else first_name(int((self._cursor - OVERLAP) * 1000))
         newest = self._cursor
@@ -119,7 +113,7 @@ class PackCatalog:
         async for metas in self.client.list(PACKS, after):
             for meta in metas:
                 newest = max(newest, meta.written)
-                kept.add(meta.name)
+                kept.add(meta.name.removesuffix(DEAD))
                 self._sort(meta, fresh, tombs)
         self.counts["lists"] += 1
         await self._each(tombs, self._read_tomb)
@@ -128,6 +122,11 @@ class PackCatalog:
         for name in before - kept:
             self.counts["vanished_packs"] += 1
             self.index.drop(name)
+        for name in buried - kept:
+            if stamp_of(name) < (newest - OVERLAP) * 1000:  # a later one may still be on its way
+                self.index.unbury(name)
+        if full:
+            self.unread &= kept
 
     def stored(self, pack: Pack) -> None:
         """Add a pack that this process has stored."""
@@ -150,15 +149,10 @@ class PackCatalog:
         self.counts["vanished_packs"] += self.index.has(pack.name)
         self.index.drop(pack.name)
 
-    def cleared(self) -> None:
-        """Forget everything, because all objects are being removed."""
-        self.unread.clear()
-        self.index.clear()
-
     @property
     def save_due(self) -> bool:
         """True if so much is new since the last snapshot that another is worth it."""
-        return self._unsaved >= max(SAVE_AFTER, self.index.pack_count // 4)
+        return self._unsaved >= max(SAVE_AFTER, len(self.index.holders) // 4)
 
     async def save(self) -> None:
         """Store a snapshot and remove the earlier ones. Cancelling it leaves the old one, the new one or both.
@@ -226,7 +220,7 @@ class PackCatalog:
     async def _read_footer(self, meta: ListedObject) -> None:
         path = f"{PACKS}/{meta.name}"
         if meta.size > MOST_PACK_BYTES:
-            self.unread[meta.name] = FooterCheck.DAMAGED, meta
+            self.unread.add(meta.name)
             return
         try:
             tail = await self._tail(path, meta.size, TAIL_BYTES)
@@ -235,12 +229,12 @@ class PackCatalog:
         except (FileNotFoundError, EOFError):
             return
         self.counts["footers_read"] += 1
-        verdict, entries = parse_footer(tail, meta.size, self.schema)
-        if verdict is FooterCheck.GOOD:
+        entries = parse_footer(tail, meta.size, self.schema)
+        if entries is None:
+            self.unread.add(meta.name)
+        else:
             self._unsaved += 1
             self.index.add(Pack(meta.name, meta.size, entries))
-        else:
-            self.unread[meta.name] = verdict, meta
 
     async def _tail(self, path: str, size: int, length: int) -> bytes:
         length = min(size, length)

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.extras import install
-from asynccache.storage import completed_in_thread
-from asynccache_backends.object_store.local import LocalFolder
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined, unused-ignore]
@@ -51,12 +49,10 @@ class ListedObject(NamedTuple):
 
 
 class ObjectClient:
-    """Makes requests to ``store`` for objects below ``prefix``. ``shown`` is what errors call the store. ``local``: the
-    folder of the objects, if the store is a plain folder."""
+    """Makes requests to ``store`` for objects below ``prefix``. ``shown`` is what errors call the store."""
 
-    def __init__(self, store: ObjectStore, prefix: str, shown: str, local: LocalFolder | None = None) -> None:
+    def __init__(self, store: ObjectStore, prefix: str, shown: str) -> None:
         self.shown = shown
-        self.local = local
         self.store = store
         self._api = require_obstore()
         self.prefix = prefix
@@ -102,20 +98,6 @@ class ObjectClient:
                 await request
         except Exception as error:
             raise (NoRoom if _FULL.search(str(error)) else Unavailable)(self._said(error)) from None
-        if self.local is not None:
-            await asyncio.to_thread(self.local.stored, path)
-
-    async def prepare(self) -> None:
-        """Prepare the folder, if the store is a plain folder. Cancelling it waits until that has ended.
-
-        Raises:
-            Unavailable: something in the folder is no object, or the disk refuses.
-        """
-        if self.local is not None:
-            try:
-                await completed_in_thread(self.local.prepare)
-            except OSError as error:
-                raise Unavailable(self._said(error)) from None
 
     async def read(self, path: str, start: int, length: int) -> Any:
         """Read ``length`` bytes of an object from ``start`` on. Returns them as a buffer, which is shorter if the
@@ -124,7 +106,6 @@ class ObjectClient:
         Raises:
             EOFError: the object ends before ``start``. Other errors are those of ``answer``.
         """
-        await self._look_at(path)
         try:
             whole = self.prefix + path
             return await self.answer(self._api.get_range_async(self.store, whole, start=start, length=length))
@@ -135,7 +116,6 @@ class ObjectClient:
 
     async def read_all(self, path: str) -> Any:
         """Read a whole object and return it as a buffer. Cancelling it is safe. Raises as ``answer`` does."""
-        await self._look_at(path)
         found = await self.answer(self._api.get_async(self.store, self.prefix + path))
         return await self.answer(found.bytes_async())
 
@@ -171,18 +151,6 @@ class ObjectClient:
                     await self.answer(self._api.delete_async(self.store, path))
                 except FileNotFoundError:
                     continue
-
-    async def _look_at(self, path: str) -> None:
-        """Check an object of a plain folder before it is read: raise FileNotFoundError if there is none, and
-        Unavailable if it is no plain file."""
-        if self.local is None:
-            return
-        try:
-            await asyncio.to_thread(self.local.check, self.prefix + path)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise Unavailable(self._said(error)) from None
 
     def _said(self, error: Exception) -> str:
         return f"{self.shown}: {redacted(error)}"

@@ -1,7 +1,7 @@
 """The client for a URL, and the check of the URL's options.
 
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=us-east-1
-    gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object-file:/FOLDER    object-memory:
+    gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME
 
 Credentials come only from the environment, as the client library reads it: ``AWS_ACCESS_KEY_ID`` and the variables that
 belong to it, an instance's role, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_KEY`` and so on. A URL can
@@ -17,31 +17,24 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.errors import ConfigError
 from asynccache.redaction import is_secret
 from asynccache.redaction import redacted as redacted_url
 from asynccache.storage import ParsedUrl, parse_host_port
-from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.object_store.client import ObjectClient, redacted, require_obstore
-from asynccache_backends.object_store.local import LocalFolder
 
-OPTIONS = ("pack", "capacity", "refresh", "parallel", "request_timeout")
+OPTIONS = ("pack", "refresh", "parallel", "request_timeout")
 PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "s3": ("S3Store", {"endpoint": "endpoint", "region": "region"}),
     "gs": ("GCSStore", {"endpoint": "base_url"}),
     "az": ("AzureStore", {"endpoint": "endpoint", "account": "account_name"}),
-    "object-file": ("LocalStore", {"mode": ""}),
-    "object-memory": ("MemoryStore", {}),
 }
 """For each scheme the class of the client library, and the scheme's own options with the library's name for each."""
-LOCAL = ("object-file", "object-memory")
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
 MOST_PACK = 256 << 20
-MOST_REQUESTS = 999_999
 
 _REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]{0,254}")
@@ -59,18 +52,15 @@ _LINGER = 0.05
 class ObjectSettings(NamedTuple):
     """The options of a URL.
 
-    ``pack``: bytes of a full pack. ``capacity``: bytes that all packs may have together; None: no limit. ``refresh``:
-    seconds between two looks for packs of other processes; 0: they are looked for only at opening. ``parallel``: how
-    many requests of a kind are made at a time. ``request_timeout``: seconds that a request may take. ``mode``: the
-    permissions of the folder of ``object-file``; None: those that it has.
+    ``pack``: bytes of a full pack. ``refresh``: seconds between two looks for packs of other processes; 0: they are
+    looked for only at opening. ``parallel``: how many requests of a kind are made at a time. ``request_timeout``:
+    seconds that a request may take.
     """
 
     pack: int
-    capacity: int | None
     refresh: float
     parallel: int
     request_timeout: float
-    mode: int | None
 
 
 def settings_of(url: ParsedUrl) -> ObjectSettings:
@@ -79,7 +69,14 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     Raises:
         ConfigError: an option is unknown, unusable or a secret.
     """
-    refuse_secrets(url)
+    for name, text in url.options.items():
+        if is_secret(name) or (name == "endpoint" and "@" in text):
+            raise ConfigError(
+                f"storage={url.scheme}: option {name!r} would put a secret into a URL; credentials come from the "
+                "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY...)"
+            )
+    if "capacity" in url.options:
+        raise ConfigError(f"storage={url.scheme}: there is no capacity: a lifetime rule of the bucket bounds its size")
     url.allow_only((*OPTIONS, *PLACES[url.scheme][1]))
     for name, matches in (("endpoint", _is_endpoint), ("region", _REGION.fullmatch), ("account", _REGION.fullmatch)):
         value = url.options.get(name)
@@ -88,52 +85,43 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     pack = url.size("pack", USUAL_PACK)
     if not LEAST_PACK <= pack <= MOST_PACK:
         raise ConfigError(f"storage option pack={pack} must be {LEAST_PACK} to {MOST_PACK} bytes")
-    capacity = url.size("capacity", 0) if "capacity" in url.options else None
-    if capacity is not None and capacity < 2 * pack:
-        raise ConfigError(f"storage option capacity={capacity} is less than two packs of {pack} bytes")
-    parallel = url.whole_number("parallel", 16, 1, MOST_REQUESTS)
+    parallel = url.whole_number("parallel", 16, 1, 999_999)
     timeout = url.number("request_timeout", 30, 0.1)
-    mode = url.permissions("mode", PRIVATE)
-    return ObjectSettings(pack, capacity, url.number("refresh", 5), parallel, timeout, mode)
-
-
-def check(url: ParsedUrl) -> None:
-    """Raise the ConfigError that ``settings_of`` or ``connect`` would raise, if any. No folder is made and nothing is
-    sent."""
-    settings = settings_of(url)
-    require_obstore()
-    place, _ = place_of(url)
-    if url.scheme not in LOCAL:
-        _store(url, place, settings)
+    return ObjectSettings(pack, url.number("refresh", 5), parallel, timeout)
 
 
 def connect(url: ParsedUrl, settings: ObjectSettings) -> ObjectClient:
-    """Return a client for ``url``. Nothing is sent yet. The folder of ``object-file`` is made.
+    """Return a client for ``url``. Nothing is sent yet.
 
     Raises:
         ConfigError: the client library is missing, the URL names no bucket, or the library refuses its options.
-        Unavailable: the folder of ``object-file`` cannot be made.
     """
-    require_obstore()
+    kind, names = PLACES[url.scheme]
+    make = getattr(require_obstore().store, kind)
     place, prefix = place_of(url)
-    local = _folder(place, settings) if url.scheme == "object-file" else None
-    store = _store(url, place, settings)
+    timeout = timedelta(seconds=settings.request_timeout)
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
+    if url.options.get("endpoint", "").startswith("http://"):
+        client["allow_http"] = True
+    chosen = {names[name]: value for name, value in url.options.items() if name in names}
+    try:
+        store = make(place, client_options=client, retry_config={**_RETRY, "retry_timeout": timeout}, **chosen)
+    except Exception as error:
+        raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
     _linger_at_exit()
-    return ObjectClient(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}", local)
+    return ObjectClient(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}")
 
 
 def place_of(url: ParsedUrl) -> tuple[str, str]:
-    """Return the bucket or folder of ``url``, and the prefix in it without slashes at its ends.
+    """Return the bucket of ``url``, and the prefix in it without slashes at its ends.
 
     Raises:
-        ConfigError: the URL names no bucket or folder, or one of the two is no possible name.
+        ConfigError: the URL names no bucket, or one of the two is no possible name.
     """
     place, _, prefix = url.path.partition("/")
-    if url.scheme == "object-file":
-        place, prefix = url.path, ""
-    if (not place or "\0" in place) and url.scheme != "object-memory":
-        raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object-file' else 'bucket'}")
-    if url.scheme not in LOCAL and _BUCKET.fullmatch(place) is None:
+    if not place:
+        raise ConfigError(f"storage={url.scheme}: names no bucket")
+    if _BUCKET.fullmatch(place) is None:
         raise ConfigError(f"storage={str(url)!r}: the part before the first '/' is no name of a bucket")
     prefix = prefix.strip("/")
     if prefix and ({"", ".", ".."} & set(prefix.split("/")) or not prefix.isprintable()):
@@ -141,44 +129,11 @@ def place_of(url: ParsedUrl) -> tuple[str, str]:
     return place, prefix
 
 
-def _folder(place: str, settings: ObjectSettings) -> LocalFolder:
-    try:
-        return LocalFolder(Path(place), settings.mode)
-    except OSError as error:
-        raise Unavailable(f"storage=object-file:{place}: {redacted(error)}") from None
-
-
 def _is_endpoint(text: str) -> bool:
     scheme, _, rest = text.partition("://")
     host, _, path = rest.partition("/")
     known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
     return known and path.isprintable() and " " not in path
-
-
-def refuse_secrets(url: ParsedUrl) -> None:
-    """Raise ConfigError if an option looks like a secret, or the endpoint has a user in it."""
-    for name, value in url.options.items():
-        if is_secret(name) or (name == "endpoint" and "@" in value):
-            raise ConfigError(
-                f"storage={url.scheme}: option {name!r} would put a secret into a URL; credentials come from the "
-                "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY...)"
-            )
-
-
-def _store(url: ParsedUrl, place: str, settings: ObjectSettings) -> Any:
-    kind, names = PLACES[url.scheme]
-    make = getattr(require_obstore().store, kind)
-    timeout = timedelta(seconds=settings.request_timeout)
-    try:
-        if url.scheme in LOCAL:
-            return make(place) if url.scheme == "object-file" else make()
-        client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
-        if url.options.get("endpoint", "").startswith("http://"):
-            client["allow_http"] = True
-        chosen = {names[name]: value for name, value in url.options.items() if name in names}
-        return make(place, client_options=client, retry_config={**_RETRY, "retry_timeout": timeout}, **chosen)
-    except Exception as error:
-        raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
 
 
 @cache

@@ -6,21 +6,20 @@
 
     name:       128 bits in hex, 48 of time and 80 random ones, so names sort by time
     pack:       the payloads, one after the other; per record 120 bytes: 32 key · 64 header · 8 offset · 8 length ·
-                8 born; 64 bytes trailer: 8 magic · 32 schema · 8 number of records · 16 xxh3_128 of the entries and the
-                trailer before it
+                8 time in the pack's name; 64 bytes trailer: 8 magic · 32 schema · 8 number of records · 16 xxh3_128
+                of the entries and the trailer before it
     tombstone:  8 magic · 8 number of keys · 16 xxh3_128 of the keys; the keys
     snapshot:   8 magic · 32 schema · 16 xxh3_128 of the rest; 8 length of the table; the table, a ``_SnapshotTable``
                 in MessagePack; the footers' entries of each pack; the keys of each tombstone
 
 No part of a name comes from a user. The times in a writer's names never go back, and are later than those in all names
 that it has seen of others. So its tombstones are later than every pack that it knows, and what it stores after a
-deletion is later than the tombstone. There are three exceptions, whose times are chosen (``name_at``): the tombstones
-of a collection, and the tombstones and rewritten packs of records whose writer's clock is more than a day ahead.
+deletion is later than the tombstone. Names whose time is more than a day ahead are an exception: their writer's clock
+is wrong, and nobody follows it.
 
 The record headers lie in the footer, behind all payloads. A reader finds the footer by the size of the object and its
-last bytes, and needs nothing else of it. ``born`` is the time in the name of the first pack that had the record, in
-milliseconds since 1970, or a time after the record's last tombstone if that is later. A collection that moves the
-record keeps it, so that tombstones concern the record as before.
+last bytes, and needs nothing else of it. The time in each record is for readers of earlier versions, in which packs
+were rewritten.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -79,11 +77,6 @@ def first_name(stamp: int) -> str:
     return f"{max(0, stamp):0{_STAMP_DIGITS}x}"
 
 
-def name_at(stamp: int) -> str:
-    """Return a new name with the time ``stamp``."""
-    return f"{first_name(stamp)}{secrets.token_hex(10)}"
-
-
 class NameClock:
     """Gives new names. ``now`` returns the time in seconds since 1970."""
 
@@ -100,22 +93,7 @@ class NameClock:
     def name(self) -> str:
         """Return a new name, which is later than all that were given or seen."""
         self._last = max(int(self.now() * 1000), self._last + 1)
-        return name_at(self._last)
-
-
-class FooterCheck(Enum):
-    """The verdict on a footer: whether it can be used."""
-
-    GOOD = "good"
-    DAMAGED = "damaged"
-    FOREIGN = "foreign"  # undamaged, but with another record schema
-
-
-class Footer(NamedTuple):
-    """A footer that was read. ``entries`` is empty unless the verdict is GOOD."""
-
-    verdict: FooterCheck
-    entries: bytes
+        return f"{first_name(self._last)}{secrets.token_hex(10)}"
 
 
 class FooterEntry(NamedTuple):
@@ -125,15 +103,13 @@ class FooterEntry(NamedTuple):
     header: bytes
     offset: int
     length: int
-    born: int
 
 
 class Pack:
     """A stored pack of ``size`` bytes. ``entries`` are those of its footer. ``stamp`` is the time in its name. ``live``
-    is the number of its live records, from which gets are answered, and ``live_bytes`` the size of these; the index
-    keeps both."""
+    is the number of its live records, from which gets are answered; the index keeps it."""
 
-    __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp")
+    __slots__ = ("entries", "live", "name", "size", "stamp")
 
     def __init__(self, name: str, size: int, entries: bytes) -> None:
         self.name = name
@@ -141,28 +117,18 @@ class Pack:
         self.size = size
         self.entries = entries
         self.live = 0
-        self.live_bytes = 0
 
     def __repr__(self) -> str:
-        return f"Pack({self.name}, records={self.count}, live={self.live})"
-
-    @property
-    def count(self) -> int:
-        """The number of its records, live or not."""
-        return len(self.entries) // ENTRY_BYTES
+        return f"Pack({self.name}, records={len(self.entries) // ENTRY_BYTES}, live={self.live})"
 
     def entry(self, at: int) -> FooterEntry:
         """Return the record at position ``at``."""
-        return FooterEntry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES))
+        return FooterEntry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES)[:4])
 
     def length(self, at: int) -> int:
         """Return the bytes of the payload of the record at position ``at``."""
         end = (at + 1) * ENTRY_BYTES - 8
         return int.from_bytes(self.entries[end - 8 : end], "little")
-
-    def births(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield the key, the payload's bytes and ``born`` of every record, in order."""
-        return ((key, length, born) for key, _, _, length, born in _ENTRY.iter_unpack(self.entries))
 
     def keys(self) -> Iterator[bytes]:
         """Yield the key of every record, in order."""
@@ -170,13 +136,12 @@ class Pack:
         return (entries[at : at + KEY_BYTES] for at in range(0, len(entries), ENTRY_BYTES))
 
 
-def pack_entries(
-    keys: Sequence[bytes], headers: Sequence[bytes], lengths: Sequence[int], born: Sequence[int]
-) -> bytes:
-    """Return the entries of records whose payloads lie one after another from the start of the pack."""
+def pack_entries(keys: Sequence[bytes], headers: Sequence[bytes], lengths: Sequence[int], stamp: int) -> bytes:
+    """Return the entries of records whose payloads lie one after another from the start of the pack, in whose name is
+    the time ``stamp``."""
     parts, offset = [], 0
-    for key, header, length, birth in zip(keys, headers, lengths, born, strict=True):
-        parts.append(_ENTRY.pack(key, header, offset, length, birth))
+    for key, header, length in zip(keys, headers, lengths, strict=True):
+        parts.append(_ENTRY.pack(key, header, offset, length, stamp))
         offset += length
     return b"".join(parts)
 
@@ -195,17 +160,15 @@ def footer_bytes(tail: bytes) -> int:
     return count * ENTRY_BYTES + TRAILER_BYTES if magic == MAGIC and 0 < count <= MAX_RECORDS else 0
 
 
-def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
-    """Parse the footer of an object of ``size`` bytes. ``tail`` is the end of the object, with at least the footer."""
+def parse_footer(tail: bytes, size: int, schema: bytes) -> bytes | None:
+    """Return the entries in the footer of an object of ``size`` bytes; None if it is damaged or has another record
+    schema. ``tail`` is the end of the object, with at least the footer."""
     length = footer_bytes(tail)
     if not 0 < length <= min(len(tail), size):
-        return Footer(FooterCheck.DAMAGED, b"")
-    entries, trailer = tail[len(tail) - length : -TRAILER_BYTES], tail[-TRAILER_BYTES:]
-    if xxh3_128_digest(entries + trailer[: _HEAD.size]) != trailer[_HEAD.size :]:
-        return Footer(FooterCheck.DAMAGED, b"")
-    if trailer[len(MAGIC) : len(MAGIC) + len(schema)] != schema:
-        return Footer(FooterCheck.FOREIGN, b"")
-    return Footer(FooterCheck.GOOD, entries) if in_bounds(entries, size) else Footer(FooterCheck.DAMAGED, b"")
+        return None
+    entries = tail[len(tail) - length : -TRAILER_BYTES]
+    right = tail[-TRAILER_BYTES:] == trailer_of(entries, schema) and in_bounds(entries, size)
+    return entries if right else None
 
 
 def in_bounds(entries: bytes, size: int) -> bool:

@@ -1,10 +1,9 @@
 """The index in memory: in which pack each key's page lies. Pure; it can be rebuilt from the footers of all packs.
 
-A key may be in several packs: two writers have stored it without knowing of each other, or a pack is being rewritten.
-Every process reads the record that was born last, and of those of one birth the one in the latest pack, in whatever
-order it has found the packs. So pages are found where a collection has moved them to. A tombstone deletes all records
-of a key that are not younger than the tombstone, whether they are found before it or after it. If the pack of a key
-vanishes, the key is gone, even if another pack has it, too: that is as rare as the pages of two writers.
+A key may be in several packs, if two writers have stored it without knowing of each other. Every process reads the
+record in the latest pack, in whatever order it has found the packs. A tombstone deletes all records of a key in packs
+that are not younger than the tombstone, whether they are found before it or after it. If the pack of a key vanishes,
+the key is gone, even if another pack has it, too: that is as rare as the pages of two writers.
 
 A page's location is one integer (see ``page_index``): the number of its pack and the position of its record there. A
 page takes about 300 bytes of memory: its key as the key of a dict, its entry in the pack's footer, and its location.
@@ -33,12 +32,7 @@ class PackIndex(PageIndex[Pack]):
         self._numbers: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"PackIndex(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
-
-    @property
-    def pack_count(self) -> int:
-        """The number of packs."""
-        return len(self.holders)
+        return f"PackIndex(pages={self.pages}, packs={len(self.holders)}, tombs={len(self.tombs)})"
 
     def packs(self) -> list[Pack]:
         """Return all packs, the earliest first. It sorts them, so it is not for the hot path."""
@@ -53,19 +47,10 @@ class PackIndex(PageIndex[Pack]):
         base = self._numbers.get(pack.name, -1) << self.position_bits
         return [at for at, key in enumerate(pack.keys()) if self._locations.get(key) == base + at]
 
-    def buried(self, key: bytes, born: int) -> bool:
-        """Return True if a tombstone has deleted the record of ``key`` that was born at this time."""
-        return self._died.get(key, -1) >= born
-
-    def born(self, key: bytes) -> int:
-        """Return when the record of ``key`` that is read was born, in milliseconds since 1970; -1 if there is none."""
+    def pack_of(self, key: bytes) -> Pack | None:
+        """Return the pack that ``key`` is read from, if there is one."""
         location = self._locations.get(key)
-        return -1 if location is None else self._rank(location)[0]
-
-    def birth(self, key: bytes, stamp: int) -> int:
-        """Return when a record of ``key`` that is stored at the time ``stamp`` counts as born: then, or right after the
-        latest tombstone of the key, so that no tombstone of before deletes it."""
-        return max(stamp, self._died.get(key, -1) + 1)
+        return None if location is None else self.at(location)[0]
 
     def add(self, pack: Pack) -> None:
         """Add a pack, unless it was added before."""
@@ -75,19 +60,17 @@ class PackIndex(PageIndex[Pack]):
         self._numbers[pack.name] = number
         self.stored += pack.size
         locations, fresh = self._locations, []
-        for location, (key, length, born) in enumerate(pack.births(), number << self.position_bits):
-            if self._died and self.buried(key, born):
+        for location, key in enumerate(pack.keys(), number << self.position_bits):
+            if self._died.get(key, -1) >= pack.stamp:
                 continue
             if key not in locations:
                 fresh.append(key)
-            elif (born, pack.name) > self._rank(locations[key]):
+            elif pack.name > self.at(locations[key])[0].name:
                 self._count(locations[key], -1)
             else:
                 continue
             locations[key] = location
-            pack.live += 1
-            pack.live_bytes += length + HEADER_BYTES
-            self.bytes += length + HEADER_BYTES
+            self._count(location, 1)
         self._changed(True, fresh)
 
     def drop(self, name: str) -> None:
@@ -109,8 +92,8 @@ class PackIndex(PageIndex[Pack]):
         self.tombs[name] = keys
         for key in keys:
             self._died[key] = max(stamp, self._died.get(key, -1))
-        there = [key for key in dict.fromkeys(keys) if key in self._locations]
-        self._remove([key for key in there if self.buried(key, self._rank(self._locations[key])[0])])
+        found = [(key, self.pack_of(key)) for key in dict.fromkeys(keys)]
+        self._remove([key for key, pack in found if pack is not None and self._died[key] >= pack.stamp])
 
     def unbury(self, name: str) -> None:
         """Forget a tombstone that has vanished. The records that it has deleted stay deleted here until the packs are
@@ -127,12 +110,6 @@ class PackIndex(PageIndex[Pack]):
         self.bytes = self.stored = 0
         self._changed(False, gone)
 
-    def _rank(self, location: int) -> tuple[int, str]:
-        """Return the birth of the record at ``location`` and its pack's name. Of several records of a key the one with
-        the highest rank is read."""
-        pack, at = self.at(location)
-        return pack.entry(at).born, pack.name
-
     def _remove(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._count(self._locations.pop(key), -1)
@@ -140,10 +117,8 @@ class PackIndex(PageIndex[Pack]):
 
     def _count(self, location: int, sign: int) -> None:
         pack, at = self.at(location)
-        size = sign * (pack.length(at) + HEADER_BYTES)
         pack.live += sign
-        pack.live_bytes += size
-        self.bytes += size
+        self.bytes += sign * (pack.length(at) + HEADER_BYTES)
 
 
 assert 1 << PackIndex.position_bits > MAX_RECORDS  # so that consecutive locations are always records of the same pack

@@ -1,5 +1,4 @@
-"""The work in the background of an open store: it finds packs of other processes, removes packs beyond the capacity,
-and stores snapshots of the index.
+"""The work in the background of an open store: it finds packs of other processes and stores snapshots of the index.
 
 All of it is done by one task. The task wakes every ``refresh`` seconds, and when something is due, but then at least a
 second (or ``refresh`` seconds, if that is less) after the last time. After an error it waits twice as long as before,
@@ -14,7 +13,6 @@ from contextlib import suppress
 from asynccache.errors import Unavailable
 from asynccache.storage import settled
 from asynccache_backends.object_store.catalog import PackCatalog
-from asynccache_backends.object_store.formats import PACKS
 
 FULL_EVERY = 600.0
 SHORTEST = 1.0
@@ -24,12 +22,11 @@ _NEVER = 1e9
 
 class CatalogKeeper:
     """The owner of the background task. ``refresh``: seconds between two looks for packs of other processes; 0: they
-    are not looked for. ``capacity``: bytes of all packs together; None: no limit."""
+    are not looked for."""
 
-    def __init__(self, catalog: PackCatalog, refresh: float, capacity: int | None) -> None:
+    def __init__(self, catalog: PackCatalog, refresh: float) -> None:
         self._catalog = catalog
         self._refresh = refresh
-        self._capacity = capacity
         self._due = asyncio.Event()
         self._delay = min(SHORTEST, refresh or SHORTEST)
         self._full_at = asyncio.get_running_loop().time() + FULL_EVERY
@@ -48,8 +45,8 @@ class CatalogKeeper:
             self._due.set()
 
     def stored(self) -> None:
-        """Note that a pack was stored, so that packs may have to be removed or a snapshot may be due."""
-        if self._full or self._catalog.save_due:
+        """Note that a pack was stored, so that a snapshot may be due."""
+        if self._catalog.save_due:
             self._due.set()
 
     async def stop(self) -> None:
@@ -58,29 +55,6 @@ class CatalogKeeper:
         if task is not None:
             task.cancel()
             await settled([task])
-
-    async def make_room(self) -> None:
-        """Remove the earliest packs until the others fit the capacity. Cancelling it may leave any of them.
-
-        Raises:
-            Unavailable: the store refuses.
-        """
-        if not self._full:
-            return
-        index, victims, stored = self._catalog.index, [], self._catalog.index.stored
-        for pack in index.packs():
-            if self._capacity is None or stored <= self._capacity:
-                break
-            victims.append(pack)
-            stored -= pack.size
-        await self._catalog.client.delete([f"{PACKS}/{pack.name}" for pack in victims])
-        for pack in victims:
-            index.drop(pack.name)
-        self._catalog.counts["evicted_packs"] += len(victims)
-
-    @property
-    def _full(self) -> bool:
-        return self._capacity is not None and self._catalog.index.stored > self._capacity
 
     async def _run(self) -> None:
         wait = self._delay
@@ -105,6 +79,5 @@ class CatalogKeeper:
             await self._catalog.refresh(full)
             if full:
                 self._full_at = now + FULL_EVERY
-        await self.make_room()
         if self._catalog.save_due:
             await self._catalog.save()

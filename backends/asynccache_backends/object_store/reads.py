@@ -61,7 +61,7 @@ def plan_reads(
     wrong: list[int] = []
     for location, which in sorted(index.locate(keys)):
         pack, at = index.at(location)
-        _, header, offset, length, _ = pack.entry(at)
+        _, header, offset, length = pack.entry(at)
         if records[which].payload.nbytes != length:
             wrong.append(which)
             continue
@@ -109,7 +109,9 @@ class Fetches:
                 data = await self._client.read(f"{PACKS}/{pack.name}", stretch.start, stretch.size)
                 outcome = Result.HIT if len(data) == stretch.size else Result.CORRUPT
                 if outcome is Result.HIT:
-                    await self._hand_out(stretch, data, records)
+                    self._catalog.counts["range_reads"] += 1
+                    self._catalog.counts["get_bytes"] += stretch.size
+                    await self._threads.run_for(stretch.size, _copy_out, stretch, data, records)
             except FileNotFoundError:
                 outcome = Result.MISS
             except EOFError:
@@ -122,11 +124,6 @@ class Fetches:
         for wanted in stretch.wanted:
             results[wanted.which] = outcome
         return error
-
-    async def _hand_out(self, stretch: PackStretch, data: Any, records: Sequence[Record]) -> None:
-        self._catalog.counts["range_reads"] += 1
-        self._catalog.counts["get_bytes"] += stretch.size
-        await self._threads.run_for(stretch.size, _copy_out, stretch, data, records)
 
 
 def _copy_out(stretch: PackStretch, data: Any, records: Sequence[Record]) -> None:

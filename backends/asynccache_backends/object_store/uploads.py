@@ -81,14 +81,12 @@ class Uploads:
     """The packs that wait or are being sent.
 
     ``pack``: the bytes of a full pack. ``parallel``: how many are sent at a time. ``stored`` is called with every pack
-    that was stored, before the callers of its pieces hear of it. ``birth(key, stamp)`` returns the time at which a
-    record that is stored at ``stamp`` counts as born. ``lends``: whether large buffers are passed to the client as they
-    are; otherwise all payloads are copied.
+    that was stored, before the callers of its pieces hear of it.
     """
 
     def __init__(
         self, client: ObjectClient, clock: NameClock, threads: ThreadPool, schema: bytes, *, pack: int, parallel: int,
-        stored: Callable[[Pack], None], birth: Callable[[bytes, int], int], lends: bool,
+        stored: Callable[[Pack], None],
     ) -> None:
         self._client = client
         self._clock = clock
@@ -97,8 +95,6 @@ class Uploads:
         self._pack = pack
         self._parallel = parallel
         self._stored = stored
-        self._birth = birth
-        self._lends = lends
         self._line: deque[_Piece] = deque()
         self._sending: set[_Upload] = set()
 
@@ -203,10 +199,10 @@ class Uploads:
         payloads = [payload for piece in pieces for payload in piece.payloads]
         lengths = [payload.nbytes for payload in payloads]
         keys, headers = [k for p in pieces for k in p.keys], [h for p in pieces for h in p.headers]
-        entries = pack_entries(keys, headers, lengths, [self._birth(key, stamp_of(name)) for key in keys])
+        entries = pack_entries(keys, headers, lengths, stamp_of(name))
         footer = entries + trailer_of(entries, self._schema)
         path = f"{PACKS}/{name}"
-        if self._lends and upload.size >= LEAST_LENT * len(payloads):
+        if upload.size >= LEAST_LENT * len(payloads):
             await self._lend(path, payloads, footer)
         else:
             await self._client.create(path, await self._joined(upload, payloads, footer))
