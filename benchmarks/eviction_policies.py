@@ -22,12 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.curve import BlockPath
-from asynccache.cli.optimum import next_uses, optimum
+from asynccache.cli.hit_curves import BlockPath, next_uses, optimum, policy_hits
 from asynccache.cli.parsing import integer, listed
-from asynccache.cli.policy import policy_hits
-from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.trace import arrivals, paths_of, read_trace
+from asynccache.cli.workloads import BLOCK_TOKENS, arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import Outcome, Plan, Status, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig

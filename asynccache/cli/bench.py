@@ -18,12 +18,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from random import Random
 from statistics import median
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from asynccache import compiled
-from asynccache.cli.machine import loop_factory
 from asynccache.cli.meter import spread
 from asynccache.cli.options import LOOPS
 from asynccache.cli.output import Progress, Tell, answer, check_writable
@@ -31,16 +28,9 @@ from asynccache.cli.parsing import integer
 from asynccache.cli.text import number
 from asynccache.cli.text import size as spelled
 from asynccache.errors import BackendError, ConfigError
-from asynccache.storage import (
-    RECORD_SCHEMA,
-    Collectable,
-    PageKey,
-    Result,
-    StoreLayout,
-    open_store,
-    parse_size,
-    parse_url,
-)
+
+if TYPE_CHECKING:
+    from asynccache.storage import Result
 
 POOL = "bench"
 BATCH_BYTES, BATCH_PAGES = 8 << 20, 128
@@ -88,6 +78,9 @@ def execute(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace, tell: Tell) -> Figures:
     """Measure all sizes of page, and return the figures as plain values. Raises as ``execute`` does."""
+    from asynccache.cli.machine import loop_factory  # here: --help answers without what stores need
+    from asynccache.storage import parse_size, parse_url
+
     sizes = [parse_size("--page-sizes", text) for text in args.page_sizes.split(",")]
     total = parse_size("--bytes", args.bytes)
     if min(sizes) < 1:
@@ -106,6 +99,10 @@ def run(args: argparse.Namespace, tell: Tell) -> Figures:
 
 async def _measured(args: argparse.Namespace, url: str, size: int, count: int, tell: Tell) -> Figures:
     """Measure ``count`` pages of ``size`` bytes. Cancelling closes the store; pages that were put may be left in it."""
+    import numpy as np
+
+    from asynccache.storage import RECORD_SCHEMA, Collectable, PageKey, Result, StoreLayout, open_store
+
     batch = args.batch or max(1, min(BATCH_PAGES, BATCH_BYTES // size))
     memory = memoryview(mmap.mmap(-1, 2 * count * size))
     pages = np.frombuffer(memory, np.uint8).reshape(2, count, size)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
-from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.runner import RequestRunner
+from asynccache.cli.serving import RequestRunner
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, percent, size
+from asynccache.cli.workloads import BLOCK_TOKENS
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 

@@ -16,14 +16,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asynccache.cli.curve import BlockPath, HitCurve, curve
+from asynccache.cli.hit_curves import BlockPath, HitCurve, compared, curve
 from asynccache.cli.output import Progress, answer, check_writable
 from asynccache.cli.parsing import POSITIVE, integer, listed
 from asynccache.cli.parsing import number as number_of
-from asynccache.cli.policy import compared
-from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
-from asynccache.cli.trace import TraceRequest, arrivals, paths_of, read_trace
+from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
 from asynccache.config import CacheConfig, eviction_policies
 from asynccache.errors import ConfigError
 from asynccache.settings import fields_of

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from asynccache import compiled
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
-from asynccache.cli.samples import percentiles
-from asynccache.cli.tally import Tally
+from asynccache.cli.tally import Tally, percentiles
 from asynccache.cli.text import HIT_RATIO
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import SLOT_BYTES

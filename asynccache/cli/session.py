@@ -22,14 +22,10 @@ from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, m
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Presses
-from asynccache.cli.request import Source
-from asynccache.cli.runner import RequestRunner
-from asynccache.cli.samples import Sampler
-from asynccache.cli.serving import Server
+from asynccache.cli.serving import RequestRunner, Server
 from asynccache.cli.sizing import check_fits, configure
-from asynccache.cli.tally import Tally
-from asynccache.cli.trace import TraceClock, TraceRequest, TraceSource, read_trace, survey
-from asynccache.cli.workloads import StressSource
+from asynccache.cli.tally import Sampler, Tally
+from asynccache.cli.workloads import Source, StressSource, TraceClock, TraceRequest, TraceSource, read_trace, survey
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynccache.cli.options import RunSettings, Size
-from asynccache.cli.pool_options import is_logical, read_sidecars, replicate
-from asynccache.cli.trace import TraceRequest, TraceSurvey
+from asynccache.cli.options import RunSettings, Size, is_logical, read_sidecars, replicate
+from asynccache.cli.workloads import TraceRequest, TraceSurvey
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError
 

@@ -1,19 +1,348 @@
-"""The workloads of ``stress``: conversations that share prompts, grow, branch and end, all drawn from a seed.
+"""Where a run's requests come from: a trace, or made-up conversations.
 
-A conversation gives one request at a time, and the next one only when the last one has ended, as a user or an agent
+Tokens are made out of numbers. The same numbers give the same tokens on every machine and in every run. A block of a
+trace becomes 512 tokens. Each token depends on the block's id and on its position in the block, so blocks with equal
+ids are equal, and the first n tokens of a partial block are those of the whole block.
+
+**Traces** are in the Mooncake format: a text file with one JSON object, one request, on each line. The fields are
+``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), and ``hash_ids``: one id for each 512
+tokens of the prompt, where the last block may be partial. Blocks with equal ids are equal if all blocks before them are
+equal too. Refused are times beyond the year 2248, prompts of more than 16 million tokens and outputs of more than one
+million; an error names the line. ``survey`` works out what a trace says by itself, without a cache.
+
+**The workloads of ``stress``** are conversations that share prompts, grow, branch and end, all drawn from a seed. A
+conversation gives one request at a time, and the next one only when the last one has ended, as a user or an agent
 would. More conversations are open than can run at once, and the source picks one of the conversations that wait. So
 pages are evicted between two requests of a conversation and come back. Nothing in this module knows of a cache.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
+import aiofiles
 import numpy as np
+import numpy.typing as npt
 
-from asynccache.cli.request import RunRequest, Tokens, stream_tokens
+from asynccache.errors import AsyncCacheError
+
+Tokens = npt.NDArray[np.int32]
+
+BLOCK_TOKENS = 512
+"""Tokens in one block of a trace."""
+
+_U64 = np.uint64
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9
+_MASK = (1 << 64) - 1
+
+_OFFSETS = np.arange(BLOCK_TOKENS, dtype=_U64) * _U64(_MIX)
+
+
+class RunRequest(NamedTuple):
+    """One request that ``replay`` or ``stress`` serves.
+
+    number: counts the requests of the run from 0.
+    length, output_length: tokens of the prompt and of the output.
+    prompt, output: make the tokens when they are called, because the tokens of a whole trace do not fit in memory.
+    at: when the request arrives, in seconds after the start of the run; used by replays with ``--speed``.
+    ended: True if the release tells the cache that this conversation will not go on.
+    extra_key: the namespace of the prompt.
+    shared_blocks: full blocks of the prompt that earlier prompts of the trace have as well.
+    shared_tokens: the lease tells the cache that other conversations share so many tokens of the prompt; None: the
+        lease does not say.
+    time: when the request arrived according to the trace, in seconds after the trace's start, whatever the speed of
+        the replay; None: the request is not from a trace.
+    """
+
+    number: int
+    length: int
+    output_length: int
+    prompt: Callable[[], Tokens]
+    output: Callable[[], Tokens]
+    at: float = 0.0
+    ended: bool = False
+    extra_key: str | None = None
+    shared_blocks: int = 0
+    shared_tokens: int | None = None
+    time: float | None = None
+
+
+class Source(Protocol):
+    """A source of requests. ``total``: how many there will be; None if the source could go on for ever."""
+
+    total: int | None
+
+    def next(self) -> RunRequest | None:
+        """The request that arrives next; None if no more will come."""
+        ...
+
+    def done(self, request: RunRequest) -> None:
+        """Tell the source that ``request`` has ended, well or not, so that its conversation may go on."""
+        ...
+
+
+def block_tokens(blocks: Sequence[int], length: int) -> Tokens:
+    """The first ``length`` tokens of these blocks, laid end to end."""
+    seeds = np.array([_seed(block) for block in blocks], dtype=_U64)
+    return _finish((seeds[:, None] + _OFFSETS).reshape(-1)[:length])
+
+
+def stream_tokens(stream: int, start: int, length: int) -> Tokens:
+    """Tokens ``[start, start + length)`` of an endless stream of tokens."""
+    offsets = np.arange(start, start + length, dtype=_U64) * _U64(_MIX)
+    return _finish(offsets + _U64(_seed(stream) ^ _MIX))
+
+
+def _seed(number: int) -> int:
+    mixed = (number + 1) * _GOLDEN & _MASK
+    return (mixed ^ (mixed >> 31)) & _MASK
+
+
+def _finish(x: npt.NDArray[np.uint64]) -> Tokens:
+    x ^= x >> _U64(29)
+    x *= _U64(_MIX)
+    x >>= _U64(33)
+    return x.astype(np.int32)
+
+
+_FIELDS: Mapping[str, tuple[bool, int, int]] = {
+    "timestamp": (False, 0, 1 << 43), "input_length": (True, 1, 1 << 24), "output_length": (True, 0, 1 << 20),
+}  # fmt: skip
+"""For each field: whether it must be an integer, the smallest and the largest value."""
+_BLOCKS = 1 << 64
+_OUTPUT_STREAM = 1 << 48
+_READ_BYTES = 1 << 20
+
+
+class TraceError(AsyncCacheError, ValueError):
+    """A trace cannot be read. The message names the file and, for a malformed line, its number, the field and the
+    value."""
+
+
+class TraceRequest(NamedTuple):
+    """One line of a trace. ``timestamp``: milliseconds; lengths in tokens; ``blocks``: the line's ``hash_ids``."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    blocks: tuple[int, ...]
+
+
+class TraceSurvey(NamedTuple):
+    """Figures of a trace, as if a cache that forgets nothing served it one request at a time. Each field has one entry
+    for each request.
+
+    shared_blocks: full blocks of its prompt that an earlier prompt has under the same prefix.
+    fresh_tokens: tokens of its prompt that no earlier prompt has.
+    last: no later prompt has all full blocks of this one, so the conversation seems to end here.
+    later_blocks: full blocks of its prompt that a later prompt has as well.
+    """
+
+    shared_blocks: tuple[int, ...]
+    fresh_tokens: tuple[int, ...]
+    last: tuple[bool, ...]
+    later_blocks: tuple[int, ...] = ()
+
+
+async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
+    """The first ``limit`` requests of the trace at ``path``. Cancelling closes the file.
+
+    Raises:
+        TraceError: the file cannot be read, is empty, or has a malformed line.
+    """
+    requests: list[TraceRequest] = []
+    number = 0
+    try:
+        async with aiofiles.open(path, encoding="utf-8") as file:
+            while (limit is None or len(requests) < limit) and (lines := await file.readlines(_READ_BYTES)):
+                requests += _parse_lines(lines, path, number, None if limit is None else limit - len(requests))
+                number += len(lines)
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from None
+    if not requests:
+        raise TraceError(f"the trace {path} has no requests")
+    return requests
+
+
+def _parse_lines(lines: Sequence[str], path: str, before: int, limit: int | None) -> list[TraceRequest]:
+    numbered = ((number, line) for number, line in enumerate(lines, before + 1) if line.strip())
+    return [parse_line(line, f"{path}:{number}") for number, line in islice(numbered, limit)]
+
+
+def parse_line(line: str, where: str) -> TraceRequest:
+    """The request on one line. ``where``: file and line number, which the message of an error begins with.
+
+    Raises:
+        TraceError: the line is malformed, or a value is out of its limits.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not a JSON object: {error}") from None
+    if not isinstance(row, dict):
+        raise TraceError(f"{where}: not a JSON object but {_shown(row)}")
+    timestamp, length, output = (_number(row, name, where) for name in _FIELDS)
+    blocks = row.get("hash_ids")
+    if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < _BLOCKS for b in blocks):
+        raise TraceError(f"{where}: hash_ids={_shown(blocks)} must be a list of integers from 0 to 2**64 - 1")
+    if len(blocks) != -(-length // BLOCK_TOKENS):
+        raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but input_length={length} makes "
+                         f"{-(-length // BLOCK_TOKENS)} of {BLOCK_TOKENS} tokens")
+    return TraceRequest(float(timestamp), int(length), int(output), tuple(blocks))
+
+
+def _number(row: dict[str, Any], name: str, where: str) -> int | float:
+    """The value of field ``name``: an integer, or for a time also a float, within the limits of ``_FIELDS``."""
+    if name not in row:
+        raise TraceError(f"{where}: the field {name} is missing")
+    value: int | float = row[name]
+    whole, low, most = _FIELDS[name]
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= most:
+        what = "an integer" if whole else "a number of milliseconds"
+        raise TraceError(f"{where}: {name}={_shown(value)} must be {what} from {low} to {most}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else hex(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def survey(trace: Sequence[TraceRequest]) -> TraceSurvey:
+    """Return the blocks and tokens that each prompt shares with earlier and later ones."""
+    seen: set[int] = set()
+    partial: dict[tuple[int, int], int] = {}
+    shared, fresh, paths = [], [], list(paths_of(trace))
+    for request, path in zip(trace, paths, strict=True):
+        known, rest = sum(key in seen for key in path), request.input_length % BLOCK_TOKENS
+        seen.update(path)
+        new = (len(path) - known) * BLOCK_TOKENS
+        if rest:
+            key = (path[-1] if path else -1, request.blocks[len(path)])
+            new += max(0, rest - partial.get(key, 0))
+            partial[key] = max(rest, partial.get(key, 0))
+        shared.append(known)
+        fresh.append(new)
+    later = _later(paths)
+    last = tuple([not path or blocks < len(path) for path, blocks in zip(paths, later, strict=True)])
+    return TraceSurvey(tuple(shared), tuple(fresh), last, later)
+
+
+def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
+    """The full blocks of each prompt, as keys from 0 on. Equal blocks after equal blocks get one key."""
+    known: dict[tuple[int, int], int] = {}
+    for request in trace:
+        path, parent = [], -1
+        for block in request.blocks[: request.input_length // BLOCK_TOKENS]:
+            parent = known.setdefault((parent, block), len(known))
+            path.append(parent)
+        yield path
+
+
+def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The number of blocks of each path that are in a later path. These are a prefix, because a path with a block has
+    all blocks before it as well."""
+    seen: set[int] = set()
+    counts = []
+    for path in reversed(paths):
+        counts.append(sum(block in seen for block in path))
+        seen.update(path)
+    return tuple(reversed(counts))
+
+
+def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
+    """The arrival of each request, in seconds after the start, at ``speed`` times the trace's speed; 0: all at once.
+
+    Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
+    """
+    if not speed:
+        return [0.0] * len(trace)
+    times: list[float] = []
+    first = trace[0].timestamp
+    start, gap = 0, 0.0
+    while start < len(trace):
+        end = start
+        while end < len(trace) and trace[end].timestamp == trace[start].timestamp:
+            end += 1
+        gap = max(0.0, trace[end].timestamp - trace[start].timestamp) if end < len(trace) else gap
+        times += [trace[start].timestamp - first + gap * i / (end - start) for i in range(end - start)]
+        start = end
+    latest = 0.0
+    for i, at in enumerate(times):
+        latest = max(latest, at)
+        times[i] = latest / 1000.0 / speed
+    return times
+
+
+class TraceClock:
+    """A clock that tells the time of a trace: the arrival of the latest request that has begun, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def begin(self, request: RunRequest) -> None:
+        """Move the clock on to the arrival of ``request``, which begins now."""
+        if request.time is not None:
+            self.now = max(self.now, request.time)
+
+
+class TraceSource:
+    """The requests of a trace, in its order. ``hints``: the share of conversations whose last request tells the cache
+    that it is the last. With ``shared_hints`` these requests also tell how much of their prompts later requests
+    have."""
+
+    def __init__(
+        self, trace: Sequence[TraceRequest], found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,
+        seed: int = 0, shared_hints: bool = False,
+    ) -> None:  # fmt: skip
+        rng = random.Random(seed)
+        self.total: int | None = len(trace)
+        self._trace = trace
+        self._times = arrivals(trace, 1.0)
+        self._at = arrivals(trace, speed)
+        self._ended = [end and rng.random() < hints for end in found.last]
+        self._shared = found.shared_blocks
+        self._later = found.later_blocks if shared_hints else None
+        self._next = 0
+
+    def next(self) -> RunRequest | None:
+        number = self._next
+        if number == len(self._trace):
+            return None
+        self._next += 1
+        line = self._trace[number]
+        tells = self._later is not None and self._ended[number]
+        return RunRequest(
+            number=number, length=line.input_length, output_length=line.output_length,
+            prompt=prompt_of(line), output=output_of(number, line.output_length),
+            at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
+            shared_tokens=self._later[number] * BLOCK_TOKENS if tells and self._later is not None else None,
+            time=self._times[number],
+        )
+
+    def done(self, request: RunRequest) -> None:
+        """Do nothing: the requests of a trace do not wait for one another."""
+
+
+def prompt_of(line: TraceRequest) -> Callable[[], Tokens]:
+    """A function that makes the prompt of a line."""
+    return lambda: block_tokens(line.blocks, line.input_length)
+
+
+def output_of(number: int, length: int) -> Callable[[], Tokens]:
+    """A function that makes the output of request ``number``, of ``length`` tokens."""
+    return lambda: stream_tokens(_OUTPUT_STREAM + number, 0, length)
+
 
 _SYSTEM, _USER = 1 << 40, 1 << 44
 _TENANTS = (None, None, None, "tenant-a", "tenant-b")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.request import BLOCK_TOKENS
+from asynccache.cli.workloads import BLOCK_TOKENS
 from tests import warm
 from tests.cli.trace_kit import made_trace
 

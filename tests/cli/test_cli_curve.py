@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccache.cli import curve as module
-from asynccache.cli.curve import BlockPath, curve
-from asynccache.cli.trace import TraceRequest, paths_of, read_trace
+from asynccache.cli import hit_curves as module
+from asynccache.cli.hit_curves import BlockPath, curve
+from asynccache.cli.workloads import TraceRequest, paths_of, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.047, 10_000: 0.224, 30_000: 0.345, 100_000: 0.380}

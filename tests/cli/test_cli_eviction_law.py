@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli.curve import BlockPath, curve
+from asynccache.cli.hit_curves import BlockPath, curve
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.tree import Node

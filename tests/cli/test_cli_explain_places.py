@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.request import RunRequest
-from asynccache.cli.workloads import StressSource
+from asynccache.cli.workloads import RunRequest, StressSource
 from tests import warm
 
 SEED, PROMPTS, PATIENCE = 5, 60, 60.0

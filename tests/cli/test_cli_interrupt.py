@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynccache.cli.runner import CancelledAt
+from asynccache.cli.serving import CancelledAt
 
 
 class Steps:

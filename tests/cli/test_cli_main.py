@@ -15,7 +15,7 @@ from asynccache import compiled
 from asynccache.cli.main import main
 from asynccache.cli.options import resolve_options
 from asynccache.cli.sizing import configure, tokens_needed
-from asynccache.cli.trace import TraceRequest, survey
+from asynccache.cli.workloads import TraceRequest, survey
 from asynccache.config import Full, Mamba, SlidingWindow
 from benchmarks.tables import Chart, Row, bench
 

@@ -10,8 +10,8 @@ import pytest
 
 import asynccache.cli.meter as meter_module
 from asynccache.cli.meter import TICK, Meter, Samples, Spread, peak_rss, spread
-from asynccache.cli.request import RunRequest
 from asynccache.cli.tally import Tally
+from asynccache.cli.workloads import RunRequest
 
 
 def test_percentiles() -> None:

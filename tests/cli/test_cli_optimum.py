@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccache.cli.curve import BlockPath, curve
-from asynccache.cli.optimum import next_uses, optimum
-from asynccache.cli.policy import policy_hits as found
-from asynccache.cli.trace import arrivals, paths_of, read_trace
+from asynccache.cli.hit_curves import BlockPath, curve, next_uses, optimum
+from asynccache.cli.hit_curves import policy_hits as found
+from asynccache.cli.workloads import arrivals, paths_of, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.199, 3_000: 0.307, 10_000: 0.382, 30_000: 0.382}

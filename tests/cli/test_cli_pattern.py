@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache.cli.pattern import Pattern, page_values
-from asynccache.cli.request import stream_tokens
+from asynccache.cli.engine import Pattern, page_values
+from asynccache.cli.workloads import stream_tokens
 
 TOKENS = stream_tokens(1, 0, 1000)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from asynccache.cli.hit_curves import policy_hits as found
 from asynccache.cli.main import main
 from asynccache.cli.plan import text
-from asynccache.cli.policy import policy_hits as found
-from asynccache.cli.trace import paths_of, read_trace
+from asynccache.cli.workloads import paths_of, read_trace
 from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.tree import Node

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from asynccache.cli.engine import PageRun, StandInEngine, Verdict
-from asynccache.cli.options import resolve_options
-from asynccache.cli.pool_options import check_replicas, replicate
-from asynccache.cli.ranked.engine import complaint, packed, understood, unpacked
-from asynccache.cli.ranked.shard import shard_config, store_url
+from asynccache.cli.options import check_replicas, replicate, resolve_options
+from asynccache.cli.ranked.engine import complaint, packed, shard_config, store_url, understood, unpacked
 from asynccache.cli.sizing import configure
 from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar
 from asynccache.core.settings import ComponentKind

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.request import BLOCK_TOKENS
+from asynccache.cli.workloads import BLOCK_TOKENS
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 IMPLIED = 105_592 / 276_491

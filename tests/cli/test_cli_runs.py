@@ -15,8 +15,8 @@ import pytest
 from asynccache.cli.engine import StandInEngine
 from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
-from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
+from asynccache.cli.workloads import RunRequest
 from asynccache.worker.stages import BackupHostStage
 from tests.cli.trace_kit import made_trace
 

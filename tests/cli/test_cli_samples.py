@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
-from asynccache.cli import samples
+from asynccache.cli import tally as samples
 from asynccache.cli.meter import Meter, Samples
-from asynccache.cli.samples import Sampler, percentiles, thinned
-from asynccache.cli.tally import Tally
+from asynccache.cli.tally import Sampler, Tally, percentiles, thinned
 from asynccache.core.eviction import Recency
 
 

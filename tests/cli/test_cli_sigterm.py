@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from asynccache.cli import entry
-from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
+from asynccache.cli.workloads import RunRequest
 from tests.cli import interrupt_child
 from tests.cli.trace_kit import made_trace
 

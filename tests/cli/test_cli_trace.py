@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.request import block_tokens, stream_tokens
-from asynccache.cli.trace import (
+from asynccache.cli.workloads import (
     TraceError,
     TraceRequest,
     TraceSource,
     TraceSurvey,
     arrivals,
+    block_tokens,
     parse_line,
     read_trace,
+    stream_tokens,
     survey,
 )
 from tests.cli.trace_kit import made_trace

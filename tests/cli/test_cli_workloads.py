@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from asynccache.cli.options import WORKLOADS
-from asynccache.cli.request import RunRequest
-from asynccache.cli.workloads import StressSource
+from asynccache.cli.workloads import RunRequest, StressSource
 
 
 def draw(workload: str, count: int, seed: int = 1) -> list[RunRequest]:

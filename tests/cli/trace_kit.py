@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from asynccache.cli.request import BLOCK_TOKENS
+from asynccache.cli.workloads import BLOCK_TOKENS
 
 
 def made_trace(

@@ -20,10 +20,10 @@ from asynccache import AsyncCache
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings, add_arguments, resolve_options
 from asynccache.cli.presses import Presses
-from asynccache.cli.request import RunRequest, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
+from asynccache.cli.workloads import RunRequest, Source
 from asynccache.runtime.prefetch import Prefetch
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.storage import Breaker, BreakerState, Permit

@@ -21,8 +21,7 @@ from asynccache.cli.engine import StandInEngine, Verdict
 from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter, peak_rss
 from asynccache.cli.ranked.crew import Duty
-from asynccache.cli.ranked.engine import complaint, unpacked
-from asynccache.cli.ranked.shard import shard_config
+from asynccache.cli.ranked.engine import complaint, shard_config, unpacked
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.worker import EngineBatch, RankWorker, Topology, connect
 

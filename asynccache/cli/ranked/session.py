@@ -16,10 +16,9 @@ from msgspec.structs import replace
 from asynccache import AsyncCache
 from asynccache.cli import report
 from asynccache.cli.ranked.crew import Crew, Duty, Member
-from asynccache.cli.ranked.engine import RankedEngine
-from asynccache.cli.ranked.shard import shard_config, store_url
-from asynccache.cli.request import Source
+from asynccache.cli.ranked.engine import RankedEngine, shard_config, store_url
 from asynccache.cli.session import Session
+from asynccache.cli.workloads import Source
 from asynccache.config import CacheConfig
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import BackendError, CacheClosed, RankFailure

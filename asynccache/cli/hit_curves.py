@@ -1,0 +1,221 @@
+"""How many lookups of a trace a cache of each size answers: under LRU, at best, and under a policy of the core.
+
+**LRU**, of every size from one pass over the requests. Mattson et al., "Evaluation techniques for storage hierarchies"
+(IBM Systems Journal 9/2, 1970): LRU is a stack algorithm, so a cache of C blocks holds the C blocks that were touched
+last. Order the blocks by their last touch. A block is a hit in every cache that has at least as many blocks as its
+place in that order; its place is 1 plus the number of blocks that were touched after it.
+
+A request looks up its whole path first and then touches it, leaf first, as the radix tree does. So no block stays
+longer than the block before it, and what is found is always a prefix. The result is exact for LRU over whole blocks
+when requests are served one at a time.
+
+**At best**, with the whole future known. The rule is Belady's ("A study of replacement algorithms for a virtual-storage
+computer", IBM Systems Journal 5/2, 1966), on the blocks of a prefix tree: whenever more blocks are held than fit, drop
+the leaf whose next use is farthest.
+
+Why no cache answers more. A block can only be found if it was held from its previous use until now. That is an interval
+of requests, in which the block takes one place. So a cache of ``capacity`` blocks chooses intervals of which at most
+``capacity`` cross any gap between two requests, and it answers one lookup for each interval it chose. Go through the
+gaps from left to right; where too many intervals cross, drop the one that ends last. This chooses the most: to the gaps
+before, all the crossing intervals are alike, and the one that ends last crosses every later gap that the others cross.
+
+Why the chosen blocks are prefixes. A request that uses a block also uses all blocks before it, so a block's next use
+never comes before its parent's. Of blocks with the same next use the deepest is dropped first. So a parent is never
+dropped while one of its children is held: only leaves are dropped, and the blocks found are always a prefix.
+
+This cache may refuse to keep a block that was just used. A real cache must hold what it is computing, so it answers a
+little less where paths are as long as the cache is large.
+
+**Under a policy**: the requests go through the core itself.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.cli.workloads import BLOCK_TOKENS
+from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Wait
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from asynccache.errors import InvariantViolation
+
+BlockPath = Sequence[int]
+"""The blocks of one request. There is a key for each block, root first; it stands for the block and all blocks before
+it."""
+
+_CHUNK = 4096
+
+
+class HitCurve(NamedTuple):
+    """``hits[c]``: how many lookups a cache of c blocks answers; the last entry holds for every larger cache as well.
+    ``lookups``: how many there are in all. ``blocks``: how many different blocks the requests have."""
+
+    hits: npt.NDArray[np.int64]
+    lookups: int
+    blocks: int
+
+    def found(self, capacity: float) -> int:
+        """The number of lookups that a cache of ``capacity`` blocks answers."""
+        return int(self.hits[min(len(self.hits) - 1, max(0, int(capacity)))])
+
+
+class Stack:
+    """The blocks in the order of their last touch: each block is a mark at the moment when it was touched.
+
+    The place of a block is the number of marks from its own to the latest: the marks of its own chunk are counted one
+    by one, and the marks of the chunks after it are added up from the chunks' sums.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+        self._marks = np.zeros(_CHUNK, dtype=np.bool_)
+        self._sums = np.zeros(1, dtype=np.int64)
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def places(self, path: BlockPath) -> Iterator[int]:
+        """The place of each block of ``path`` that was touched before, in the path's order; 1 is the latest."""
+        before, place = -1, 0
+        for key in path:
+            time = self._last.get(key, -1)
+            if time < 0:
+                continue
+            place = place + 1 if time == before - 1 else self._from(time)
+            before = time
+            yield place
+
+    def touch(self, path: BlockPath) -> None:
+        """Touch the blocks of ``path``, the leaf first, so that the root is the latest."""
+        self._grow(self._now + len(path))
+        old = np.array([self._last[key] for key in path if key in self._last], dtype=np.int64)
+        new = np.arange(self._now, self._now + len(path))
+        self._mark(old, False)
+        self._mark(new, True)
+        self._now += len(path)
+        self._last.update(zip(path, range(self._now - 1, self._now - len(path) - 1, -1), strict=True))
+
+    def _from(self, time: int) -> int:
+        chunk = time // _CHUNK
+        within = np.count_nonzero(self._marks[time : (chunk + 1) * _CHUNK])
+        return int(within + self._sums[chunk + 1 :].sum())
+
+    def _mark(self, times: npt.NDArray[np.int64], there: bool) -> None:
+        self._marks[times] = there
+        np.add.at(self._sums, times // _CHUNK, 1 if there else -1)
+
+    def _grow(self, wanted: int) -> None:
+        if wanted > len(self._marks):
+            more = -(-max(wanted, 2 * len(self._marks)) // _CHUNK) * _CHUNK - len(self._marks)
+            self._marks = np.concatenate([self._marks, np.zeros(more, dtype=np.bool_)])
+            self._sums = np.concatenate([self._sums, np.zeros(more // _CHUNK, dtype=np.int64)])
+
+
+def curve(paths: Iterable[BlockPath]) -> HitCurve:
+    """The curve of requests with these paths, from one pass over them."""
+    stack, places, lookups = Stack(), array("q"), 0
+    for path in paths:
+        places.extend(stack.places(path))
+        stack.touch(path)
+        lookups += len(path)
+    return HitCurve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(stack))
+
+
+NEVER = -1
+
+
+def next_uses(paths: Sequence[BlockPath]) -> list[list[int]]:
+    """For each block of each path: the number of the next request that looks the block up; ``NEVER`` if none does."""
+    upcoming: dict[int, int] = {}
+    found: list[list[int]] = []
+    for number in range(len(paths) - 1, -1, -1):
+        found.append([upcoming.get(key, NEVER) for key in paths[number]])
+        upcoming |= dict.fromkeys(paths[number], number)
+    found.reverse()
+    return found
+
+
+def optimum(paths: Sequence[BlockPath], uses: Sequence[Sequence[int]], capacity: int) -> int:
+    """The number of lookups that the best cache of ``capacity`` blocks answers if requests are served one by one.
+    ``uses``: the result of ``next_uses``, which is the same for every capacity. O(n log n) in the number of blocks of
+    all paths."""
+    held: dict[int, int] = {}
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for number, path in enumerate(paths):
+        for key in path:
+            if key in held:
+                hits += held.pop(key) == number
+        for depth, (key, use) in enumerate(zip(path, uses[number], strict=True)):
+            if use != NEVER:
+                held[key] = use
+                heappush(farthest, (-use, -depth, key))
+        while len(held) > capacity:
+            use, _, key = heappop(farthest)
+            if held.get(key) == -use:
+                del held[key]
+    return hits
+
+
+_SPACE = bytes(32)
+_UNSLICED = 1 << 30
+
+
+def compared(
+    paths: Sequence[BlockPath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
+) -> Iterator[dict[str, int]]:
+    """For each of ``sizes``: how many lookups ``lru``, the ``policy`` in use and the ``optimum`` answer, in blocks.
+
+    ``found``: the curve of the same requests, which LRU's figures are from, also where LRU is the policy in use.
+    ``times``: the seconds at which the requests come.
+    """
+    uses = next_uses(paths)
+    for size in sizes:
+        lru = found.found(size)
+        evicts = size < found.blocks and eviction != "lru"
+        policy = policy_hits(paths, size, eviction, times) if evicts else lru
+        yield {"lru": lru, "policy": policy, "optimum": optimum(paths, uses, size)}
+
+
+def policy_hits(paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float]) -> int:
+    """The number of lookups that a device of ``capacity`` blocks answers under the policy named ``eviction``.
+    ``times``: the seconds at which the requests come, ascending.
+
+    The requests go through a core one at a time, at these times, with one page for each block, no host tier, no store
+    and no hints. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way.
+    Unlike ``optimum`` and ``curve``, this cache keeps every block that a request holds while the request runs. A
+    request whose path is longer than the cache only looks up what is there and leaves nothing.
+    """
+    if capacity < 1:
+        return 0
+    core = CacheCore(CoreConfig(
+        page_size=BLOCK_TOKENS, components=(ComponentSlots(ComponentKind.FULL, capacity),), eviction=eviction,
+        slice_steps=_UNSLICED,
+    ))  # fmt: skip
+    hits = 0
+    for path, at in zip(paths, times, strict=True):
+        core.at(at)
+        hits += _serve(core, path, capacity)
+    return hits
+
+
+def _serve(core: CacheCore, path: BlockPath, capacity: int) -> int:
+    """Serve the request with this path; returns how many of its lookups were answered."""
+    key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
+    if len(path) > capacity:
+        return core.match(_SPACE, key).device // BLOCK_TOKENS
+    answer = core.lease(LeaseRequest(_SPACE, key, length, length, length))
+    if not isinstance(answer, Grant):
+        raise InvariantViolation(f"a device of {capacity} blocks that nobody else uses has no room for {len(path)}")
+    lease = answer.lease
+    cached = lease.cached // BLOCK_TOKENS
+    if isinstance(core.commit(lease, key, b""), Wait):
+        raise InvariantViolation("pages are on their way, and there is nowhere that they could come from")
+    core.release(lease)
+    return cached
