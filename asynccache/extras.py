@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 BRINGS: Mapping[str, tuple[str, ...]] = {
-    "cli": ("rich>=13.7",),
+    "cli": ("rich>=13.7", "argcomplete>=3.3"),
     "hf": ("transformers>=5.23,<5.24",),
     "events": ("pyzmq>=26",),
     "metrics": ("prometheus-client>=0.20", "uvicorn>=0.34"),

@@ -70,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["ASYNCCACHE_DEBUG"] = "1"
     debug = debugging()
     _have_streams()
+    if "_ARGCOMPLETE" in os.environ:  # set by the shell when somebody presses TAB
+        import argcomplete
+
+        argcomplete.autocomplete(_parser(whole=True))  # answers, and ends the process
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()  # here, not at the end of the process, where nobody catches what it raises
@@ -124,21 +128,24 @@ def _dispatch(arguments: list[str]) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, whole: bool = False) -> argparse.ArgumentParser:
+    """The command's own parser. ``whole``: with the arguments of all commands, which completion needs."""
     parser = Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (or ASYNCCACHE_DEBUG=1)")
     parser.add_argument("--version", action="version", version=f"asynccache {__version__}, {compiled.CORE} core")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in (_COMMANDS | {tool: text for tool, (text, _) in _TOOLS.items()}).items():
-        commands.add_parser(name, help=text, add_help=False)
+        command = commands.add_parser(name, help=text, add_help=False)
+        if whole and name in _COMMANDS:
+            add_arguments(command, name)
+        elif whole:
+            import_module(f"asynccache.cli.{name}").add_arguments(command)
     return parser
 
 
 def _run(arguments: list[str]) -> int:
     name: Literal["replay", "stress"] = "replay" if arguments[0] == "replay" else "stress"
     parser = Parser(prog=f"asynccache {name}", description=sentence(_COMMANDS[name]))
-    if name == "replay":
-        parser.add_argument("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
     add_arguments(parser, name)
     settings = resolve_options(name, vars(parser.parse_args(arguments[1:])))
     with Presses() as presses:

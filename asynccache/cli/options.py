@@ -372,7 +372,9 @@ def options_for(command: str) -> dict[str, Option]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the options of ``command`` to ``parser``. Their values stay text until ``resolve_options``."""
+    """Add the arguments of ``command`` to ``parser``. Options' values stay text until ``resolve_options``."""
+    if command == "replay":
+        parser.add_argument("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
     for option in options_for(command).values():
         default = option.defaults[command]
         if option.name == "quiet":

@@ -95,7 +95,7 @@ def test_without_rich_only_a_quiet_run_starts(monkeypatch: pytest.MonkeyPatch) -
     assert console(quiet=True) is None
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert console(quiet=True) is None
-    with pytest.raises(ConfigError, match=r"pip install 'rich>=13\.7', or use --quiet"):
+    with pytest.raises(ConfigError, match=r"pip install 'rich>=13\.7' 'argcomplete>=3\.3', or use --quiet"):
         console(quiet=False)
 
 

@@ -4,6 +4,9 @@ that hold everything."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,3 +87,18 @@ def test_swa_and_mamba_get_their_part() -> None:
     assert (swa.device_tokens, swa.host_tokens) == (4096, 8192)
     assert isinstance(mamba, Mamba)
     assert mamba.device_states > settings.concurrency
+
+
+@pytest.mark.parametrize(("line", "offered"), [
+    ("asynccache st", {"stress", "store"}), ("asynccache stress --prefetch-p", {"--prefetch-policy"}),
+    ("asynccache replay --rank-d", {"--rank-delay"}), ("asynccache store cl", {"clear"}),
+    ("asynccache bench ", {"store"}),
+])
+def test_a_shell_completes_commands_and_their_options(line: str, offered: set[str], tmp_path: Path) -> None:
+    environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)),
+                                "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered")}
+    done = subprocess.run([sys.executable, "-m", "asynccache.cli"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = {word.strip() for word in (tmp_path / "offered").read_text().split("\n")}
+    assert offered <= words
+    assert all(word.startswith(line.rpartition(" ")[2]) for word in words)
