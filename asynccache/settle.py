@@ -15,6 +15,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -131,16 +132,19 @@ BATCH_BYTES = 4 << 20
 
 
 class _Call(NamedTuple):
-    future: asyncio.Future[Any]
+    future: Any
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-class ThreadPool:
+class ThreadPool(Executor):
     """``count`` threads, which are started at the first call. They are daemon threads, so the process can end even if
     ``close`` was never called. ``name`` is the beginning of the threads' names. With a ``count`` of 0 all work is done
-    on the loop, for simulations."""
+    on the loop, for simulations.
+
+    It is an ``Executor``, so that ``loop.run_in_executor`` and libraries such as ``aiofiles`` can use its threads. As
+    such, too, it belongs to one loop."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = checks.integer("count", count, 0, MOST_THREADS)
@@ -179,6 +183,27 @@ class ThreadPool:
         is cancelled, it waits for that end all the same, so that the function's buffers are free. Raises as ``call``
         does."""
         return await _ended(self.call(function, *args, **kwargs))
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call ``function`` in a thread, for those who want an ``Executor``. The call cannot be cancelled. Raises as
+        ``call`` does."""
+        checks.function("function", function)
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def work() -> None:
+            _, result, error = _outcome(_Call(future, function, args, kwargs))
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self.call(work)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do the same as ``close``. No call is cancelled."""
+        self.close()
 
     async def run_for(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do the same as ``run``, for work that goes over ``size`` bytes. Up to ``INLINE_BYTES`` it is done on the
@@ -259,7 +284,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def _outcome(call: _Call) -> tuple[asyncio.Future[Any], Any, BaseException | None]:
+def _outcome(call: _Call) -> tuple[Any, Any, BaseException | None]:
     try:
         return call.future, call.function(*call.args, **call.kwargs), None
     except StopIteration as error:  # a future takes no StopIteration, so its waiter would wait for ever

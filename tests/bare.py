@@ -30,6 +30,7 @@ PARTS = (
     "tests/stores", "tests/vllm", "tests/sglang", "tests/docs/test_docs_blocks.py::test_commands_run",
     "tests/metrics/test_metrics_dashboard.py", "tests/cli/test_cli_html_report.py",
     "tests/cuda/test_cuda_kernel_on_cpu.py", "tests/packaging/test_release.py", "tests/packaging/test_compiled.py",
+    "tests/engine/test_engine_loads.py::test_processes_that_serve_at_the_same_time_share_one_store",
 )  # fmt: skip
 LEFT_OUT = ("test_required.py", "test_failures_file.py", "test_failures_s3.py")
 """Of ``tests/stores``: the one that does the same, and two that take long and need no program but Python."""

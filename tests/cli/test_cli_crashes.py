@@ -74,7 +74,7 @@ def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(components
     for written in (9 * MIB, 4 * MIB, 23 * MIB):
         killed(arguments, written)
     again = run(*arguments, report=tmp_path / "again.json")
-    assert again["storage"]["scanned_groups"] > 0, "no snapshot can know what was written before the kill"
+    assert again["storage"]["scanned_groups"] > 0, "no footer can name what was written right before the kill"
     assert again["storage"]["corrupt_pages"] == 0
     assert again["tokens"]["hit"]["storage"] > 64 * BLOCK_TOKENS
     last = run(*arguments, report=tmp_path / "last.json")

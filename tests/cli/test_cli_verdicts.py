@@ -222,11 +222,10 @@ def test_a_folder_of_another_schema_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def rewrite_schema(manifest: Path) -> None:
-    from asynccache_backends.file.folder import Manifest, _digest
+    from asynccache_backends.file.folder import Manifest, pack_manifest
 
-    changed = Manifest(**(json.loads(manifest.read_text())["manifest"] | {"schema": "ab" * 32}))
-    content = {"manifest": {name: getattr(changed, name) for name in changed.__slots__}, "xxh3": _digest(changed)}
-    manifest.write_text(json.dumps(content))
+    fields = json.loads(manifest.read_text())["manifest"] | {"schema": "ab" * 32}
+    manifest.write_bytes(pack_manifest(Manifest(**fields)))
 
 
 def test_a_run_with_faults_lets_go_of_its_store(tmp_path: Path) -> None:

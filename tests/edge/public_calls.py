@@ -292,6 +292,15 @@ async def _work(world: World, given: Given) -> None:
         workers.close()
 
 
+async def _submitted(world: World, given: Given) -> None:
+    workers = ThreadPool(1, "edge")
+    try:
+        future = await called(lambda function: workers.submit(function), {"function": lambda: 8}, given)
+        await asyncio.wrap_future(future)
+    finally:
+        workers.close()
+
+
 async def _run_for(world: World, given: Given) -> None:
     workers = ThreadPool(1, "edge")
     try:
@@ -744,6 +753,9 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ThreadPool.call": Case(
         _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
+    "asynccache.storage.ThreadPool.submit": Case(
+        _submitted, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
+    ),
     "asynccache.storage.ThreadPool.run": Case(
         _run, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
@@ -843,6 +855,8 @@ _VALUE = "a value: Mirror checks of an event what it takes up, and msgspec all o
 _GROUP = "a cache with workers only takes it: tests/group/test_group_edges.py calls it with all that is odd"
 
 NOT_CALLED: dict[str, Unchecked] = {
+    "asynccache.storage.ThreadPool.map": Unchecked("inherited as it is from concurrent.futures.Executor"),
+    "asynccache.storage.ThreadPool.shutdown": Unchecked("as that of Executor: it looks at neither argument"),
     **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},
     "asynccache.metrics.MetricsServer": Unchecked("start_metrics_server makes it"),
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it, and takes all that it is made of"),

@@ -81,7 +81,7 @@ def stored_keys(backend: Any) -> set[bytes]:
     if isinstance(backend, MemoryBackend):
         return set(backend._stored)
     assert isinstance(backend, FileBackend)
-    return set(backend._state.index._locations)
+    return set(backend._log.index._locations)
 
 
 class Reader:

@@ -83,7 +83,7 @@ def test_the_answer_as_json(folder: Path, capsys: pytest.CaptureFixture[str], tm
     }
     assert main(["store", "stat", f"file:{folder}", "--json", str(tmp_path / "stat.json")]) == 0
     stat = json.loads((tmp_path / "stat.json").read_text())
-    assert (stat["pages"], stat["stats"]["segments"], stat["breaker"]) == (79, 1, "closed")
+    assert (stat["pages"], stat["stats"]["segments"], stat["breaker"]) == (79, 2, "closed")  # one has the deletion
     assert stat["by_age"] == {"an hour": 79}
     assert stat["by_page_size"] == [{"page_bytes": 1000, "pages": 20}, {"page_bytes": 16384, "pages": 59}]
 
@@ -100,10 +100,7 @@ def test_stat_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(len(line) <= 80 for line in lines[1:])
 
 
-@pytest.mark.parametrize("note", [b"", b"much", b"-5", b"9" * 400, b"\xff"])
-def test_the_capacity_is_the_stores_own_as_far_as_it_was_noted(
-    folder: Path, capsys: pytest.CaptureFixture[str], note: bytes
-) -> None:
+def test_the_capacity_is_the_stores_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def capacity() -> int:
         assert main(["store", "stat", f"file:{folder}", "--json", "-"]) == 0
         known: int = json.loads(capsys.readouterr().out)["stats"]["capacity_bytes"]
@@ -115,10 +112,6 @@ def test_the_capacity_is_the_stores_own_as_far_as_it_was_noted(
     assert capacity() == 64 << 20
     asyncio.run(use("capacity=32MiB"))
     assert capacity() == 32 << 20
-    (folder / "capacity").write_bytes(note)
-    assert capacity() == 10 << 30
-    (folder / "capacity").unlink()
-    assert capacity() == 10 << 30
     asyncio.run(use("capacity=48MiB"))
     assert capacity() == 48 << 20
 
@@ -198,7 +191,7 @@ def test_old_pages_are_counted_then_collected(
     assert (report["pages"], report["waste"], report["dry_run"]) == (80, 0, False)
     assert report["size"] >= 80 * 64
     assert main(["store", "stat", url]) == 0
-    assert capsys.readouterr().out.startswith(f"{url}: 0 pages, 0 B; 0 B of 64.0 MiB in 0 segments\n")
+    assert capsys.readouterr().out.startswith(f"{url}: 0 pages, 0 B; 7.9 KiB of 64.0 MiB in 1 segments\n"), "deletions"
 
 
 @pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, 0), ("\n", 1, 80), ("no\n", 1, 80), ("", 1, 80)])

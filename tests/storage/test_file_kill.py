@@ -130,7 +130,7 @@ def _abandon(store: CheckedStore) -> None:
     """Let go of the folder without a word to the disk, as a killed process would."""
     backend = store.backend
     assert isinstance(backend, FileBackend)
-    for segment in backend._state.log.segments.values():
+    for segment in backend._log.segments.values():
         segment.drop()
-    backend._state.io.close()
+    backend._log.threads.close()
     backend._lock.release()

@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.backend import BATCHES, GroupStretch, find_stretches, plan_reads
-from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, ThreadIO, read_runs
-from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, group_bytes, list_segments
+from asynccache_backends.file.backend import THREADS, PageRun, plan_reads
+from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, read_runs, write_run
+from asynccache_backends.file.index import FileIndex
+from asynccache_backends.file.segments import PageGroup, group_bytes
 from asynccache_backends.file.settings import usual_segment
-from asynccache_backends.file.state import FileIndex
 
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url
@@ -73,25 +74,48 @@ async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) ->
     keys = keys_of(40)
     await put(store, keys)
     await get(store, keys)
-    io, state = HeldIO(backend), backend._state
-    group = state.index.groups()[0]
-    pages = list(range(group.count))
-    moving = asyncio.ensure_future(
-        backend._janitor._move(state.log.segments[1], group, pages[:10], aligned(10 * FULL))
-    )
+    io, log = HeldIO(backend), backend._log
+    (group,) = log.index.groups_of(1)
+    moving = asyncio.ensure_future(log._rescue(log.segments[1], [(group, list(range(10)))], 1 << 20))
     await _turns()
     io.release_all()
     await io.asked()
-    assert await store.delete(keys[2:5]) == [Result.HIT] * 3
+    deleting = asyncio.ensure_future(store.delete(keys[2:5]))
+    await _turns()
     io.release_all()
     await moving
+    assert await deleting == [Result.HIT] * 3
     expected = [Result.MISS if 2 <= i < 5 else Result.HIT for i in range(40)]
     assert await store.exists(keys) == expected
-    assert state.counts["moved_pages"] == 10
+    assert log.counts["moved_pages"] == 10
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    io.stop()
     await store.aclose()
-    (tmp_path / "s" / "index.snapshot").unlink()
+    for folder in ("s", "killed"):
+        store = await open_at(tmp_path / folder)
+        assert await get(store, keys) == expected
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_page_deleted_while_it_is_read_to_be_moved_is_not_written_again(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
-    assert await get(store, keys) == expected
+    backend, keys = _backend(store), keys_of(10)
+    await put(store, keys)
+    io, log = HeldIO(backend), backend._log
+    (group,) = log.index.groups_of(1)
+    moving = asyncio.ensure_future(log._rescue(log.segments[1], [(group, list(range(10)))], 1 << 20))
+    await io.asked()
+    deleting = asyncio.ensure_future(store.delete(keys[2:5]))
+    await _turns()
+    io.stop()
+    await moving
+    assert await deleting == [Result.HIT] * 3
+    assert log.counts["moved_pages"] == 7
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    store = await open_at(tmp_path / "killed")
+    assert await get(store, keys) == [Result.MISS if 2 <= i < 5 else Result.HIT for i in range(10)]
     await store.aclose()
 
 
@@ -161,15 +185,12 @@ async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("noted", [True, False], ids=["another capacity", "no note"])
-async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(tmp_path: Path, noted: bool) -> None:
+async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "6m") as disk:
         store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
         keys = keys_of(30)
         assert set(await put(store, keys)) == {Result.HIT}
         await store.aclose()
-        if not noted:
-            (disk / "s" / "capacity").unlink()
         with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(4096))
@@ -178,42 +199,44 @@ async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(
         await store.aclose()
 
 
-class HeldIO(ThreadIO):
-    """Real I/O whose answers come when the test says so, with errors if it says so."""
+class HeldIO:
+    """The store's own I/O, whose answers come when the test says so, with errors if it says so."""
 
     def __init__(self, backend: FileBackend) -> None:
-        super().__init__(2)
         self.held: list[asyncio.Future[Any]] = []
         self.error: OSError | None = None
         self._asked = asyncio.Event()
-        backend._state.io.close()
-        backend._state.io = self
+        self._threads = backend._log.threads
+        self._call = self._threads.call
+        self._threads.call = self.call  # type: ignore[method-assign]
 
-    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
-        if self.error is not None:
-            return self._answer(RunsMoved([0], self.error, False))
-        return self._hold(super().write(files, run))
-
-    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
-        if self.error is not None:
-            return self._answer(RunsMoved([0] * len(runs), self.error, False))
-        return self._hold(super().read(files, runs))
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        if function not in (write_run, read_runs):
+            return self._call(function, *args, **kwargs)
+        if self.error is None:
+            return self._hold(self._call(function, *args, **kwargs))
+        answer = asyncio.get_running_loop().create_future()
+        if function is write_run:
+            answer.set_exception(self.error)
+        else:
+            answer.set_result(RunsMoved([0] * len(args[1]), self.error))
+        return answer
 
     def release_all(self) -> None:
         for future in self.held:
             future.set_result(None)
         self.held.clear()
 
+    def stop(self) -> None:
+        """Hold nothing any more."""
+        self._threads.call = self._call  # type: ignore[method-assign]
+        self.release_all()
+
     async def asked(self) -> None:
         """Return when something is held."""
         if not self.held:
             self._asked.clear()
             await self._asked.wait()
-
-    def _answer(self, value: Any) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().create_future()
-        future.set_result(value)
-        return future
 
     def _hold(self, done: asyncio.Future[Any]) -> asyncio.Future[Any]:
         gate = asyncio.get_running_loop().create_future()
@@ -326,14 +349,14 @@ def test_segments_are_few_and_small(exponent: int) -> None:
 @pytest.mark.asyncio
 async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
     layout = StoreLayout({"full": 4096}, b"s")
-    backend = await FileBackend.open(parse_url(f"file:{tmp_path}/s?capacity=32KiB"), layout)
+    backend = await FileBackend.open(parse_url(f"file:{tmp_path}/s?capacity=36KiB"), layout)
     keys = keys_of(20)
     records = [Record(aligned(64), aligned(4096)) for _ in keys]
     for key, record in zip(keys, records, strict=True):
         record.payload[:32] = key.key
         assert await backend.put([key], [record]) == [Result.HIT]
     assert (await backend.exists(keys))[-1] is Result.HIT
-    assert backend.stats()["disk_bytes"] <= 32768
+    assert backend.stats()["disk_bytes"] <= 36 << 10
     await backend.aclose()
 
 
@@ -349,50 +372,52 @@ def _index(groups: int = 1, length: int = FULL, segment: int = 1, first: int = 0
     return index
 
 
-def _find(index: FileIndex, which: Sequence[int], length: int = FULL) -> list[GroupStretch]:
-    """The stretches of pages, all of which are there and of that length."""
-    records = [Record(aligned(64), memoryview(bytearray(length)))] * len(which)
-    stretches, wrong = find_stretches(index, [PAGES[i] for i in which], records)
+def _plan(index: FileIndex, which: Sequence[int], length: int = FULL) -> list[list[PageRun]]:
+    """The batches of pages, all of which are there and of that length."""
+    records = [Record(aligned(64), memoryview(bytearray(length))) for _ in which]
+    batches, wrong = plan_reads(index, [PAGES[i] for i in which], records)
     assert not wrong
-    return stretches
+    for runs in batches:
+        for run in runs:
+            assert [id(buffer) for buffer in run.buffers] == [id(records[i].payload) for i in run.which]
+    return batches
 
 
 def test_neighbours_are_read_in_one_run() -> None:
-    stretches = _find(_index(2), [3, 1, 2, 9, 999, 41, 40, 39])
-    (batch,) = plan_reads(stretches, [blank(page_key("x"))] * 8)
-    assert [stretch.which for stretch in batch.stretches] == [[1, 2, 0], [3], [7], [6, 5]]
-    second = group_bytes(FULL, 40) + BLOCK_BYTES
-    assert [run.offset for run in batch.runs] == [BLOCK_BYTES + n * FULL for n in (1, 9, 39)] + [second]
-    assert [run.length // FULL for run in batch.runs] == [len(run.buffers) for run in batch.runs] == [3, 1, 1, 2]
+    (runs,) = _plan(_index(2), [3, 1, 2, 9, 999, 41, 40, 39])
+    assert [run.which for run in runs] == [[1, 2, 0], [3], [7], [6, 5]]
+    assert [(run.group.offset, run.page) for run in runs] == [(0, 1), (0, 9), (0, 39), (group_bytes(FULL, 40), 0)]
 
 
 def test_a_key_that_is_asked_for_twice_is_read_twice() -> None:
-    assert [stretch.which for stretch in _find(_index(), [5, 6, 5, 6])] == [[0], [2, 1], [3]]
+    (runs,) = _plan(_index(), [5, 6, 5, 6])
+    assert [run.which for run in runs] == [[0], [2, 1], [3]]
 
 
 def test_pages_of_another_length_are_left_out() -> None:
     index, right, wrong = _index(), blank(page_key("x")), Record(aligned(64), memoryview(bytearray(FULL - 1)))
-    stretches, refused = find_stretches(index, PAGES[:5], [wrong, right, right, wrong, right])
-    assert [(stretch.page, stretch.which) for stretch in stretches] == [(1, [1, 2]), (4, [4])]
+    (runs,), refused = plan_reads(index, PAGES[:5], [wrong, right, right, wrong, right])
+    assert [(run.page, run.which) for run in runs] == [(1, [1, 2]), (4, [4])]
     assert refused == [0, 3]
 
 
 def test_a_large_get_is_dealt_out_in_several_full_batches() -> None:
-    batches = plan_reads(_find(_index(25), range(1000)), [blank(page_key("x"))] * 1000)
-    sizes = [sum(run.length for run in batch.runs) for batch in batches]
-    assert sizes[:-1] == [1000 * FULL // BATCHES // FULL * FULL] * (len(sizes) - 1)
-    assert len(batches) == BATCHES
-    assert sorted(i for b in batches for stretch in b.stretches for i in stretch.which) == list(range(1000))
-    for batch in batches:
-        for run, (group, page, which) in zip(batch.runs, batch.stretches, strict=True):
-            assert (run.offset, len(run.buffers)) == (group.payload_offset(page), len(which))
+    batches = _plan(_index(25), range(1000))
+    sizes = [sum(len(run.which) for run in runs) * FULL for runs in batches]
+    assert sizes[:-1] == [1000 * FULL // THREADS // FULL * FULL] * (len(sizes) - 1)
+    assert len(batches) == THREADS
+    assert sorted(i for runs in batches for run in runs for i in run.which) == list(range(1000))
 
 
 @pytest.mark.parametrize(("segment", "length"), [(2, FULL), (1, FULL + 1)])
 def test_segments_and_lengths_are_not_mixed(segment: int, length: int) -> None:
-    stretches = [*_find(_index(), [0, 1]), *_find(_index(1, length, segment, 40), [40, 41], length)]
-    batches = plan_reads(stretches, [blank(page_key("x"))] * 2)
-    assert [(batch.segment, batch.length, len(batch.runs)) for batch in batches] == [(1, FULL, 1), (segment, length, 1)]
+    index, other = _index(), _index(1, length, segment, 40)
+    (group,) = other.holders.values()
+    index.add(group)
+    records = [Record(aligned(64), memoryview(bytearray(FULL if i < 40 else length))) for i in range(80)]
+    batches, _ = plan_reads(index, PAGES[:80], records)
+    found = [(runs[0].group.segment, runs[0].group.length, len(runs)) for runs in batches]
+    assert found == [(1, FULL, 1), (segment, length, 1)]
 
 
 @pytest.mark.asyncio
@@ -400,10 +425,10 @@ async def test_files_of_reclaimed_segments_are_gone_and_closed(tmp_path: Path) -
     store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
     for batch in range(20):
         await put(store, [page_key(f"{batch}/{i}") for i in range(50)])
-    saver = _backend(store)._janitor._saver
-    assert saver is not None
-    await asyncio.wait([saver])  # it may be syncing a segment that was reclaimed meanwhile
-    numbers = list_segments(tmp_path / "s")
+    log = _backend(store)._log
+    assert log._sealing is not None
+    await asyncio.wait([log._sealing])  # it may be syncing a segment that was reclaimed meanwhile
+    numbers = sorted(int(name[8:-3], 16) for name in os.listdir(tmp_path / "s") if name.startswith("segment-"))
     assert len(numbers) <= 4
     assert min(numbers) > 10
     names = [name for name in map(_target, _descriptors()) if str(tmp_path) in name and "segment-" in name]
@@ -429,11 +454,11 @@ def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path
     fd = os.open(path, os.O_RDONLY)
     buffers = [memoryview(bytearray(5000)) for _ in range(3)]
     runs = [FileRun(at, 5000, [buffer]) for at, buffer in zip((0, -5, 18000), buffers, strict=True)]
-    moved = read_runs(FileHandles(fd, None), runs)
+    moved = read_runs(FileHandles(fd, fd), runs)
     os.close(fd)
     assert moved.bytes == [5000, 0, 2000]
     assert moved.error is not None
-    assert (moved.error.errno, moved.misaligned) == (errno.EINVAL, False)
+    assert moved.error.errno == errno.EINVAL
     assert buffers[2][:2000] == (bytes(range(200)) * 10)
 
 
@@ -444,16 +469,17 @@ async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp
     await put(store, keys)
     backend = _backend(store)
 
-    class OneBad(ThreadIO):
-        def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
-            (run,) = runs
-            future: asyncio.Future[RunsMoved] = asyncio.get_running_loop().create_future()
-            future.set_result(RunsMoved([run.length // 2], OSError(errno.EIO, "bad sector"), False))
-            return future
+    threads = backend._log.threads
 
-    backend._state.io.close()
-    backend._state.io = OneBad(1)
+    def one_bad(function: Callable[..., Any], files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[Any]:
+        (run,) = runs
+        future: asyncio.Future[RunsMoved] = asyncio.get_running_loop().create_future()
+        future.set_result(RunsMoved([run.length // 2], OSError(errno.EIO, "bad sector")))
+        return future
+
+    call, threads.call = threads.call, one_bad  # type: ignore[method-assign, assignment]
     results = await backend.get(keys, [blank(key) for key in keys])
     assert results == [Result.HIT] * 3 + [Result.FAILED] * 3
     assert await store.exists(keys) == [Result.HIT] * 6
+    threads.call = call  # type: ignore[method-assign]
     await store.aclose()

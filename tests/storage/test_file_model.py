@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -55,12 +56,13 @@ class Walk:
         assert await self.store.delete(keys) == [Result.HIT if key in self.model else Result.MISS for key in keys]
         self.model.difference_update(keys)
 
+    async def collect(self) -> None:
+        """No page is lost, and none that was deleted comes back when its segment goes."""
+        assert isinstance(self.store.backend, FileBackend)
+        await self.store.backend.collect(None)
+
     async def flush(self) -> None:
         await self.store.flush()
-
-    async def save(self) -> None:
-        assert isinstance(self.store.backend, FileBackend)
-        await self.store.backend._janitor.save()
 
     async def clear(self) -> None:
         if self.rng.random() < 0.3:
@@ -105,10 +107,10 @@ async def agrees_with_a_dict(folder: Path, seed: int) -> None:
     walk = Walk(folder, seed)
     await walk.open()
     steps = [
-        walk.put, walk.get, walk.delete, walk.flush, walk.save, walk.clear, walk.cancelled_put, walk.restart,
+        walk.put, walk.get, walk.delete, walk.flush, walk.collect, walk.clear, walk.cancelled_put, walk.restart,
         walk.crash,
-    ]
-    weights = [8, 8, 4, 1, 1, 1, 3, 1, 2]
+    ]  # fmt: skip
+    weights = [8, 8, 4, 1, 2, 1, 3, 1, 2]
     for step in walk.rng.choices(steps, weights, k=50):
         await step()
         stats = walk.store.stats()
@@ -162,6 +164,64 @@ async def everything_at_once(folder: Path, seed: int) -> None:
     stats = store.stats()
     assert (stats["errors"], stats["corrupt_pages"]) == (0, 0)
     assert stats["disk_bytes"] <= 3 << 20
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_was_deleted_never_comes_back_after_a_kill(tmp_path: Path, seed: int) -> None:
+    await deleted_stays_deleted(tmp_path, seed)
+
+
+def copy_of(folder: Path, target: Path) -> None:
+    """Files may go while their folder is copied."""
+    target.mkdir()
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):
+            shutil.copyfile(folder / name, target / name)
+
+
+async def deleted_stays_deleted(folder: Path, seed: int) -> None:
+    """In a store that is too small, whose segments are reclaimed and collected while pages of them are moved and
+    deleted: in a copy of the folder, taken at any moment, no page is found whose deletion had ended."""
+    rng = Random(f"deleted {seed}")
+    url = f"?capacity=3MiB&segment=512KiB&direct={rng.choice(('auto', 'off'))}"
+    backend = await FileBackend.open(parse_url(f"file:{folder}/live{url}"), LAYOUT)
+    store, gone = CheckedStore(backend, LAYOUT), set[PageKey]()
+
+    async def worker(universe: list[PageKey]) -> None:
+        for _ in range(60):
+            keys = rng.sample(universe, 8)
+            pages = [aligned(LAYOUT.page_bytes[key.pool]) for key in keys]
+            which = rng.random()
+            if which < 0.4:
+                gone.difference_update(keys)
+                for key, page in zip(keys, pages, strict=True):
+                    page[:] = content(key, page.nbytes)
+                await store.put(keys, pages)
+            elif which < 0.7:
+                await store.get(keys, pages)
+            elif which < 0.95:
+                assert Result.FAILED not in await store.delete(keys)
+                gone.update(keys)
+            else:
+                await backend.collect(None)
+
+    async def kill() -> None:
+        for number in range(6):
+            for _ in range(rng.randrange(400)):
+                await asyncio.sleep(0)
+            deleted = list(gone)
+            copy_of(folder / "live", folder / f"copy {number}")
+            at = parse_url(f"file:{folder}/copy {number}{url}")
+            copy = CheckedStore(await FileBackend.open(at, LAYOUT), LAYOUT)
+            assert set(await copy.exists(deleted)) <= {Result.MISS}
+            await copy.aclose()
+
+    await asyncio.gather(*(worker(UNIVERSE[at::3]) for at in range(3)), kill())
+    await store.aclose()
+    store = CheckedStore(await FileBackend.open(parse_url(f"file:{folder}/live{url}"), LAYOUT), LAYOUT)
+    assert set(await store.exists(list(gone))) <= {Result.MISS}
     await store.aclose()
 
 

@@ -36,7 +36,7 @@ async def open_at(folder: Path, options: str = "", layout: StoreLayout = LAYOUT)
 
 
 async def used(folder: Path, options: str = "") -> None:
-    """A store with pages, deletions, a log of them that was compacted, and a snapshot."""
+    """A store with pages and deletions."""
     store = await open_at(folder, options)
     await fill(store, keys_of(100))
     await store.delete(keys_of(5))
@@ -51,7 +51,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 def expected(folder: Path, mode: int) -> dict[str, int]:
-    assert {"lock", "manifest.json", "index.snapshot", "deletions.log"} < set(os.listdir(folder))
+    assert {"lock", "manifest.json"} < set(os.listdir(folder))
     assert any(name.startswith("segment-") for name in os.listdir(folder))
     return {".": mode, **dict.fromkeys(os.listdir(folder), mode & 0o666)}
 
@@ -118,9 +118,9 @@ async def test_what_belongs_to_another_user_keeps_its_permissions(tmp_path: Path
     folder = tmp_path / "store"
     await used(folder, "&mode=0755")
     os.chown(folder, 12345, -1)
-    os.chown(folder / "index.snapshot", 12345, -1)
+    os.chown(folder / "lock", 12345, -1)
     store = await open_at(folder)
-    assert modes(folder) == expected(folder, 0o700) | {".": 0o755, "index.snapshot": 0o644}
+    assert modes(folder) == expected(folder, 0o700) | {".": 0o755, "lock": 0o644}
     await fill(store, [page_key("more")])
     await store.aclose()
 

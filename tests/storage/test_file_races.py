@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import aiofiles
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.files import FileHandles, FileRun, RunsMoved, ThreadIO
+from asynccache_backends.file.files import RunsMoved, read_runs, write_run
 
 from asynccache.errors import Unavailable
-from asynccache.storage import CheckedStore, Result
-from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
+from asynccache.storage import CheckedStore, Result, ThreadPool
+from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key, record_of
 from tests.storage.file_store_kit import open_at, open_files
 from tests.storage.page_kit import get, put
 
@@ -32,23 +32,25 @@ def backend_of(store: CheckedStore) -> FileBackend:
     return store.backend
 
 
-class HeldWrites(ThreadIO):
-    """Real I/O whose writes are answered in the order in which the test opens their ``gates``."""
+class HeldWrites:
+    """The store's own I/O, whose writes are answered in the order in which the test opens their ``gates``."""
 
     def __init__(self, backend: FileBackend) -> None:
-        super().__init__(2)
         self.gates: list[asyncio.Event] = []
         self.both = asyncio.Event()
-        backend._state.io.close()
-        backend._state.io = self
+        threads = backend._log.threads
+        self._call = threads.call
+        threads.call = self.call  # type: ignore[method-assign]
 
-    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
-        done, gate = super().write(files, run), asyncio.Event()
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        done, gate = self._call(function, *args, **kwargs), asyncio.Event()
+        if function is not write_run or len(self.gates) == 2:
+            return done
         self.gates.append(gate)
         if len(self.gates) == 2:
             self.both.set()
 
-        async def held() -> RunsMoved:
+        async def held() -> Any:
             await gate.wait()
             return await done
 
@@ -65,23 +67,26 @@ async def put_twice(store: CheckedStore, first: int) -> None:
         assert await puts[number] == [Result.HIT]
 
 
-class HeldReads(ThreadIO):
-    """Real I/O whose reads are answered when the test says so."""
+class HeldReads:
+    """The store's own I/O, whose reads are answered when the test says so."""
 
     def __init__(self, backend: FileBackend) -> None:
-        super().__init__(2)
         self.asked = asyncio.Event()
         self.gate = asyncio.Event()
-        backend._state.io.close()
-        backend._state.io = self
+        threads = backend._log.threads
+        self._call = threads.call
+        threads.call = self.call  # type: ignore[method-assign]
 
-    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
-        done = super().read(files, runs)
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        done = self._call(function, *args, **kwargs)
+        if function is not read_runs:
+            return done
 
         async def held() -> RunsMoved:
             self.asked.set()
             await self.gate.wait()
-            return await done
+            moved: RunsMoved = await done
+            return moved
 
         return asyncio.ensure_future(held())
 
@@ -90,13 +95,11 @@ class HeldReads(ThreadIO):
 async def test_a_page_that_is_cleared_while_it_is_moved_stays_cleared(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend, keys = backend_of(store), keys_of(40)
-    state = backend._state
+    log = backend._log
     await put(store, keys)
     io = HeldReads(backend)
-    group = state.index.groups()[0]
-    moving = asyncio.ensure_future(
-        backend._janitor._move(state.log.segments[1], group, list(range(10)), aligned(10 * FULL))
-    )
+    (group,) = log.index.groups_of(1)
+    moving = asyncio.ensure_future(log._rescue(log.segments[1], [(group, list(range(10)))], 1 << 20))
     await io.asked.wait()
     await store.clear()
     assert await put(store, [page_key("after")]) == [Result.HIT]
@@ -119,7 +122,7 @@ async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_pat
     reading = HeldReads(backend)
     getting = asyncio.ensure_future(get(store, [page_key("0/1")]))
     await reading.asked.wait()
-    backend._janitor._prepare_task()
+    backend._log._prepare_task()
     closing = asyncio.ensure_future(backend.aclose())
     await asyncio.sleep(0)
     closing.cancel()
@@ -154,51 +157,87 @@ async def test_a_page_that_two_calls_put_stays_deleted_after_a_kill(tmp_path: Pa
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("first", [0, 1])
-async def test_a_page_that_two_calls_put_during_a_save_is_there_after_a_kill(tmp_path: Path, first: int) -> None:
-    """The snapshot does not have the two copies, and the log of deletions that is written after it names one dead."""
+async def test_a_page_that_two_calls_put_is_there_after_a_kill(tmp_path: Path, first: int) -> None:
     store = await open_at(tmp_path / "s")
-    janitor, syncing, gate = backend_of(store)._janitor, asyncio.Event(), asyncio.Event()
-    sync = janitor.sync
-
-    async def held() -> None:
-        await sync()
-        syncing.set()
-        await gate.wait()
-
-    janitor.sync = held  # type: ignore[method-assign]
-    await put(store, [page_key("before")])
-    saving = asyncio.ensure_future(janitor.save())
-    await syncing.wait()
     await put_twice(store, first)
-    gate.set()
-    await saving
-    janitor.sync = sync  # type: ignore[method-assign]
+    shutil.copytree(tmp_path / "s", tmp_path / "killed")
+    await store.aclose()
+    for folder in ("killed", "s"):
+        store = await open_at(tmp_path / folder)
+        assert await get(store, [page_key("twice")]) == [Result.HIT]
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_put_while_its_deletion_waits_for_room_is_there_after_a_kill(tmp_path: Path) -> None:
+    """The deletion is written behind it, and speaks of what lay before."""
+    store = await open_at(tmp_path / "s")
+    backend, key = backend_of(store), page_key("again")
+    log = backend._log
+    await put(store, [key])
+    fill = iter(range(10_000))
+    while log.active is None or log.active.fit(0, 1):
+        await put(store, [page_key(f"fill {next(fill)}", "swa")])
+    deleting = asyncio.ensure_future(backend.delete([key]))
+    await asyncio.sleep(0)
+    assert not deleting.done()
+    assert await put(store, [key]) == [Result.HIT]
+    assert await deleting == [Result.HIT]
     shutil.copytree(tmp_path / "s", tmp_path / "killed")
     await store.aclose()
     store = await open_at(tmp_path / "killed")
-    assert await get(store, [page_key("twice")]) == [Result.HIT]
+    assert await get(store, [key]) == [Result.HIT]
     await store.aclose()
 
 
 @pytest.mark.asyncio
-async def test_a_page_that_two_calls_put_stays_deleted_when_the_later_copy_is_gone(tmp_path: Path) -> None:
-    """Its segment was reclaimed by ``collect``, and the log names nothing in it any more; the earlier copy stays."""
+async def test_a_segment_with_deletions_is_not_collected_before_what_they_speak_of(tmp_path: Path) -> None:
+    """The later of two copies was deleted, and the earlier one lies in an older segment, which stays."""
     store = await open_at(tmp_path / "s")
     backend, fill = backend_of(store), [page_key(f"fill {i}") for i in range(300)]
-    key = page_key("twice")
-    while backend._state.log.fit(FULL, 2) != 1:  # the first copy is the last page of its segment
+    log, key = backend._log, page_key("twice")
+    await put(store, [page_key("fill", "swa")])
+    while log.active is not None and log.active.fit(FULL, 2) != 1:  # the first copy is the last page of its segment
         await put(store, [fill.pop()])
     await put_twice(store, 1)
-    groups = backend._state.index.groups()
-    assert [group.segment for group in groups if group.keys().count(key.key)] == [1, 2]
+    assert [log.index.groups_of(number)[-1].keys().count(key.key) for number in (1, 2)] == [1, 1]
     assert await store.delete([key]) == [Result.HIT]
-    backend._state.log.active = None
+    log.active = None
     await backend.collect(None)
-    assert list(backend._state.log.segments) == [1]
+    assert list(log.segments) == [1, 2]
     shutil.copytree(tmp_path / "s", tmp_path / "killed")
     await store.aclose()
     store = await open_at(tmp_path / "killed")
     assert await store.exists([key]) == [Result.MISS]
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_segment_sealed_in_the_moment_in_which_a_write_ends_names_its_pages(tmp_path: Path) -> None:
+    """The bytes are in the file, and nothing has been done about it yet."""
+    store = await open_at(tmp_path / "s")
+    log = backend_of(store)._log
+    call, loop = log.threads.call, asyncio.get_running_loop()
+    written, told = asyncio.Event(), loop.create_future()
+
+    def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        if function is not write_run:
+            return call(function, *args, **kwargs)
+        call(function, *args, **kwargs).add_done_callback(lambda _: written.set())
+        return told
+
+    log.threads.call = held  # type: ignore[method-assign]
+    putting = asyncio.ensure_future(backend_of(store).put([page_key("a")], [record_of(page_key("a"))]))
+    await written.wait()
+    log.active = None
+    told.set_result(None)
+    await log._seal()
+    assert await putting == [Result.HIT]
+    log.threads.call = call  # type: ignore[method-assign]
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await store.exists([page_key("a")]) == [Result.HIT]
+    assert store.stats()["scanned_groups"] == 0
     await store.aclose()
 
 
@@ -295,11 +334,13 @@ async def test_capacity_and_segment_size_may_change_from_run_to_run(tmp_path: Pa
 
 @pytest.mark.asyncio
 async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest, the notes, the snapshot and the log of deletions: what is neither pages nor an entry of a log."""
+    """The manifest and the footers. They are handed to the store's own threads, which never keep a process alive."""
     seen, opened = set[tuple[str, str]](), aiofiles.open
 
-    def noted(name: str, mode: Any, **options: Any) -> Any:
-        seen.add((name, mode))
+    def noted(name: str | int, mode: Any, **options: Any) -> Any:
+        assert isinstance(options["executor"], ThreadPool)
+        path = os.readlink(f"/proc/self/fd/{name}") if isinstance(name, int) else name
+        seen.add((os.path.basename(path), mode))
         return opened(name, mode, **options)
 
     monkeypatch.setattr(aiofiles, "open", noted)
@@ -308,8 +349,7 @@ async def test_whole_files_are_read_and_written_by_aiofiles(tmp_path: Path, monk
     await put(store, [page_key("a"), page_key("b")])
     await store.delete([page_key("b")])
     await store.aclose()
-    assert seen >= {("manifest.json.new", "wb"), ("capacity.new", "wb"), ("lock", "r+b")}
-    assert seen >= {("index.snapshot.new", "wb"), ("deletions.log.new", "wb")}
+    assert seen == {("manifest.json", "rb"), ("manifest.json.new", "wb"), ("segment-0000000000000001.kv", "r+b")}
     seen.clear()
-    await (await open_at(tmp_path / "s", options)).aclose()
-    assert seen >= {("manifest.json", "rb"), ("capacity", "rb"), ("index.snapshot", "rb"), ("deletions.log", "rb")}
+    await (await open_at(tmp_path / "s", options.replace("8MiB", "9MiB"))).aclose()
+    assert seen >= {("manifest.json", "rb"), ("manifest.json.new", "wb")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.folder import Manifest, _digest
-from asynccache_backends.file.segments import BLOCK_BYTES, list_segments
+from asynccache_backends.file.folder import Manifest, pack_manifest
+from asynccache_backends.file.segments import BLOCK_BYTES, DELETION, HEAD_BYTES, segment_name
+from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url
@@ -40,7 +42,7 @@ async def reopened(folder: Path) -> tuple[list[Result], dict[str, int | float]]:
 
 @pytest_asyncio.fixture
 async def crashed(tmp_path: Path) -> Path:
-    """A folder with 60 pages in two groups (42 and 18) and no snapshot."""
+    """A folder with 60 pages in two groups (42 and 18) in a segment without a footer."""
     store = await open_at(tmp_path / "live")
     await fill(store, KEYS)
     shutil.copytree(tmp_path / "live", tmp_path / "crashed")
@@ -70,8 +72,16 @@ def flip(path: Path, at: int) -> None:
     edit(path, change)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+
+
+def segments(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("segment-"), 16) for path in folder.glob("segment-*.kv"))
+
+
 def segment(folder: Path, number: int = 1) -> Path:
-    return folder / f"segment-{number:016x}.kv"
+    return folder / segment_name(number)
 
 
 @pytest.mark.asyncio
@@ -89,7 +99,7 @@ async def test_a_clean_end_makes_the_next_start_scan_nothing(closed: Path) -> No
 
 
 @pytest.mark.asyncio
-async def test_a_start_after_a_crash_leaves_a_snapshot_for_the_next(crashed: Path) -> None:
+async def test_a_start_after_a_crash_leaves_a_footer_for_the_next(crashed: Path) -> None:
     await reopened(crashed)
     assert (await reopened(crashed))[1]["scanned_groups"] == 0
 
@@ -143,7 +153,7 @@ async def test_a_truncated_segment_serves_what_is_left(crashed: Path, size: int)
 
 
 @pytest.mark.asyncio
-async def test_a_truncated_segment_that_the_snapshot_knows(closed: Path) -> None:
+async def test_a_truncated_segment_that_had_a_footer(closed: Path) -> None:
     edit(segment(closed), lambda data: data.__delitem__(slice(BLOCK_BYTES + 5 * FULL + 1, None)))
     results, _ = await reopened(closed)
     assert results[:5] == [Result.HIT] * 5
@@ -156,40 +166,90 @@ async def test_a_missing_segment_is_missed_only(closed: Path) -> None:
     assert (await reopened(closed))[0] == [Result.MISS] * 60
 
 
+FOOTER_BYTES = 2 * HEAD_BYTES + 60 * 96 + HEAD_BYTES
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize("at", [0, 8, 20, 40, 60, 200, -1])
-async def test_a_damaged_snapshot_is_not_believed(closed: Path, at: int) -> None:
-    flip(closed / "index.snapshot", at)
+@pytest.mark.parametrize("at", [0, 8, 20, 40, 60, 200, FOOTER_BYTES - 64, FOOTER_BYTES - 40, FOOTER_BYTES - 1])
+async def test_a_damaged_footer_is_not_believed(closed: Path, at: int) -> None:
+    flip(segment(closed), segment(closed).stat().st_size - FOOTER_BYTES + at)
     results, stats = await reopened(closed)
     assert results == [Result.HIT] * 60
     assert stats["scanned_groups"] == 2
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("keep", [0, 10, 100])
-async def test_half_a_snapshot_is_not_believed(closed: Path, keep: int) -> None:
-    edit(closed / "index.snapshot", lambda data: data.__delitem__(slice(keep, None)))
+@pytest.mark.parametrize("keep", [0, 10, 100, FOOTER_BYTES - 1])
+async def test_half_a_footer_is_not_believed(closed: Path, keep: int) -> None:
+    edit(segment(closed), lambda data: data.__delitem__(slice(len(data) - FOOTER_BYTES + keep, None)))
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
 @pytest.mark.asyncio
-async def test_another_segments_snapshot_is_no_harm(closed: Path, tmp_path: Path) -> None:
-    """A snapshot from before more pages came, as after a crash: those are found by scanning from where it ends."""
-    old = (closed / "index.snapshot").read_bytes()
+async def test_the_footer_of_another_segment_is_not_believed(closed: Path) -> None:
+    """Nor one of this segment that does not lie where it says."""
+    foreign = segment(closed).read_bytes()
+    segment(closed, 2).write_bytes(foreign)
+    edit(segment(closed), lambda data: data.extend(foreign[-FOOTER_BYTES:]))
+    results, stats = await reopened(closed)
+    assert results == [Result.HIT] * 60
+    assert (stats["pages"], stats["scanned_groups"]) == (60, 2)
+
+
+@pytest.mark.asyncio
+async def test_a_footer_hides_no_page_that_was_put_after_it(closed: Path, tmp_path: Path) -> None:
+    """The last segment of an earlier run goes on: its footer is cut off, and a later one names all of its pages."""
     store = await open_at(closed)
     more = keys_of(20, "odd")
     await fill(store, more)
+    shutil.copytree(closed, tmp_path / "killed")
     await store.aclose()
-    (closed / "index.snapshot").write_bytes(old)
-    store = await open_at(closed)
-    assert await read(store, KEYS + more) == [Result.HIT] * 80
-    assert store.stats()["scanned_groups"] == 1
+    for folder, scanned in ((tmp_path / "killed", 3), (closed, 0)):
+        store = await open_at(folder)
+        assert await read(store, KEYS + more) == [Result.HIT] * 80
+        assert store.stats()["scanned_groups"] == scanned
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_after_a_kill_only_the_last_segments_are_scanned(tmp_path: Path) -> None:
+    """Full segments got their footers while the store was in use."""
+    keys = keys_of(1000)
+    url = parse_url(f"file:{tmp_path}/live?capacity=64MiB&segment=1MiB")
+    store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)
+    for at in range(0, 1000, 50):
+        await fill(store, keys[at : at + 50])
+    assert isinstance(store.backend, FileBackend)
+    sealing = store.backend._log._sealing
+    assert sealing is not None
+    await asyncio.wait([sealing])
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    assert store.stats()["segments"] > 15
+    await store.aclose()
+    store = await open_at(tmp_path / "killed")
+    assert await read(store, keys) == [Result.HIT] * 1000
+    assert store.stats()["scanned_groups"] <= 3, "no more than a segment holds"
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_footer_names_every_page_whose_write_has_ended(tmp_path: Path, seed: int) -> None:
+    """Also those of writes that end in the same moment in which their segment is full."""
+    keys = keys_of(600)
+    url = parse_url(f"file:{tmp_path}/s?capacity=64MiB&segment=256KiB")
+    store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)
+    await asyncio.gather(*(fill(store, keys[at : at + 7 + seed]) for at in range(0, 600, 7 + seed)))
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await read(store, keys) == [Result.HIT] * 600
+    assert store.stats()["scanned_groups"] == 0
     await store.aclose()
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("orderly", [True, False])
-async def test_deletes_outlive_a_restart_even_without_the_snapshot(tmp_path: Path, orderly: bool) -> None:
+async def test_deletes_outlive_a_restart(tmp_path: Path, orderly: bool) -> None:
     store = await open_at(tmp_path / "live")
     await fill(store, KEYS)
     await store.delete(KEYS[5:50])
@@ -198,7 +258,6 @@ async def test_deletes_outlive_a_restart_even_without_the_snapshot(tmp_path: Pat
     shutil.copytree(tmp_path / "live", tmp_path / "crashed")
     if not orderly:
         await store.aclose()
-    (tmp_path / "crashed" / "index.snapshot").unlink(missing_ok=True)
     expected = [Result.MISS if 5 <= i < 50 else Result.HIT for i in range(60)]
     assert (await reopened(tmp_path / "crashed"))[0] == expected
     assert (await reopened(tmp_path / "crashed"))[0] == expected
@@ -216,23 +275,61 @@ async def test_a_page_put_again_after_its_delete_outlives_a_restart(tmp_path: Pa
 
 
 @pytest.mark.asyncio
-async def test_a_damaged_deletion_log_costs_its_damaged_entries_only(tmp_path: Path) -> None:
+async def test_a_damaged_deletion_costs_its_block_only(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "live")
     await fill(store, KEYS)
     await store.delete(KEYS[:1])
     await store.delete(KEYS[50:51])
     shutil.copytree(tmp_path / "live", tmp_path / "crashed")
     await store.aclose()
-    flip(tmp_path / "crashed" / "deletions.log", 3)
-    edit(tmp_path / "crashed" / "deletions.log", lambda data: data.extend(b"half an entry"))
+    flip(segment(tmp_path / "crashed"), FIRST_GROUP + BLOCK_BYTES + 18 * FULL + HEAD_BYTES)
     assert (await reopened(tmp_path / "crashed"))[0] == [Result.HIT] * 50 + [Result.MISS] + [Result.HIT] * 9
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("orderly", [True, False])
+async def test_deletions_are_kept_as_long_as_there_are_pages_that_they_speak_of(tmp_path: Path, orderly: bool) -> None:
+    """In whatever segment the pages and the deletions lie, and however many deletions there are."""
+    url = parse_url(f"file:{tmp_path}/live?capacity=64MiB&segment=1MiB")
+    store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)
+    keys = keys_of(500)
+    await fill(store, keys)
+    assert await store.delete(keys[1::2]) == [Result.HIT] * 250
+    await fill(store, keys_of(500, "swa"))
+    await store.flush()
+    if orderly:
+        await store.aclose()
+    shutil.copytree(tmp_path / "live", tmp_path / "copy")
+    if not orderly:
+        await store.aclose()
+    for _ in range(2):
+        store = await open_at(tmp_path / "copy")
+        assert await read(store, keys) == [Result.HIT, Result.MISS] * 250
+        assert await store.exists(keys_of(500, "swa")) == [Result.HIT] * 500
+        await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_deletion_speaks_of_earlier_copies_only(crashed: Path) -> None:
+    """Its block says before which place; where the block itself lies does not matter."""
+    store = await open_at(crashed)
+    await store.delete(KEYS[:2])
+    await fill(store, KEYS[:1])
+    assert isinstance(store.backend, FileBackend)
+    log = store.backend._log
+    (deletions,) = log.segments[1].deletions
+    places = [place for _, *place in DELETION.iter_unpack(deletions.directory)]
+    assert places == [[1, FIRST_GROUP + BLOCK_BYTES + 18 * FULL]] * 2
+    await asyncio.wait([log.begin(0, deletions.directory)])
+    await store.aclose()
+    assert (await reopened(crashed))[0] == [Result.HIT, Result.MISS] + [Result.HIT] * 58
 
 
 @pytest.mark.asyncio
 async def test_clear_outlives_a_restart(closed: Path) -> None:
     store = await open_at(closed)
     await store.clear()
-    assert list_segments(closed) == []
+    assert segments(closed) == []
     await fill(store, KEYS[:2])
     await store.aclose()
     assert (await reopened(closed))[0] == [Result.HIT] * 2 + [Result.MISS] * 58
@@ -244,19 +341,22 @@ async def test_pages_put_after_a_restart_go_into_the_same_segment(closed: Path) 
         store = await open_at(closed)
         await fill(store, [page_key(f"more {i}")])
         await store.aclose()
-    assert list_segments(closed) == [1]
+    assert segments(closed) == [1]
     assert (await reopened(closed))[0] == [Result.HIT] * 60
 
 
 @pytest.mark.asyncio
-async def test_what_is_left_of_older_data_is_not_taken_for_pages(closed: Path) -> None:
+async def test_what_is_left_of_older_data_is_not_taken_for_pages(closed: Path, tmp_path: Path) -> None:
     """A block of another store, and one of this store at another place, verify nowhere."""
+    other = await open_at(tmp_path / "other")
+    await fill(other, keys_of(42, "swa"))
+    await other.aclose()
     foreign = segment(closed).read_bytes()[:FIRST_GROUP]
     segment(closed, 2).write_bytes(foreign)
-    edit(closed / "index.snapshot", lambda data: data.clear())
+    segment(closed, 3).write_bytes(segment(tmp_path / "other", 1).read_bytes())
     store = await open_at(closed)
     assert store.stats()["pages"] == 60
-    assert store.stats()["scanned_groups"] == 2
+    assert store.stats()["scanned_groups"] == 0
     await store.aclose()
 
 
@@ -270,11 +370,24 @@ async def test_a_folder_of_another_schema_is_refused(closed: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_folder_of_another_format_version_is_refused(closed: Path) -> None:
-    path = closed / "manifest.json"
-    manifest = json.loads(path.read_text())["manifest"] | {"version": 99}
-    path.write_text(json.dumps({"manifest": manifest, "xxh3": _digest(Manifest(**manifest))}))
+    manifest = json.loads((closed / "manifest.json").read_text())["manifest"] | {"version": 99}
+    (closed / "manifest.json").write_bytes(pack_manifest(Manifest(**manifest)))
     with pytest.raises(Unavailable, match="version 99, this is"):
         await open_at(closed)
+
+
+@pytest.mark.asyncio
+async def test_a_folder_of_the_first_version_is_refused_with_advice_and_left_as_it_is(tmp_path: Path) -> None:
+    """Its manifest, to the letter as that version wrote it, and a name of a file that only that version had."""
+    text = '{"format": "asynccache file store", "version": 1, "schema": "' + LAYOUT.schema.hex() + '", "seed": 7}'
+    digest = xxh3_64_hexdigest(text.encode())
+    (tmp_path / "manifest.json").write_text(f'{{"manifest": {text}, "xxh3": "{digest}"}}')
+    (tmp_path / "deletions.log").write_bytes(b"")
+    segment(tmp_path).write_bytes(bytes(BLOCK_BYTES))
+    before = contents(tmp_path)
+    with pytest.raises(Unavailable, match=rf"{tmp_path}.* version 1, this is .* version 2, which cannot read it; name"):
+        await open_at(tmp_path)
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.asyncio

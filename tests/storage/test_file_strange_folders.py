@@ -19,10 +19,18 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.files import Folder
-from asynccache_backends.file.folder import Manifest, _digest
-from asynccache_backends.file.segments import ENTRY_BYTES, PageGroup, pack_block
-from asynccache_backends.file.snapshot import MAGIC, pack
-from xxhash import xxh3_64_hexdigest, xxh3_128_digest
+from asynccache_backends.file.segments import (
+    DELETION,
+    ENTRY_BYTES,
+    FOOTER_MAGIC,
+    Deletions,
+    PageGroup,
+    SegmentRecord,
+    _head,
+    pack_block,
+    pack_footer,
+)
+from xxhash import xxh3_64_hexdigest
 
 from asynccache.cli.main import main
 from asynccache.errors import Unavailable
@@ -33,11 +41,8 @@ from tests.storage.page_kit import fill, get
 from tests.waiting import interrupted_after
 
 KEYS = keys_of(60)
-FILES = (
-    "lock", "manifest.json", "capacity", "index.snapshot", "deletions.log", "segment-0000000000000001.kv",
-    "direct.probe",
-)  # fmt: skip
-LEFTOVERS = ("manifest.json.new", "capacity.new", "index.snapshot.new", "deletions.log.new")
+FILES = ("lock", "manifest.json", "segment-0000000000000001.kv")
+LEFTOVERS = ("manifest.json.new",)
 PATIENCE = 20
 
 
@@ -221,22 +226,13 @@ async def test_a_manifest_that_is_a_bomb_is_refused_by_name(store: Path, name: s
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", ["manifest.json", "deletions.log"])
-async def test_a_file_of_a_tebibyte_is_refused_by_name_and_not_read(store: Path, name: str) -> None:
-    os.truncate(store / name, 1 << 40)
-    with pytest.raises(Unavailable, match=f"{store / name} has {1 << 40} bytes, and [0-9]+ are the most"):
+async def test_a_manifest_of_a_tebibyte_is_refused_by_name_and_not_read(store: Path) -> None:
+    os.truncate(store / "manifest.json", 1 << 40)
+    with pytest.raises(Unavailable, match=f"{store}/manifest.json has {1 << 40} bytes, and [0-9]+ are the most"):
         await open_at(store)
 
 
-@pytest.mark.asyncio
-async def test_a_snapshot_of_a_tebibyte_is_not_read_and_made_again(store: Path) -> None:
-    """It is never needed: what it says is in the segments."""
-    os.truncate(store / "index.snapshot", 1 << 40)
-    opened = await open_at(store)
-    assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
-    assert opened.stats()["scanned_groups"] == 2
-    await opened.aclose()
-    assert (store / "index.snapshot").stat().st_size < 1 << 20
+SEGMENT = "segment-0000000000000001.kv"
 
 
 def seed_of(store: Path) -> int:
@@ -244,18 +240,50 @@ def seed_of(store: Path) -> int:
     return seed
 
 
-def sealed(body: bytes, seed: int) -> bytes:
-    return MAGIC + xxh3_128_digest(body, seed) + body
+def with_footer(store: Path, footer: bytes) -> None:
+    """Put another footer in the place of that of the first segment."""
+    data = (store / SEGMENT).read_bytes()
+    at = data.rindex(FOOTER_MAGIC)
+    (tail,) = struct.unpack_from("<Q", data, at + 24)
+    (store / SEGMENT).write_bytes(data[:tail] + footer)
+
+
+def tail_of(store: Path) -> int:
+    data = (store / SEGMENT).read_bytes()
+    tail: int = struct.unpack_from("<Q", data, data.rindex(FOOTER_MAGIC) + 24)[0]
+    return tail
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("body", [
-    b"", bytes(15), struct.pack("<QQ", 1 << 63, 0), struct.pack("<QQ", 0, (1 << 64) - 1),
-    struct.pack("<QQ", 2, 0) + bytes(24), struct.pack("<QQ", 0, 5) + bytes(64 * 5),
-    struct.pack("<QQ", 0, 2) + b"acSEGMT\x01" + bytes(4) + b"\xff" * 4 + bytes(200),
-])  # fmt: skip
-async def test_a_snapshot_that_verifies_and_says_nonsense_is_not_believed(store: Path, body: bytes) -> None:
-    (store / "index.snapshot").write_bytes(sealed(body, seed_of(store)))
+@pytest.mark.parametrize("footer", [True, False])
+async def test_a_segment_of_a_tebibyte_is_scanned_where_it_has_data(store: Path, footer: bool) -> None:
+    """Whatever a footer at its end says of its size."""
+    os.truncate(store / SEGMENT, 1 << 40)
+    if footer:
+        tail, length = 0, (1 << 40) - 64
+        with (store / SEGMENT).open("r+b") as file:
+            file.seek(length)
+            file.write(_head(FOOTER_MAGIC, (3, 1, tail, length), 0, b"", seed_of(store)))
+    opened = await open_at(store, "capacity=2TiB&segment=1MiB")
+    assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
+    assert opened.stats()["scanned_groups"] == 3
+    await opened.aclose()
+    assert (store / SEGMENT).stat().st_size < 1 << 20
+
+
+NONSENSE = [
+    bytes(15), bytes(64 * 5), b"acSEGMT\x02" + b"\xff" * 4 + bytes(200),
+    pack_block(PageGroup(1, 0, 16384, bytes(96)), 1),
+]  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("body", "count"), [(b"", 1), (b"", 1 << 63), *((body, n) for body in NONSENSE for n in (0, 1, 1 << 63))]
+)
+async def test_a_footer_that_verifies_and_says_nonsense_is_not_believed(store: Path, body: bytes, count: int) -> None:
+    tail = tail_of(store)
+    with_footer(store, body + _head(FOOTER_MAGIC, (count, 1, tail, len(body)), 0, body, seed_of(store)))
     opened = await open_at(store)
     assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
     await opened.aclose()
@@ -265,13 +293,25 @@ async def test_a_snapshot_that_verifies_and_says_nonsense_is_not_believed(store:
 async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> None:
     """It verifies, and what follows it in the arithmetic would not fit any field."""
     seed = seed_of(store)
-    group = PageGroup(1, 0, (1 << 63) + 1, bytes(ENTRY_BYTES * 42))
-    (store / "index.snapshot").write_bytes(b"".join(pack({1: 0}, [group], seed)))
+    with_footer(store, pack_footer(1, tail_of(store), [PageGroup(1, 0, (1 << 63) + 1, bytes(ENTRY_BYTES * 42))], seed))
     block = pack_block(PageGroup(2, 0, 1 << 62, bytes(ENTRY_BYTES * 42)), seed)
     (store / "segment-0000000000000002.kv").write_bytes(block + bytes(8192))
     opened = await open_at(store)
     assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
     await fill(opened, keys_of(100, "odd"))
+    await opened.aclose()
+
+
+@pytest.mark.asyncio
+async def test_deletions_of_unknown_pages_and_places_are_no_harm(store: Path) -> None:
+    seed = seed_of(store)
+    entries = [DELETION.pack(os.urandom(32), (1 << 64) - 1, (1 << 64) - 1), DELETION.pack(KEYS[9].key, 1, 0)]
+    records: list[SegmentRecord] = [Deletions(2, 0, b"".join(entries))]
+    block = pack_block(records[0], seed).ljust(4096, b"\0")
+    (store / "segment-0000000000000002.kv").write_bytes(block + pack_footer(2, 4096, records, seed))
+    opened = await open_at(store)
+    assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
+    assert opened.stats()["scanned_groups"] == 0
     await opened.aclose()
 
 
@@ -322,7 +362,7 @@ async def test_a_store_stays_with_its_folder_when_that_is_renamed(store: Path) -
         opened = await open_at(folder)
         assert await get(opened, [page_key(f"{own} 3/{i}") for i in range(100)]) == [Result.HIT] * 100
         assert await get(opened, [page_key(f"{other} 3/{i}") for i in range(100)]) == [Result.MISS] * 100
-        assert opened.stats()["scanned_groups"] == 0, "the snapshot is its own"
+        assert opened.stats()["scanned_groups"] == 0, "the footers are its own"
         await opened.aclose()
 
 
@@ -338,8 +378,8 @@ async def test_a_store_whose_folder_was_removed_fails_its_pages_and_makes_no_fol
 
 
 @pytest.mark.asyncio
-async def test_the_lock_of_an_earlier_version_holds(store: Path) -> None:
-    """It knows of the file and of nothing else: both ways."""
+async def test_the_lock_on_the_file_holds_as_well(store: Path) -> None:
+    """Somebody may know of the file and of nothing else: both ways."""
     theirs = os.open(store / "lock", os.O_RDWR)
     fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
@@ -384,14 +424,6 @@ async def test_a_folder_that_could_not_be_made_private_is_not_in_use(
             await open_at(store)
     opened = await open_at(store)
     await opened.aclose()
-
-
-def test_a_manifest_of_this_version_is_one_that_the_earlier_one_wrote(tmp_path: Path) -> None:
-    """Its bytes, to the letter."""
-    manifest = Manifest("asynccache file store", 1, "00" * 32, 7)
-    assert _digest(manifest) == xxh3_64_hexdigest(
-        b'{"format": "asynccache file store", "version": 1, "schema": "' + b"00" * 32 + b'", "seed": 7}'
-    )
 
 
 def test_the_backend_says_where_it_is(tmp_path: Path) -> None:

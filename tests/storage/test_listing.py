@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,12 @@ async def test_times_outlive_a_clean_end_and_a_scan(tmp_path: Path, clock: Clock
     await fill(store, keys_of(30))
     await store.aclose()
     clock.now += 1000
-    for again in ("from the snapshot", "from the segments"):
+    for again in ("from the footer", "from the segment"):
         store = await open_at(tmp_path / "kv", SMALL)
         assert {page.written for page in await listed(store)} == {1_000_000.0}, again
         await store.aclose()
-        (tmp_path / "kv" / "index.snapshot").unlink()
+        for path in (tmp_path / "kv").glob("segment-*.kv"):
+            os.truncate(path, path.stat().st_size - 1)
 
 
 @pytest.mark.asyncio
@@ -151,12 +153,12 @@ async def test_a_store_that_is_looked_at_is_compacted_without_losing_a_page(tmp_
     before = looked_at.stats()["disk_bytes"]
     found = await looked_at.collect(None)
     assert (found.pages, found.waste, found.size > 0) == (0, 225, True)
-    assert looked_at.stats()["disk_bytes"] == before - found.size
     assert await looked_at.collect(None) == Collected()
     await looked_at.aclose()
     again = await open_at(tmp_path / "kv", SMALL)
     assert await get(again, keep) == [Result.HIT] * len(keep)
     assert again.stats()["pages"] == len(keep)
+    assert again.stats()["disk_bytes"] < before / 2
     await again.aclose()
 
 

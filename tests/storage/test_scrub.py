@@ -12,8 +12,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from asynccache_backends.file import FileBackend, scrub
-from asynccache_backends.file import backend as file_backend
+from asynccache_backends.file import FileBackend
 from asynccache_backends.file.segments import BLOCK_BYTES
 from asynccache_backends.memory import MemoryBackend
 
@@ -116,18 +115,29 @@ async def test_what_was_cut_off_is_dropped(tmp_path: Path) -> None:
     await store.aclose()
 
 
+def unreadable(*_: object) -> int:
+    raise OSError(5, "Input/output error")
+
+
+async def all_good(keys: Sequence[PageKey], records: Sequence[object]) -> list[bool]:
+    return [True] * len(keys)
+
+
 @pytest.mark.asyncio
-async def test_what_cannot_be_read_is_counted_and_left_alone(tmp_path: Path) -> None:
+async def test_what_cannot_be_read_is_counted_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
-    segment(tmp_path / "s").rename(tmp_path / "aside")
-    segment(tmp_path / "s").mkdir()
-    assert await store.scrub() == Scrubbed(0, 0, 0, 60)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", unreadable)
+        assert await store.scrub() == Scrubbed(0, 0, 0, 60)
     assert store.stats()["errors"] == 2
-    segment(tmp_path / "s").rmdir()
-    assert await store.scrub() == Scrubbed(0, 0, 0, 0), "a file that is gone is no error: it was reclaimed"
-    (tmp_path / "aside").rename(segment(tmp_path / "s"))
     assert await read(store, KEYS) == [Result.HIT] * 60
+    assert isinstance(store.backend, FileBackend)
+    part, *_ = store.backend.parts()
+    await store.clear()
+    assert await store.backend.scrub(part, all_good) == Scrubbed(), "it is no error: its segment was reclaimed"
     await store.aclose()
 
 
@@ -137,7 +147,7 @@ async def test_to_be_scrubbed_is_not_to_be_wanted(tmp_path: Path) -> None:
     await fill(store, KEYS)
     await store.scrub()
     assert isinstance(store.backend, FileBackend)
-    assert [group.hot for group in store.backend._state.index.groups()] == [0, 0]
+    assert [group.hot for group in store.backend._log.index.holders.values()] == [0, 0]
     await store.aclose()
 
 
@@ -153,7 +163,8 @@ async def test_a_page_that_was_put_again_meanwhile_is_not_the_bad_one(tmp_path: 
         await fill(store, KEYS[:1])
         return [False] * 3 + [True] * (len(keys) - 3)
 
-    assert await backend.scrub(backend.parts()[0], late) == Scrubbed(42, 42 * FULL, 1, 0)
+    (part,) = (part for part in backend.parts() if part.pages == 42)
+    assert await backend.scrub(part, late) == Scrubbed(42, 42 * FULL, 1, 0)
     assert await read(store, KEYS[:4]) == [Result.HIT, Result.MISS, Result.MISS, Result.HIT]
     await store.aclose()
 
@@ -165,14 +176,14 @@ async def test_a_scrub_whose_tasks_are_all_cancelled_waits_for_the_thread_that_r
     """``asyncio.run`` cancels all tasks when it is interrupted; the folder must not be closed under the thread."""
     store = await open_at(tmp_path / "s")
     await fill(store, KEYS)
-    begun, go_on, read_group = Event(), Event(), scrub.read_group
+    begun, go_on, preadv = Event(), Event(), os.preadv
 
     def slow(*args: Any) -> Any:
         begun.set()
         go_on.wait(10)
-        return read_group(*args)
+        return preadv(*args)
 
-    monkeypatch.setattr(file_backend, "read_group", slow)
+    monkeypatch.setattr(os, "preadv", slow)
     others = asyncio.all_tasks()
     scrubbing = asyncio.ensure_future(store.scrub())
     await asyncio.to_thread(begun.wait, 10)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import Executor
 
 import pytest
 
@@ -145,6 +146,21 @@ async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
     workers.close()
 
 
+@pytest.mark.asyncio
+async def test_libraries_use_the_same_threads_as_an_executor() -> None:
+    workers, loop = ThreadPool(2, "test-workers"), asyncio.get_running_loop()
+    assert isinstance(workers, Executor)
+    assert await loop.run_in_executor(workers, int, "7") == 7
+    with pytest.raises(ZeroDivisionError):
+        await loop.run_in_executor(workers, divmod, 1, 0)
+    name = await loop.run_in_executor(workers, lambda: threading.current_thread().name)
+    assert name.startswith("test-workers")
+    workers.shutdown()
+    assert names() == []
+    with pytest.raises(Unavailable, match="test-workers"):
+        workers.submit(int)
+
+
 class Buffer:
     """Something that can be seen to be gone."""
 
@@ -159,6 +175,18 @@ async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
     gc.collect()
     assert seen() is None
     workers.close()
+
+
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    """Neither one of its own kind nor one that was handed in as to an executor; the loop's own executor would."""
+    code = (
+        "import asyncio, threading\nfrom asynccache.settle import ThreadPool\n"
+        "async def main():\n    workers = ThreadPool(2, 'x')\n    workers.call(threading.Event().wait)\n"
+        "    workers.submit(threading.Event().wait)\n    await asyncio.sleep(0.1)\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_who_forgets_to_close_can_still_end() -> None:

@@ -1,10 +1,10 @@
 """The file backend: pages in segment files in one folder, for one process at a time.
 
 Laws:
-* Nothing is overwritten. A page is written once, together with others, and is deleted with its whole segment.
-* The index in memory says which pages are stored. After a crash it can be rebuilt from the files.
-* A page can be read as soon as it is written. It survives a power loss once ``flush``, a snapshot or ``aclose`` has
-  synced it.
+* Nothing is overwritten. A page is written once, together with others, and its room comes back with its whole segment.
+* The index in memory says which pages are stored. It can be rebuilt from the files, after a crash, too.
+* A page can be read as soon as it is written. It survives a power loss once ``flush`` or ``aclose`` has synced it.
+* A page that was deleted stays deleted, unless the disk refused to note it.
 * Payloads are not verified here; ``CheckedStore`` does that.
 * When the disk is full or broken, writes are FAILED at once for a while (a back-off), and reads go on.
 
@@ -14,142 +14,99 @@ The options of the URL are in ``settings``.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
-    KEY_BYTES,
-    REFUSED,
-    Breaker,
     Collected,
     OpenCalls,
     PageKey,
     ParsedUrl,
     Part,
-    Permit,
     Record,
     Result,
     Scrubbed,
     Stored,
     StoreLayout,
     Tell,
+    ThreadPool,
     Verify,
-    completed_in_thread,
     settled,
 )
-from asynccache_backends.file.files import FileRun, Folder, RunsMoved, ThreadIO
-from asynccache_backends.file.folder import FolderLock, load_manifest, note_capacity, noted_capacity
-from asynccache_backends.file.janitor import Janitor
-from asynccache_backends.file.recovery import recover
-from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
-from asynccache_backends.file.segments import PageGroup, Segment, segment_name, supports_direct
+from asynccache_backends.file.files import FileRun
+from asynccache_backends.file.folder import FolderLock, load_manifest, supports_direct
+from asynccache_backends.file.index import FileIndex
+from asynccache_backends.file.log import SegmentLog
+from asynccache_backends.file.segments import BLOCK_BYTES, PageGroup, pack_block
 from asynccache_backends.file.settings import settings_of
-from asynccache_backends.file.state import FileIndex, GroupWrite, StoreState
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
+THREADS = 4
+BACK_OFF = 1.0  # seconds
 MOST_BATCH = 4 << 20
 LEAST_BATCH = 1 << 20
-BATCHES = 4
 
 
-class GroupStretch(NamedTuple):
+class PageRun(NamedTuple):
     """Pages of one group that lie next to each other, the first at index ``page``. ``which`` has for each page the
-    position of its key in the call."""
+    position of its key in the call, ``buffers`` the memory that it is read into."""
 
     group: PageGroup
     page: int
     which: list[int]
+    buffers: list[memoryview]
 
 
-class ReadBatch(NamedTuple):
-    """One call of the I/O: stretches of pages of one length in one segment. ``runs`` has the bytes and buffers of
-    each."""
-
-    segment: int
-    length: int
-    stretches: list[GroupStretch]
-    runs: list[FileRun]
-
-
-def find_stretches(
+def plan_reads(
     index: FileIndex, keys: Sequence[PageKey], records: Sequence[Record]
-) -> tuple[list[GroupStretch], list[int]]:
-    """Return the stretches in which the stored pages of ``keys`` lie, in the order in which they were written; and the
-    positions of keys whose page has another length than their record."""
-    stretches: list[GroupStretch] = []
-    wrong: list[int] = []
-    expected = -1
-    for location, i in sorted(index.locate(keys)):
-        if location != expected:
-            group, page = index.at(location)
-            which: list[int] = []
-        if records[i].payload.nbytes != group.length:
-            wrong.append(i)
-            expected = -1
-            continue
-        if not which:
-            stretches.append(GroupStretch(group, page, which))
-        which.append(i)
-        expected = location + 1
-    return stretches, wrong
+) -> tuple[list[list[PageRun]], list[int]]:
+    """Return the runs in which the stored pages of ``keys`` lie, in the order in which they were written, divided into
+    batches, each of pages of one length in one segment; and the positions of keys whose page has another length than
+    their record.
 
-
-def plan_reads(stretches: Sequence[GroupStretch], records: Sequence[Record]) -> list[ReadBatch]:
-    """Divide the stretches into batches, each of pages of one length in one segment. The bytes are divided evenly among
-    the calls that can run at the same time, but a batch has room for at least 1 MiB, so that it is worth a call, and
-    for at most 4 MiB or one longer page."""
-    total = sum(stretch.group.length * len(stretch.which) for stretch in stretches)
-    limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
-    batches: list[ReadBatch] = []
-    segment = length = room = 0
-    left = list(reversed(stretches))
-    while left:
-        stretch = left.pop()
-        group, page, which = stretch
-        if room < group.length or length != group.length or segment != group.segment:
-            segment, length, room = group.segment, group.length, max(limit, group.length)
-            batch = ReadBatch(segment, length, [], [])
-            batches.append(batch)
-        size = len(which) * length
-        if size > room:
-            fits = room // length
-            left.append(GroupStretch(group, page + fits, which[fits:]))
-            stretch = GroupStretch(group, page, which[:fits])
-            which, size = stretch.which, fits * length
-        batch.stretches.append(stretch)
-        batch.runs.append(FileRun(group.payload_offset(page), size, [records[i].payload for i in which]))
-        room -= size
-    return batches
-
-
-class _Put(NamedTuple):
-    """Pages of one call that are written together.
-
-    ``fresh``: the pages, as positions in ``keys``, by the length of their payloads. ``writings``: the groups that are
-    being written, each with the positions of its pages.
+    The bytes are divided evenly among the threads, but a batch has room for at least 1 MiB, so that it is worth a call,
+    and for at most 4 MiB or one longer page.
     """
-
-    keys: Sequence[PageKey]
-    records: Sequence[Record]
-    results: list[Result]
-    fresh: dict[int, list[int]]
-    writings: list[tuple[GroupWrite, list[int]]]
+    found = sorted(index.locate(keys))
+    limit = max(LEAST_BATCH, min(MOST_BATCH, sum(records[i].payload.nbytes for _, i in found) // THREADS))
+    batches: list[list[PageRun]] = []
+    wrong: list[int] = []
+    segment = length = room = expected = page = -1
+    for location, i in found:
+        payload, page = records[i].payload, page + 1
+        if location != expected:  # otherwise it is the next page of the same group
+            group, page = index.at(location)
+        if payload.nbytes != group.length:
+            wrong.append(i)
+            continue
+        if room < group.length or length != group.length or segment != group.segment:
+            segment, length, room, expected = group.segment, group.length, max(limit, group.length), -1
+            batches.append([])
+        if location != expected:
+            run = PageRun(group, page, [], [])
+            batches[-1].append(run)
+        run.which.append(i)
+        run.buffers.append(payload)
+        room -= length
+        expected = location + 1
+    return batches, wrong
 
 
 class FileBackend:
     """An open file store. ``open`` makes it."""
 
-    def __init__(self, state: StoreState, lock: FolderLock, page_bytes: Mapping[str, int]) -> None:
-        self._state = state
+    def __init__(self, log: SegmentLog, lock: FolderLock, page_bytes: Mapping[str, int]) -> None:
+        self._log = log
         self._lock = lock
         self._page_bytes = page_bytes
-        self._janitor = Janitor(state)
-        self._breaker = Breaker(threshold=1)
-        self._operations = OpenCalls(f"store folder {str(state.folder.path)!r}")
+        self._broken_until = 0.0
+        self._operations = OpenCalls(f"store folder {str(log.folder.path)!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -169,75 +126,120 @@ class FileBackend:
 
         Cancelling it leaves nothing open.
         """
-        settings = settings_of(url, layout)
-        lock, io = FolderLock(), ThreadIO()
-        store: Self | None = None
+        settings, started = settings_of(url, layout), time.monotonic()
+        lock, threads = FolderLock(), ThreadPool(THREADS, "asynccache-file")
+        log: SegmentLog | None = None
         try:
-            folder = await lock.take(io, settings.folder, mode=settings.mode, new=settings.used)
-            manifest = await load_manifest(folder, layout.schema)
-            noted = await noted_capacity(folder)
-            capacity = settings.capacity if settings.used or noted is None else noted
-            direct = await io.run(_use_direct, folder, settings.direct)
-            state = StoreState(folder, manifest.seed, io, capacity, settings.segment, direct)
-            store = cls(state, lock, layout.page_bytes)
-            await store._recover()
-            if capacity != noted and settings.used:
-                await note_capacity(folder, capacity)
+            folder = await threads.run(lock.take, settings.folder, settings.mode, settings.used)
+            noted = settings.capacity if settings.used else None
+            manifest = await load_manifest(folder, threads, layout.schema, noted)
+            direct = settings.direct != "off" and await threads.run(supports_direct, folder)
+            if settings.direct == "on" and not direct:
+                raise ConfigError(f"storage option direct='on': {str(folder.path)!r} does not support O_DIRECT")
+            log = SegmentLog(folder, threads, settings, manifest, direct)
+            await log.open()
         except BaseException as error:
-            _release(store._state if store else None, io, lock)
+            _release(log, threads, lock)
             if isinstance(error, OSError):
                 raise Unavailable(f"store folder {str(settings.folder)!r}: {error}") from error
             raise
-        return store
+        log.counts["open_ms"] = round((time.monotonic() - started) * 1000)
+        return cls(log, lock, layout.page_bytes)
 
     def __repr__(self) -> str:
-        return f"FileBackend({str(self._state.folder.path)!r}, {self._state.index!r}, {self._state.log!r})"
+        log = self._log
+        return f"FileBackend({str(log.folder.path)!r}, pages={log.index.pages}, segments={len(log.segments)})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. The call never waits."""
         with self._operations:
-            index = self._state.index
+            index = self._log.index
             return [HIT if key.key in index else MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Read pages directly into the buffers of their payloads. Cancelling it returns when all reads have ended."""
+        """Read pages directly into the buffers of their payloads. A page that was not read to its last byte is CORRUPT,
+        or FAILED if there was an error in its batch. Cancelling it returns when all reads have ended."""
         with self._operations:
-            results = [MISS] * len(keys)
-            stretches, wrong = find_stretches(self._state.index, keys, records)
+            log, results = self._log, [MISS] * len(keys)
+            batches, wrong = plan_reads(log.index, keys, records)
             for i in wrong:
                 results[i] = CORRUPT
-            batches = plan_reads(stretches, records)
-            segments = [self._state.log.segments[batch.segment] for batch in batches]
-            futures = [self._begin_read(batch, segment) for batch, segment in zip(batches, segments, strict=True)]
-            try:
-                await settled(futures)
-            finally:
-                for segment in segments:
-                    segment.leave()
-            for batch, future in zip(batches, futures, strict=True):
-                self._end_read(batch, future.result(), records, results)
+            reads = []
+            for runs in batches:
+                length = runs[0].group.length
+                moves = [FileRun(r.group.payload_offset(r.page), length * len(r.which), r.buffers) for r in runs]
+                reads.append(log.read(log.segments[runs[0].group.segment], length, moves))
+            await settled(reads)
+            for runs, read in zip(batches, reads, strict=True):
+                moved = read.result()
+                log.counts["errors"] += moved.error is not None
+                for count, (group, page, which, _) in zip(moved.bytes, runs, strict=True):
+                    whole = count // group.length
+                    for n, i in enumerate(which[:whole]):
+                        records[i].header[:] = group.header(page + n)
+                        results[i] = HIT
+                    for i in which[whole:]:
+                        results[i] = CORRUPT if moved.error is None else FAILED
+                    group.hot |= ((1 << whole) - 1) << page
+                    log.counts["get_bytes"] += whole * group.length
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Append new pages, in groups. Pages that are stored already are left alone. A page that two calls put at the
-        same time is written twice, and the copy that lies last in the files is the one that is read.
+        """Append new pages, in groups, all groups at the same time. Pages that are stored already are left alone, and
+        those whose length is not that of their pool are FAILED. A page that two calls put at the same time is written
+        twice, and the copy that lies last in the files is the one that is read.
 
         Cancelling it returns when all writes that had begun have ended; their pages are stored.
         """
         with self._operations:
-            index = self._state.index
-            results = [HIT if key.key in index else FAILED for key in keys]
-            if fresh := self._by_length(keys, records, results):
-                await self._write(_Put(keys, records, results, fresh, []))
+            log = self._log
+            results = [HIT if key.key in log.index else FAILED for key in keys]
+            fresh: dict[int, list[int]] = {}
+            for i, result in enumerate(results):
+                size = records[i].payload.nbytes
+                if result is FAILED and size == self._page_bytes.get(keys[i].pool):
+                    fresh.setdefault(size, []).append(i)
+            if not fresh:
+                return results
+            if time.monotonic() < self._broken_until:
+                log.counts["refused_writes"] += 1
+                return results
+            writes: list[tuple[asyncio.Future[BaseException | None], list[int]]] = []
+            broken = False
+            try:
+                for length, which in fresh.items():
+                    at = 0
+                    while at < len(which):
+                        part = which[at : at + await log.reserve(length, len(which) - at)]
+                        directory = b"".join([piece for i in part for piece in (keys[i].key, records[i].header)])
+                        writes.append((log.begin(length, directory, [records[i].payload for i in part]), part))
+                        at += len(part)
+                log.look_ahead()
+            except OSError:
+                log.counts["errors"] += 1
+                broken = True
+            finally:
+                try:
+                    await settled([write for write, _ in writes])
+                finally:
+                    for write, part in writes:
+                        if write.result() is not None:
+                            broken = True
+                            continue
+                        log.counts["put_bytes"] += len(part) * records[part[0]].payload.nbytes
+                        for i in part:
+                            results[i] = HIT
+                    if broken:
+                        self._broken_until = time.monotonic() + BACK_OFF
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if it stays deleted after a restart, FAILED if it is deleted now but a crash
         may bring it back, MISS if it was not stored. Cancelling it may leave any of them deleted."""
         with self._operations:
-            found = [self._state.index.forget(key.key) for key in keys]
-            outcome = await self._log_deleted([place for place in found if place is not None])
-            return [MISS if place is None else outcome for place in found]
+            found = [self._log.index.forget(key.key) for key in keys]
+            noted = await self._log.log_deletions([key.key for key, there in zip(keys, found, strict=True) if there])
+            return [(HIT if noted else FAILED) if there else MISS for there in found]
 
     async def clear(self) -> None:
         """Delete every page and every segment. Cancelling it may leave any of them deleted.
@@ -245,42 +247,48 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses.
         """
-        with self._operations:
-            await self._janitor.clear()
+        with self._operations, self._told():
+            await self._log.clear()
 
     def parts(self) -> list[Part]:
         """Return a part for every group that has pages now."""
-        groups = ((group, len(group.live())) for group in self._state.index.groups())
+        groups = ((group, len(group.live())) for group in self._log.index.holders.values())
         return [Part(group.length, count, group) for group, count in groups if count]
 
     async def scrub(self, part: Part, verify: Verify) -> Scrubbed:
         """Read a group from its file, and delete the pages that do not verify. If its header block is damaged, all of
         its pages are deleted. After it is cancelled nothing more is deleted."""
         with self._operations:
-            group: PageGroup = part.place
-            try:
-                # not in the threads of gets and puts, so that a scrub does not slow those down
-                data = await completed_in_thread(read_group, self._state.folder, segment_name(group.segment), group)
-            except OSError as error:
-                self._state.counts["errors"] += not is_gone(error)
-                return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))
-            pages = group.live()
-            good = [False] * len(pages)
-            if is_intact(group, data, self._state.seed):
-                good = await verify(*stored_records(group, pages, data))
-            bad = [page for page, is_good in zip(pages, good, strict=True) if not is_good]
-            dropped = [place for page in bad if (place := self._state.index.forget_at(group, page))]
-            await self._log_deleted(dropped)
-            return Scrubbed(len(pages), len(pages) * group.length, len(dropped), 0)
+            log, group = self._log, part.place
+            segment = log.segments.get(group.segment)
+            if segment is None:
+                return Scrubbed()  # it was reclaimed meanwhile
+            data = memoryview(mmap.mmap(-1, BLOCK_BYTES + group.length * group.count))
+            await settled([read := log.read(segment, group.length, [FileRun(group.offset, data.nbytes, [data])])])
+            moved = read.result()
+            pages, length = group.live(), group.length
+            if moved.error is not None:
+                log.counts["errors"] += 1
+                return Scrubbed(unread=len(pages))
+            data, good = data[: moved.bytes[0]], [False] * len(pages)
+            if data[: len(block := pack_block(group, log.seed))] == block:
+                headers = [memoryview(bytearray(group.header(page))) for page in pages]
+                starts = [BLOCK_BYTES + page * length for page in pages]
+                records = [Record(h, data[at : at + length]) for h, at in zip(headers, starts, strict=True)]
+                good = await verify([PageKey("", group.key(page)) for page in pages], records)
+            dropped = log.index.forget_all(group, [page for page, ok in zip(pages, good, strict=True) if not ok])
+            await log.log_deletions(dropped)
+            return Scrubbed(len(pages), len(pages) * length, len(dropped), 0)
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
         """Yield all stored pages, segment by segment. Cancelling it changes nothing."""
-        for number in list(self._state.log.segments):
+        for number in list(self._log.segments):
             with self._operations:
-                groups = self._state.index.groups_of(number)
-                found = [stored for group in groups for stored in stored_pages(group)]
-            if found:
-                yield found
+                found = [
+                    Stored(group.key(page), HEADER_BYTES + group.length, float(group.written))
+                    for group in self._log.index.groups_of(number) for page in group.live()
+                ]  # fmt: skip
+            yield found
             await asyncio.sleep(0)
 
     async def collect(self, older_than: float | None) -> Collected:
@@ -290,34 +298,36 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses.
         """
-        with self._operations:
-            before, old = self._state.log.bytes, 0
+        with self._operations, self._told():
+            log, old = self._log, list[bytes]()
+            before = sum(segment.tail for segment in log.segments.values())
             if older_than is not None:
-                places = list(written_before(self._state.index.groups(), time.time() - older_than))
-                forgotten = [place for at in places if (place := self._state.index.forget_at(*at))]
-                await self._log_deleted(forgotten)
-                old = len(forgotten)
-            dead = await self._janitor.compact()
-            return Collected(old, max(0, dead - old), max(0, before - self._state.log.bytes))
+                until = time.time() - older_than
+                groups = [group for group in log.index.holders.values() if 0 < group.written < until]
+                old = [key for group in groups for key in log.index.forget_all(group, group.live())]
+                await log.log_deletions(old)
+            dead = await log.compact()
+            freed = before - sum(segment.tail for segment in log.segments.values())
+            return Collected(len(old), max(0, dead - len(old)), max(0, freed))
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Do nothing: whether buffers are aligned is found out when they are used."""
 
     def watch(self, tell: Tell | None) -> Iterable[Sequence[bytes]]:
         """Call ``tell`` from now on at every change; None ends that. Returns the keys that are stored now, in parts."""
-        return self._state.index.watched(tell)
+        return self._log.index.watched(tell)
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters. ``write_amplification`` is how many bytes were written, also for pages that were moved,
         for each byte that was put."""
-        state, counts = self._state, self._state.counts
+        log, counts = self._log, self._log.counts
         return {
-            "pages": state.index.pages,
-            "bytes": state.index.bytes,
-            "capacity_bytes": state.capacity,
-            "disk_bytes": state.log.bytes,
-            "segments": len(state.log.segments),
-            "direct": int(state.direct),
+            "pages": log.index.pages,
+            "bytes": log.index.bytes,
+            "capacity_bytes": log.capacity,
+            "disk_bytes": log.disk_bytes,
+            "segments": len(log.segments),
+            "direct": int(log.direct),
             "write_amplification": 1 + counts["moved_bytes"] / max(1, counts["put_bytes"]),
             **{name: counts[name] for name in COUNTERS},
         }
@@ -328,15 +338,14 @@ class FileBackend:
         Raises:
             Unavailable: the disk refuses.
         """
-        with self._operations:
-            await self._janitor.sync()
-            await self._janitor.save_if_due()
+        with self._operations, self._told():
+            await self._log.sync()
 
     async def aclose(self) -> None:
-        """Wait for the calls under way, sync, write a snapshot, and unlock the folder. Later calls raise Unavailable.
+        """Wait for the calls under way, seal the last segment, sync, and unlock the folder. Later calls raise
+        Unavailable.
 
-        Cancelling it waits for the calls under way all the same, and then unlocks the folder without syncing or a
-        snapshot.
+        Cancelling it waits for the calls under way all the same, and then unlocks the folder without syncing.
 
         Raises:
             Unavailable: the disk refuses; the folder is unlocked all the same.
@@ -345,192 +354,33 @@ class FileBackend:
             return
         try:
             await self._operations.close()
-            await self._janitor.close()
+            with self._told():
+                await self._log.close()
         finally:
             try:
-                await self._janitor.stop()
+                await self._log.stop()
             finally:
-                _release(self._state, self._state.io, self._lock)
+                _release(self._log, self._log.threads, self._lock)
 
-    async def _log_deleted(self, dead: Sequence[tuple[PageGroup, int]]) -> Result:
-        """Write into the log that these pages, which are out of the index already, were deleted. Returns FAILED if the
-        disk refuses, so that a crash may bring them back; else HIT."""
-        if not dead:
-            return HIT
-        masks: dict[PageGroup, int] = {}
-        for group, page in dead:
-            masks[group] = masks.get(group, 0) | 1 << page
-        self._state.counts["deleted"] += len(dead)
-        error = await self._janitor.log_deaths(list(masks.items()))
-        self._state.counts["errors"] += error is not None
-        return HIT if error is None else FAILED
-
-    def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[RunsMoved]:
-        segment.enter()
-        return self._state.io.read(self._state.files_for(segment, batch.length), batch.runs)
-
-    def _end_read(self, batch: ReadBatch, moved: RunsMoved, records: Sequence[Record], results: list[Result]) -> None:
-        """Set the results of a batch whose reads have ended. A page that was not read to its last byte is CORRUPT, or
-        FAILED if there was an error in its batch."""
-        length, total, missing = batch.length, 0, CORRUPT if moved.error is None else FAILED
-        for count, (group, page, which) in zip(moved.bytes, batch.stretches, strict=True):
-            whole = count // length
-            for n, i in enumerate(which):
-                if n < whole:
-                    records[i].header[:] = group.header(page + n)
-                    results[i] = HIT
-                else:
-                    results[i] = missing
-            group.hot |= ((1 << whole) - 1) << page
-            total += whole * length
-        if moved.misaligned:
-            self._state.misaligned(length)
-        self._state.counts["errors"] += moved.error is not None
-        self._state.counts["get_bytes"] += total
-
-    def _by_length(
-        self, keys: Sequence[PageKey], records: Sequence[Record], results: Sequence[Result]
-    ) -> dict[int, list[int]]:
-        """Return the positions of the pages that are not stored, by the length of their payloads, without those whose
-        length is not that of their pool."""
-        found: dict[int, list[int]] = {}
-        for i, result in enumerate(results):
-            size = records[i].payload.nbytes
-            if result is FAILED and size == self._page_bytes.get(keys[i].pool):
-                found.setdefault(size, []).append(i)
-        return found
-
-    async def _write(self, put: _Put) -> None:
-        """Write the fresh pages, all groups at the same time. Whether it returns or raises, results and index are right
-        when it ends."""
-        permit, error = self._breaker.allow(asyncio.get_running_loop().time()), None
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise Unavailable where the disk refuses."""
         try:
-            if permit != REFUSED:
-                error = await self._submit(put)
-        finally:
-            try:
-                await settled([writing.done for writing, _ in put.writings])
-            finally:
-                error = self._finish(put) or error
-                self._report(permit, error, put)
-
-    async def _submit(self, put: _Put) -> OSError | None:
-        """Start to write every group. Returns the error if no segment could be made for the rest of them."""
-        try:
-            for length, indices in put.fresh.items():
-                at = 0
-                while at < len(indices):
-                    part = indices[at : at + await self._fit(length, len(indices) - at)]
-                    put.writings.append((self._begin_write(put, length, part), part))
-                    at += len(part)
+            yield
         except OSError as error:
-            self._state.counts["errors"] += 1
-            return error
-        self._janitor.look_ahead()
-        return None
-
-    async def _fit(self, length: int, wanted: int) -> int:
-        """Return how many pages the next group gets, once there is room for at least one. The room may be gone after
-        the next await."""
-        while not (count := self._state.log.fit(length, wanted)):
-            await self._janitor.advance()
-        return count
-
-    def _begin_write(self, put: _Put, length: int, part: Sequence[int]) -> GroupWrite:
-        pieces: list[bytes | memoryview] = []
-        payloads = []
-        for i in part:
-            header, payload = put.records[i]
-            pieces += (put.keys[i][1], header)
-            payloads.append(payload)
-        return self._state.begin_write(length, b"".join(pieces), payloads)
-
-    def _finish(self, put: _Put) -> OSError | None:
-        """Finish every write that has begun. Returns an error of one of them, or None."""
-        failed = None
-        for writing, part in put.writings:
-            error = self._state.end_write(writing)
-            failed = failed or error
-            if error is None:
-                self._state.counts["put_bytes"] += len(part) * writing.group.length
-                for i in part:
-                    put.results[i] = HIT
-        return failed
-
-    def _report(self, permit: Permit, error: OSError | None, put: _Put) -> None:
-        """Tell the breaker how the writes have ended."""
-        if permit == REFUSED:
-            self._state.counts["refused_writes"] += 1
-        elif error is not None:
-            self._breaker.failure(permit, asyncio.get_running_loop().time())
-        elif put.writings:
-            self._breaker.success(permit)
-        else:
-            self._breaker.abandon(permit)
-
-    async def _recover(self) -> None:
-        """Rebuild the index from the files of earlier runs. A store that is used goes on in their last segment if that
-        has room."""
-        state, started = self._state, time.monotonic()
-        work = recover(state.io, state.folder, state.seed, state.direct)
-        recovering = asyncio.get_running_loop().create_task(work, name="asynccache-file-recovery")
-        try:
-            await settled([recovering])
-        finally:
-            if not recovering.cancelled() and recovering.exception() is None:
-                for segment in recovering.result().segments:
-                    state.log.add(segment)
-        found = recovering.result()
-        state.index = found.found
-        if self._page_bytes:
-            await self._make_ready()
-        if found.scanned or found.stale_deaths:
-            await self._janitor.save()
-        state.counts["scanned_groups"] = found.scanned
-        state.counts["open_ms"] = round((time.monotonic() - started) * 1000)
-
-    async def _make_ready(self) -> None:
-        """Prepare the store for writing: evict pages beyond the capacity, and make the last segment active if it has
-        room."""
-        await self._janitor.trim()
-        last = next(reversed(self._state.log.segments.values()), None)
-        if last is not None and last.tail < self._state.segment_bytes:
-            await self._janitor.reuse(last)
+            self._log.counts["errors"] += 1
+            raise Unavailable(f"store folder {str(self._log.folder.path)!r}: {error}") from error
 
 
 COUNTERS = (
     "errors", "put_bytes", "get_bytes", "moved_pages", "moved_bytes", "evicted_pages", "reclaimed_segments",
-    "refused_writes", "deleted", "snapshots", "scanned_groups", "open_ms",
-)
+    "refused_writes", "deleted", "scanned_groups", "open_ms",
+)  # fmt: skip
 
 
-def _release(state: StoreState | None, io: ThreadIO, lock: FolderLock) -> None:
+def _release(log: SegmentLog | None, threads: ThreadPool, lock: FolderLock) -> None:
     """Close every file, end the threads, and unlock the folder. No call may be under way."""
-    for segment in state.log.segments.values() if state else ():
+    for segment in log.segments.values() if log is not None else ():
         segment.drop()
-    io.close()
+    threads.close()
     lock.release()
-
-
-def _use_direct(folder: Folder, wanted: str) -> bool:
-    if wanted == "off":
-        return False
-    possible = supports_direct(folder)
-    if wanted == "on" and not possible:
-        raise ConfigError(f"storage option direct='on': folder {str(folder.path)!r} does not support O_DIRECT")
-    return possible
-
-
-def stored_pages(group: PageGroup) -> list[Stored]:
-    """Return the live pages of a group."""
-    size = HEADER_BYTES + group.length
-    return [Stored(group.entry(page)[:KEY_BYTES], size, float(group.written)) for page in group.live()]
-
-
-def written_before(groups: Sequence[PageGroup], until: float) -> Iterator[tuple[PageGroup, int]]:
-    """Yield every live page that is known to have been written before the unix time ``until``: its group and its index
-    there."""
-    for group in groups:
-        if 0 < group.written < until:
-            for page in group.live():
-                yield group, page

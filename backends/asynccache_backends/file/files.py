@@ -8,35 +8,26 @@ Laws:
   file, ``NotPlain`` is raised, and the thing is neither opened nor followed nor removed.
 * A file has the permissions that follow from the folder's ``mode`` from its first byte on, whatever the process's
   umask is.
-* The pages of gets and puts are moved by ``ThreadIO`` and by nothing else. It takes large batches; the system calls
-  release the GIL, and beside them a thread does nothing in Python for each page.
+* The bytes of pages are moved by ``write_run`` and ``read_runs``, in the store's threads. These take large batches; the
+  system calls release the GIL, and beside them a thread does nothing in Python for each page.
 
-What is no coroutine blocks, but for the methods of ``ThreadIO``. Whole files (manifest, notes, snapshot, log) are read
-and written by ``aiofiles``.
+Everything here blocks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
-from typing import NamedTuple, ParamSpec, TypeVar
-
-import aiofiles
-from aiofiles.os import wrap
-
-from asynccache.storage import ThreadPool, completed
+from typing import NamedTuple
 
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"), (stat.S_ISCHR, "a device"),
-    (stat.S_ISDIR, "a folder"), (stat.S_ISLNK, "a symbolic link"),
-)  # fmt: skip
+_KINDS = {
+    "p": "a FIFO", "s": "a socket", "b": "a device", "c": "a device", "d": "a folder", "l": "a symbolic link",
+}  # fmt: skip
 
 PRIVATE = 0o700
 
@@ -45,43 +36,8 @@ class NotPlain(OSError):
     """Something that is no plain file has the name of a store's file. The message says what it is, and where."""
 
     def __init__(self, path: Path, mode: int) -> None:
-        kind = next((name for is_it, name in _KINDS if is_it(mode)), "something unknown")
+        kind = _KINDS.get(stat.filemode(mode)[0], "something unknown")
         super().__init__(f"{path} is {kind}, and a plain file belongs there; move it away")
-
-
-class TooLarge(OSError):
-    """A file is larger than any that a store writes under this name."""
-
-    def __init__(self, path: Path, size: int, most: int) -> None:
-        super().__init__(f"{path} has {size} bytes, and {most} are the most that are believed; move it away")
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class DaemonThreads(Executor):
-    """Does each call in a thread of its own, for ``aiofiles``: files off the hot path are few. The threads are daemon
-    threads, so a disk that hangs does not keep the process from ending, as the loop's own executor would."""
-
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Begin the call, and return the future of what it returns."""
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                result = function(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
-        Thread(target=work, name="asynccache-file-once", daemon=True).start()
-        return future
-
-
-THREADS = DaemonThreads()
 
 
 class Folder:
@@ -98,9 +54,6 @@ class Folder:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.mode = stat.S_IMODE(os.fstat(self.fd).st_mode) if mode is None else mode
 
-    def __repr__(self) -> str:
-        return f"Folder({str(self.path)!r}, mode={self.mode:04o})"
-
     def close(self) -> None:
         """Close the folder. Calling it twice is fine."""
         if self.fd >= 0:
@@ -113,32 +66,22 @@ class Folder:
         return self._look(name) is not None
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """Open the plain file ``name`` and return its descriptor. With ``O_CREAT`` in ``flags`` a missing file is made.
+        """Open the plain file ``name`` and return its descriptor. With ``O_CREAT`` in ``flags`` a missing file is made;
+        with ``O_EXCL``, too, it must be missing.
 
         Raises:
             NotPlain: something else has this name.
-            OSError: there is no such file, or it may not be opened.
+            OSError: there is no such file, or one with ``O_EXCL``, or it may not be opened.
         """
-        if self._look(name) is None and flags & os.O_CREAT:
-            return self.create(name, flags)
-        fd = os.open(name, (flags & ~os.O_CREAT) | _SAFELY, dir_fd=self.fd)
+        if self._look(name) is not None and not flags & os.O_EXCL:
+            flags &= ~os.O_CREAT
+        elif flags & os.O_CREAT:
+            flags |= os.O_EXCL
+        fd = os.open(name, flags | _SAFELY, self.mode & 0o666, dir_fd=self.fd)
         try:
             self._check_plain(name, os.fstat(fd).st_mode)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
-
-    def create(self, name: str, flags: int = os.O_RDWR) -> int:
-        """Make a new file ``name`` and return its descriptor.
-
-        Raises:
-            FileExistsError: something has this name already.
-            OSError: the disk refuses.
-        """
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | _SAFELY, self.mode & 0o666, dir_fd=self.fd)
-        try:
-            os.fchmod(fd, self.mode & 0o666)  # the umask may have taken permissions away
+            if flags & os.O_CREAT:
+                os.fchmod(fd, self.mode & 0o666)  # the umask may have taken permissions away
         except BaseException:
             os.close(fd)
             raise
@@ -146,65 +89,21 @@ class Folder:
 
     def renew(self, name: str, flags: int = os.O_RDWR) -> int:
         """Make a new file ``name`` and return its descriptor. A plain file of this name, which a killed process may
-        have left, is removed first.
-
-        Raises:
-            NotPlain: something else has this name.
-            OSError: the disk refuses.
-        """
+        have left, is removed first. Raises as ``open`` does."""
         if self._look(name) is not None:
             self.unlink(name)
-        return self.create(name, flags)
-
-    async def read(self, name: str, most: int) -> bytes:
-        """Return the content of the file ``name``. Cancelling it waits until the file is closed.
-
-        Raises:
-            TooLarge: it has more than ``most`` bytes.
-            OSError: as ``open``.
-        """
-        return await completed(self._read(name, most))
-
-    async def _read(self, name: str, most: int) -> bytes:
-        async with aiofiles.open(name, "rb", opener=self.open, executor=THREADS) as file:
-            size = await file.seek(0, os.SEEK_END)
-            if size > most:
-                raise TooLarge(self.path / name, size, most)
-            await file.seek(0)
-            return await file.read(size)
-
-    async def rewrite(self, name: str, parts: Sequence[bytes]) -> None:
-        """Write a file in such a way that after a crash either the old file or the whole new one is there. Raises
-        OSError if the disk refuses. Cancelling it waits until the new file is there, or given up."""
-        await completed(self._rewrite(name, parts))
-
-    async def _rewrite(self, name: str, parts: Sequence[bytes]) -> None:
-        new = f"{name}.new"
-        async with aiofiles.open(new, "wb", opener=lambda name, _: self.renew(name), executor=THREADS) as file:
-            await file.writelines(parts)
-            await file.flush()
-            await wrap(os.fdatasync)(file.fileno(), executor=THREADS)
-        await wrap(self.replace)(new, name, executor=THREADS)
-        await wrap(self.sync)(executor=THREADS)
+        return self.open(name, flags | os.O_CREAT | os.O_EXCL)
 
     def unlink(self, name: str) -> None:
         """Remove the file ``name``. Raises OSError if there is none or the disk refuses."""
         os.unlink(name, dir_fd=self.fd)
 
-    def replace(self, old: str, new: str) -> None:
-        """Rename the file ``old`` to ``new``, in the place of a file of that name. Raises OSError if the disk
-        refuses."""
-        os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-
     def sync(self) -> None:
         """Make sure that files which were created, renamed or removed before survive a power loss as such. Raises
-        OSError if the disk refuses."""
+        OSError if the disk refuses, or the folder was removed."""
+        if not os.fstat(self.fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         os.fsync(self.fd)
-
-    def insist_on_files(self) -> None:
-        """Raise NotPlain if anything in the folder is no plain file."""
-        for name in os.listdir(self.fd):
-            self._look(name)
 
     def tighten(self, is_ours: Callable[[str], bool]) -> None:
         """Give the folder, and the files in it whose names ``is_ours`` accepts, the permissions of ``mode``, so that
@@ -244,35 +143,30 @@ def make_folder(path: Path, mode: int) -> None:
     Raises:
         OSError: one of them cannot be made.
     """
-    missing = [path]
-    while not os.path.lexists(missing[-1].parent):
-        missing.append(missing[-1].parent)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder, mode)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
-        else:
-            os.chmod(folder, mode)  # the umask may have taken permissions away
+    if not os.path.lexists(path.parent):
+        make_folder(path.parent, mode)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        os.chmod(path, mode)  # the umask may have taken permissions away
 
 
 def _set_mode(file: int | str, found: os.stat_result, mode: int, dir_fd: int | None = None) -> None:
     """Set the permissions of a file that belongs to this process's user. The bits beyond the permissions are kept."""
     wanted = stat.S_IMODE(found.st_mode) & ~0o777 | mode
-    if found.st_uid != os.geteuid() or wanted == stat.S_IMODE(found.st_mode):
-        return
-    try:
-        os.chmod(file, wanted, dir_fd=dir_fd)
-    except OSError:  # the file system is read-only or has no permissions; whoever has to write will fail with a reason
-        return
+    if found.st_uid == os.geteuid() and wanted != stat.S_IMODE(found.st_mode):
+        with suppress(OSError):  # no permissions here, or read-only; whoever has to write will fail with a reason
+            os.chmod(file, wanted, dir_fd=dir_fd)
 
 
 class FileHandles(NamedTuple):
-    """Two descriptors of one file. ``direct`` bypasses the system's page cache; it is None if O_DIRECT is not used."""
+    """Two descriptors of one file. ``direct`` bypasses the system's page cache; without O_DIRECT both are the same."""
 
     buffered: int
-    direct: int | None
+    direct: int
 
 
 class FileRun(NamedTuple):
@@ -288,87 +182,50 @@ class RunsMoved(NamedTuple):
     """The outcome of some runs.
 
     ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
-    None. ``misaligned``: whether the system refused the buffers for direct I/O, so that buffered I/O was used.
+    None.
     """
 
     bytes: list[int]
     error: OSError | None
-    misaligned: bool
 
 
-class ThreadIO:
-    """File I/O in the background, on threads which make up to ``threads`` system calls at a time. It refers to files
-    and buffers until the future of their call is done. These futures raise no OSError: it is part of their value."""
-
-    def __init__(self, threads: int = 4) -> None:
-        self._threads = ThreadPool(threads, "asynccache-file")
-
-    def write(self, files: FileHandles, run: FileRun) -> asyncio.Future[RunsMoved]:
-        """Write one run, by one pwritev or as many as it takes. If not all of it was written, the outcome has an
-        error."""
-        return self._threads.call(write_run, files, run)
-
-    def read(self, files: FileHandles, runs: Sequence[FileRun]) -> asyncio.Future[RunsMoved]:
-        """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
-        bytes, which is no error."""
-        return self._threads.call(read_runs, files, runs)
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
-        """Call a function that blocks, and return what it returns; an ``OSError`` is returned, not raised."""
-        return self._threads.call(lambda: _caught(function, *args, **kwargs))
-
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that blocks, and return what it returns or raise its ``OSError``. Cancelling it waits until
-        the function has ended."""
-        return await self._threads.run(function, *args, **kwargs)
-
-    def close(self) -> None:
-        """End the threads. No call may be in flight."""
-        self._threads.close()
-
-
-def write_run(files: FileHandles, run: FileRun) -> RunsMoved:
-    """Write a run, by direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
-    moved = _move(os.pwritev, files, [run])
-    if moved.error is None and moved.bytes[0] < run.length:
-        return moved._replace(error=OSError(errno.EIO, "short write"))
-    return moved
+def write_run(files: FileHandles, run: FileRun) -> None:
+    """Write a run, by one pwritev or as many as it takes. Raises OSError if not all of it was written."""
+    if _whole(os.pwritev, files, run) < run.length:
+        raise OSError(errno.EIO, "short write")
 
 
 def read_runs(files: FileHandles, runs: Sequence[FileRun]) -> RunsMoved:
-    """Read each run up to its end or the end of the file."""
-    return _move(os.preadv, files, runs)
-
-
-def _move(
-    move: Callable[[int, Sequence[memoryview], int], int], files: FileHandles, runs: Sequence[FileRun]
-) -> RunsMoved:
-    fd = files.buffered if files.direct is None else files.direct
+    """Read runs of one file, each by one preadv or as many as it takes. Where the file ends early a run has fewer
+    bytes, which is no error."""
     counts: list[int] = []
     error: OSError | None = None
     for run in runs:
         try:
-            try:
-                counts.append(_whole(move, fd, run))
-            except OSError as refusal:
-                if refusal.errno != errno.EINVAL or fd == files.buffered:
-                    raise
-                fd = files.buffered
-                counts.append(_whole(move, fd, run))
+            counts.append(_whole(os.preadv, files, run))
         except OSError as failure:
             error = failure
             counts.append(0)
-    return RunsMoved(counts, error, files.direct is not None and fd == files.buffered)
+    return RunsMoved(counts, error)
 
 
-def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: FileRun) -> int:
-    """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved."""
-    moved = move(fd, run.buffers, run.offset)
+def _whole(move: Callable[[int, Sequence[memoryview], int], int], files: FileHandles, run: FileRun) -> int:
+    """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved.
+
+    That is direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
+    moved, buffers, fd = 0, run.buffers, files.direct
     while moved < run.length:
-        count = move(fd, _after(run.buffers, moved), run.offset + moved)
+        try:
+            count = move(fd, buffers, run.offset + moved)
+        except OSError as refusal:
+            if refusal.errno != errno.EINVAL or fd == files.buffered:
+                raise
+            fd = files.buffered
+            continue
         if count == 0:
             break
         moved += count
+        buffers = _after(buffers, count) if moved < run.length else ()
     return moved
 
 
@@ -379,10 +236,3 @@ def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
             return [buffer[count:], *buffers[i + 1 :]]
         count -= buffer.nbytes
     return []
-
-
-def _caught(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | OSError:
-    try:
-        return function(*args, **kwargs)
-    except OSError as error:
-        return error

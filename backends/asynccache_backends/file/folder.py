@@ -1,52 +1,37 @@
 """A store's folder: the locks that let one process at a time use it, and the manifest that tells its format.
 
 The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
-in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this
-backend, which know no other lock.
+in it. The file ``lock`` is locked, too: it says which process uses the folder, and it is all there is where folders
+cannot be locked, as on NFS.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import secrets
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import aiofiles
-from aiofiles.os import wrap
+import msgspec
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
-from asynccache.storage import completed
-from asynccache_backends.file.files import PRIVATE, THREADS, Folder, NotPlain, ThreadIO, make_folder
+from asynccache.storage import ThreadPool, completed
+from asynccache_backends.file.files import PRIVATE, Folder, make_folder
 from asynccache_backends.file.segments import list_segments
 
 FORMAT = "asynccache file store"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 LOCK = "lock"
-CAPACITY = "capacity"
 MOST_MANIFEST = 4 << 10
 
-_OURS = re.compile(
-    r"(manifest\.json|index\.snapshot|deletions\.log|capacity)(\.new)?|lock|direct\.probe|segment-[0-9a-f]{16}\.kv"
-)
+_OURS = re.compile(r"manifest\.json(\.new)?|lock|segment-[0-9a-f]{16}\.kv")
 _NO_SUCH_LOCK = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The facts that must be known before any other file can be read. ``schema`` is the digest of the record schema, in
-    hex. ``seed`` is the store's random number."""
-
-    format: str
-    version: int
-    schema: str
-    seed: int
 
 
 class FolderLock:
@@ -57,9 +42,9 @@ class FolderLock:
         self._folder: Folder | None = None
         self._file = -1
 
-    async def take(self, io: ThreadIO, path: Path, *, mode: int | None, new: bool) -> Folder:
-        """Open and lock the folder ``path``, and return it. If this raises, nothing is left open, but for what
-        ``release`` closes. Cancelling it waits until the folder is locked.
+    def take(self, path: Path, mode: int | None, new: bool) -> Folder:
+        """Open and lock the folder ``path``, and return it. It blocks. ``release`` closes what this has opened, also if
+        it raises.
 
         ``new``: whether to make the folder if it is missing; otherwise it must hold a store. ``mode``: permissions for
         the folder and, without the bits for execution, for its files; None: existing permissions are left alone, and
@@ -67,21 +52,31 @@ class FolderLock:
 
         Raises:
             Unavailable: another process, or another store in this process, uses the folder (the message has the number
-                of the process); the folder holds no store; or it cannot be made or written.
+                of the process), or the folder holds no store.
+            OSError: the folder cannot be made or written.
         """
+        if new:
+            make_folder(path, PRIVATE if mode is None else mode)
         try:
-            folder = await io.run(self._lock, path, mode, new)
-            await completed(_sign(folder))
-        except BlockingIOError:
-            owner = await _owner(self._folder) if self._folder is not None else "unknown"
-            self.release()
-            raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
-        except OSError as error:
-            self.release()
-            raise Unavailable(f"store folder {str(path)!r}: {error}") from error
-        except BaseException:
-            self.release()
-            raise
+            self._folder = folder = Folder(path, mode)
+            if not new and not folder.has(MANIFEST):  # before anything is made in a folder that is no store's
+                raise FileNotFoundError
+        except FileNotFoundError:
+            raise Unavailable(f"store folder {str(path)!r} holds no store") from None
+        self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+        for fd in (folder.fd, self._file):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
+            except OSError as error:  # folders cannot be locked on NFS, say; then the file is all there is
+                if fd == self._file or error.errno not in _NO_SUCH_LOCK:
+                    raise
+        if mode is not None:
+            folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         return folder
 
     def release(self) -> None:
@@ -92,147 +87,100 @@ class FolderLock:
         if self._folder is not None:
             self._folder.close()
 
-    def _lock(self, path: Path, mode: int | None, new: bool) -> Folder:
-        if new:
-            make_folder(path, PRIVATE if mode is None else mode)
-        self._folder = folder = Folder(path, mode) if new else _folder_of_a_store(path, mode)
-        _lock_folder(folder)
-        self._file = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if mode is not None:
-            folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
-        return folder
+
+def supports_direct(folder: Folder) -> bool:
+    """Return True if files in this folder can be opened with O_DIRECT. It blocks."""
+    with suppress(OSError):
+        os.close(folder.open(LOCK, os.O_RDONLY | os.O_DIRECT))
+        return True
+    return False
 
 
-def _lock_folder(folder: Folder) -> None:
-    """Lock the folder itself. Where folders cannot be locked, as on NFS, this does nothing, and only the file is
-    locked."""
-    try:
-        fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_SUCH_LOCK:
-            raise
+class Manifest(msgspec.Struct, frozen=True):
+    """The facts that must be known before any other file can be read. ``schema`` is the digest of the record schema, in
+    hex. ``seed`` is the store's random number. ``capacity``: how many bytes the store may take, for those who only
+    look at it."""
+
+    format: str
+    version: int
+    schema: str
+    seed: int
+    capacity: int = 0
 
 
-async def _sign(folder: Folder) -> None:
-    async with aiofiles.open(LOCK, "r+b", opener=folder.open, executor=THREADS) as file:
-        await file.truncate(0)
-        await file.write(f"{os.getpid()}\n".encode())
+class _ManifestFile(msgspec.Struct):
+    manifest: msgspec.Raw
+    xxh3: str
 
 
-async def _owner(folder: Folder) -> str:
-    """Return the process that has the lock, as far as the file ``lock`` still says."""
-    try:
-        return (await folder.read(LOCK, 32)).decode(errors="replace").strip() or "unknown"
-    except OSError:
-        return "unknown"
+async def load_manifest(folder: Folder, threads: ThreadPool, schema: bytes, capacity: int | None) -> Manifest:
+    """Return the folder's manifest. In a new folder it is written first. ``capacity`` is noted in it, unless it is
+    None; a disk that is full or broken takes no note, and the store is as usable without.
 
-
-def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
-    """Open the folder of an existing store. Raises Unavailable if there is none in ``path``: locking would make a file
-    in a folder that is no store's."""
-    try:
-        folder = Folder(path, mode)
-    except FileNotFoundError:
-        raise Unavailable(f"store folder {str(path)!r} holds no store") from None
-    try:
-        if not folder.has(MANIFEST):
-            raise Unavailable(f"store folder {str(path)!r} holds no store")
-    except BaseException:
-        folder.close()
-        raise
-    return folder
-
-
-async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
-    """Return the folder's manifest. In a new folder it is written first.
+    Cancelling it waits until no file is open.
 
     Raises:
         Unavailable: it is damaged, or has another format or schema; then nothing was changed.
         OSError: it cannot be read, or is no plain file.
     """
+    where = f"store folder {str(folder.path)!r}"
     try:
-        data = await folder.read(MANIFEST, MOST_MANIFEST)
+        manifest = unpack_manifest(await completed(_read(folder, threads)))
     except FileNotFoundError:
-        return await _new_manifest(folder, schema)
-    manifest = _parse(folder, data)
+        if await threads.run(list_segments, folder.fd):
+            raise Unavailable(f"{where} has segments but no manifest; remove the folder to start anew") from None
+        manifest = Manifest(FORMAT, VERSION, schema.hex(), secrets.randbits(64), capacity or 0)
+        await completed(_write(folder, threads, manifest))
+    if manifest is None:
+        path = str(folder.path / MANIFEST)
+        raise Unavailable(f"{where}: its manifest {path!r} is damaged; remove the folder to start anew")
     if (manifest.format, manifest.version) != (FORMAT, VERSION):
         raise Unavailable(
-            f"store folder {str(folder.path)!r} was written by {manifest.format!r} version {manifest.version}, "
-            f"this is {FORMAT!r} version {VERSION}"
+            f"{where} was written by {manifest.format!r} version {manifest.version}, this is {FORMAT!r} version "
+            f"{VERSION}, which cannot read it; name another folder, or remove this one to start anew"
         )
     if manifest.schema != schema.hex():
-        raise Unavailable(
-            f"store folder {str(folder.path)!r} was written by another schema: {manifest.schema}, this is "
-            f"{schema.hex()}"
-        )
+        raise Unavailable(f"{where} was written by another schema: {manifest.schema}, this is {schema.hex()}")
+    if capacity not in (None, manifest.capacity):
+        manifest = msgspec.structs.replace(manifest, capacity=capacity)
+        with suppress(OSError):
+            await completed(_write(folder, threads, manifest))
     return manifest
 
 
-async def noted_capacity(folder: Folder) -> int | None:
-    """Return the capacity in bytes that ``note_capacity`` wrote last; None if there is no readable note.
+async def _read(folder: Folder, threads: ThreadPool) -> bytes:
+    async with aiofiles.open(MANIFEST, "rb", opener=folder.open, executor=threads) as file:
+        size = await file.seek(0, os.SEEK_END)
+        if size > MOST_MANIFEST:
+            path = folder.path / MANIFEST
+            raise OSError(f"{path} has {size} bytes, and {MOST_MANIFEST} are the most that are believed; move it away")
+        await file.seek(0)
+        return await file.read(size)
 
-    Raises:
-        OSError: the disk refuses, or something that is no plain file has the note's name.
-    """
+
+async def _write(folder: Folder, threads: ThreadPool, manifest: Manifest) -> None:
+    """Write the manifest so that after a crash either the old one or the whole new one is there."""
+    new = f"{MANIFEST}.new"
+    async with aiofiles.open(new, "wb", opener=lambda name, _: folder.renew(name), executor=threads) as file:
+        await file.write(pack_manifest(manifest))
+        await file.flush()
+        await threads.run(os.fdatasync, file.fileno())
+    await threads.run(os.replace, new, MANIFEST, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    await threads.run(folder.sync)
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    """Return the content of the file: the manifest and its checksum."""
+    text = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_ManifestFile(msgspec.Raw(text), xxh3_64_hexdigest(text)))
+
+
+def unpack_manifest(data: bytes) -> Manifest | None:
+    """Return the manifest in ``data``; None if it is damaged. Those of earlier versions can be read, too."""
     try:
-        text = await folder.read(CAPACITY, MOST_MANIFEST)
-    except FileNotFoundError:
+        file = msgspec.json.decode(data, type=_ManifestFile)
+        manifest = msgspec.json.decode(file.manifest, type=Manifest)
+    except (ValueError, RecursionError):  # RecursionError: JSON that is nested too deeply
         return None
-    return int(text) if text.isdigit() and len(text) < 20 else None
-
-
-async def note_capacity(folder: Folder, capacity: int) -> None:
-    """Note in the folder how many bytes the store may take, for those who only look at it. A disk that is full or
-    broken takes no note, and the store is as usable without.
-
-    Raises:
-        NotPlain: something that is no plain file has the note's name.
-    """
-    try:
-        await folder.rewrite(CAPACITY, [str(capacity).encode()])
-    except NotPlain:
-        raise
-    except OSError:
-        pass
-
-
-async def _new_manifest(folder: Folder, schema: bytes) -> Manifest:
-    if await wrap(list_segments)(folder.fd, executor=THREADS):
-        raise Unavailable(
-            f"store folder {str(folder.path)!r} has segments but no manifest; remove the folder to start anew"
-        )
-    manifest = Manifest(FORMAT, VERSION, schema.hex(), secrets.randbits(64))
-    content = {"manifest": asdict(manifest), "xxh3": _digest(manifest)}
-    await folder.rewrite(MANIFEST, [json.dumps(content).encode()])
-    return manifest
-
-
-def _digest(manifest: Manifest) -> str:
-    digest: str = xxh3_64_hexdigest(json.dumps(asdict(manifest)).encode())
-    return digest
-
-
-def _is_sound(manifest: Manifest) -> bool:
-    """Return True if every field has its type. The checksum does not tell that: somebody may have written the file by
-    hand."""
-    fields = (manifest.format, str), (manifest.version, int), (manifest.schema, str), (manifest.seed, int)
-    return all(type(value) is kind for value, kind in fields) and 0 <= manifest.seed < 1 << 64
-
-
-def _parse(folder: Folder, data: bytes) -> Manifest:
-    """Return the manifest in ``data``. Raises Unavailable if it is damaged."""
-    try:
-        parsed = json.loads(data)
-        manifest = Manifest(**parsed["manifest"])
-        intact = _is_sound(manifest) and _digest(manifest) == parsed["xxh3"]
-    except (ValueError, TypeError, KeyError, RecursionError):  # RecursionError: JSON that is nested too deeply
-        intact = False
-    if not intact:
-        path = str(folder.path / MANIFEST)
-        raise Unavailable(
-            f"store folder {str(folder.path)!r}: its manifest {path!r} is damaged; remove the folder to start anew"
-        )
-    return manifest
+    sound = xxh3_64_hexdigest(bytes(file.manifest)) == file.xxh3 and 0 <= manifest.seed < 1 << 64
+    return manifest if sound else None

@@ -1,50 +1,69 @@
-"""Segment files: their format, and those that a store has open. Their room is allocated in advance; they are appended
-to, never changed in place, and deleted as a whole.
+"""Segment files: their format, those that are open, and how they are read when a store is opened. Their room is
+allocated in advance; they are appended to, never changed in place, and deleted as a whole.
 
-A segment is a sequence of *groups*, each starting at a multiple of 4 KiB:
+A segment is a sequence of records, each starting at a multiple of 4 KiB. A record is a *group* of pages or a block of
+*deletions*:
 
-    header block, 4 KiB:  64 bytes of head, then per page its 32-byte key and its 64-byte record header
-    payloads:             ``count`` pages of ``length`` bytes each, back to back
+    header block, 4 KiB:  64 bytes of head, then the directory
+                          of a group: per page its 32-byte key and its 64-byte record header
+                          of deletions: per page its 32-byte key and a place, 8 segment number · 8 offset
+    payloads of a group:  ``count`` pages of ``length`` bytes each, back to back
     padding to 4 KiB
 
-    head, little-endian:  8 magic · 2 version · 2 flags (0) · 4 count · 8 segment id · 8 offset in the segment ·
-                          8 payload length · 16 xxh3_128 of head (this field zero) and directory, seeded ·
+    head, little-endian:  8 magic · 8 count · 8 segment number · 8 offset in the segment · 8 payload length, 0 for
+                          deletions · 16 xxh3_128 of head (this field zero) and directory, seeded ·
                           8 unix time of the writing in seconds, 0 if it is not known
 
-The checksum's seed is a random number of this store's own. So a block that another store left in the same disk space is
-not taken for one of this store's. The checksum covers the header block only; each page's record header has a checksum
+A deletion says that every copy of its page that lies before its place is deleted. So neither the order of deletions nor
+a repeated one matters. Segments are reclaimed from the oldest to the newest, so when one goes, none is left that its
+deletions speak of.
+
+A segment that gets no more records is *sealed*: a footer follows its last record and ends the file. So a store is
+opened by reading footers; only segments without one, such as the last one after a kill, are walked through from header
+block to header block. Payloads are not read; every get verifies its records.
+
+    footer:               all header blocks of the segment without padding, then 64 bytes like a head: 8 magic · 8 count
+                          of blocks · 8 segment number · 8 offset of the footer · 8 bytes of the blocks · 16 xxh3_128 of
+                          the blocks and this · 8 zero
+
+The checksums' seed is a random number of this store's own. So a block that another store left in the same disk space is
+not taken for one of this store's. These checksums cover keys and headers only; each page's record header has a checksum
 of its payload.
 
-A segment's number is in the name of its file and is never used again. So a location (segment, offset, page) stands for
-the same page for ever. ``PageGroup``, ``Segment`` and ``SegmentLog`` keep the state and are changed only on the event
-loop. The functions at the end block.
+A segment's number is in the name of its file and is never used again. So a place (segment, offset) stands for the same
+record for ever. A ``Segment`` is changed only on the event loop. The functions block.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
+import errno
 import os
 import re
 import struct
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
 from asynccache.storage import HEADER_BYTES, KEY_BYTES
-from asynccache_backends.file.files import FileHandles, Folder, NotPlain, RunsMoved
+from asynccache_backends.file.files import FileHandles, Folder
 
 BLOCK_BYTES = 4096
 HEAD_BYTES = 64
 ENTRY_BYTES = KEY_BYTES + HEADER_BYTES
+DELETION = struct.Struct("<32sQQ")
 MAX_PAGES = (BLOCK_BYTES - HEAD_BYTES) // ENTRY_BYTES
+MAX_DELETIONS = (BLOCK_BYTES - HEAD_BYTES) // DELETION.size
 MAX_LENGTH = 1 << 40  # bytes of a payload; no page is as long, so a longer one is damage
-MAGIC = b"acSEGMT\x01"
-VERSION = 1
+GROUP_BYTES = 8 << 20
+MOST_NUMBER = 1 << 62  # of a segment; no store ever makes as many, so a higher one in a file's name is damage
+MAGIC = b"acSEGMT\x02"
+FOOTER_MAGIC = b"acFOOTR\x02"
 
-_HEAD = struct.Struct("<8sHHIQQQ16sQ")
-_NO_SUM = bytes(16)
+_HEAD = struct.Struct("<8sQQQQ16sQ")
+_NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
 
 
 class PageGroup:
@@ -67,14 +86,10 @@ class PageGroup:
         self.dead = 0
         self.hot = 0
 
-    def __repr__(self) -> str:
-        where = f"segment={self.segment}, offset={self.offset}"
-        return f"PageGroup({where}, {self.count} x {self.length}, dead={self.dead:b})"
-
     @property
-    def end(self) -> int:
-        """The offset at which the next group begins."""
-        return self.offset + group_bytes(self.length, self.count)
+    def place(self) -> tuple[int, int]:
+        """Where in the store it lies. A later group has a greater place."""
+        return self.segment, self.offset
 
     def live(self) -> list[int]:
         """Return the indices of the pages that are not dead."""
@@ -88,6 +103,10 @@ class PageGroup:
         """Return a page's key, followed by its record header."""
         return self.directory[page * ENTRY_BYTES : (page + 1) * ENTRY_BYTES]
 
+    def key(self, page: int) -> bytes:
+        """Return a page's key."""
+        return self.directory[page * ENTRY_BYTES : page * ENTRY_BYTES + KEY_BYTES]
+
     def header(self, page: int) -> bytes:
         """Return a page's record header."""
         return self.directory[page * ENTRY_BYTES + KEY_BYTES : (page + 1) * ENTRY_BYTES]
@@ -97,139 +116,139 @@ class PageGroup:
         return self.offset + BLOCK_BYTES + page * self.length
 
 
+class Deletions(NamedTuple):
+    """Up to 84 deletions (``MAX_DELETIONS``) at ``offset`` of a segment. ``directory`` has each one's key and place."""
+
+    segment: int
+    offset: int
+    directory: bytes
+    length: int = 0
+    written: int = 0
+
+
+SegmentRecord = PageGroup | Deletions
+
+
 def round_up(size: int) -> int:
     """Return ``size`` rounded up to a multiple of ``BLOCK_BYTES``."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def group_bytes(length: int, count: int) -> int:
-    """Return the bytes that a group of ``count`` pages of ``length`` bytes takes in a segment."""
+    """Return the bytes that a record with ``count`` payloads of ``length`` bytes takes in a segment."""
     return BLOCK_BYTES + round_up(length * count)
 
 
-def pack_block(group: PageGroup, seed: int) -> bytes:
-    """Return the group's header block without the padding."""
-    fields = (MAGIC, VERSION, 0, group.count, group.segment, group.offset, group.length)
-    checksum = xxh3_128_digest(_HEAD.pack(*fields, _NO_SUM, group.written) + group.directory, seed)
-    return _HEAD.pack(*fields, checksum, group.written) + group.directory
+def moved_bytes(length: int, count: int) -> int:
+    """Return the bytes that a group of so many pages takes in a segment and its footer."""
+    return group_bytes(length, count) + HEAD_BYTES + ENTRY_BYTES * count
 
 
-def block_bytes(data: bytes | memoryview, at: int) -> int:
-    """Return the length without padding of the header block that begins at ``at``, provided that one does."""
-    return HEAD_BYTES + ENTRY_BYTES * int.from_bytes(data[at + 12 : at + 16], "little")
+def pack_block(record: SegmentRecord, seed: int) -> bytes:
+    """Return the header block of a record without the padding."""
+    entry = ENTRY_BYTES if record.length else DELETION.size
+    numbers = (len(record.directory) // entry, record.segment, record.offset, record.length)
+    return _head(MAGIC, numbers, record.written, record.directory, seed) + record.directory
 
 
-def parse_block(data: bytes | memoryview, seed: int) -> PageGroup | None:
-    """Return the group whose header block ``data`` begins with; None if that is no such block, or is damaged."""
-    if len(data) < HEAD_BYTES or data[:8] != MAGIC:
+def parse_block(data: bytes, seed: int) -> SegmentRecord | None:
+    """Return the record whose header block ``data`` begins with; None if that is no such block, or is damaged."""
+    if len(data) < HEAD_BYTES or not data.startswith(MAGIC):
         return None
-    magic, version, flags, count, segment, offset, length, checksum, written = _HEAD.unpack_from(data)
-    end = HEAD_BYTES + count * ENTRY_BYTES
-    if version != VERSION or not 0 < count <= MAX_PAGES or not 0 < length <= MAX_LENGTH or end > len(data):
+    _, count, segment, offset, length, _, written = _HEAD.unpack_from(data)
+    end = HEAD_BYTES + count * (ENTRY_BYTES if length else DELETION.size)
+    if not HEAD_BYTES < end <= min(BLOCK_BYTES, len(data)) or length > MAX_LENGTH:
         return None
-    directory = bytes(data[HEAD_BYTES:end])
-    head = _HEAD.pack(magic, version, flags, count, segment, offset, length, _NO_SUM, written)
-    if xxh3_128_digest(head + directory, seed) != checksum:
+    directory = data[HEAD_BYTES:end]
+    if not data.startswith(_head(MAGIC, (count, segment, offset, length), written, directory, seed)):
         return None
-    return PageGroup(segment, offset, length, directory, written)
+    return PageGroup(segment, offset, length, directory, written) if length else Deletions(segment, offset, directory)
 
 
-GROUP_BYTES = 8 << 20
-MOST_NUMBER = 1 << 62  # of a segment; no store ever makes as many, so a higher one in a file's name is damage
-PROBE = "direct.probe"
-_NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
+def pack_footer(segment: int, tail: int, records: Iterable[SegmentRecord], seed: int) -> bytes:
+    """Return the footer of a segment, for the offset ``tail``."""
+    blocks = [pack_block(record, seed) for record in records]
+    body = b"".join(blocks)
+    return body + _head(FOOTER_MAGIC, (len(blocks), segment, tail, len(body)), 0, body, seed)
+
+
+def _head(magic: bytes, numbers: tuple[int, int, int, int], written: int, body: bytes, seed: int) -> bytes:
+    checksum = xxh3_128_digest(_HEAD.pack(magic, *numbers, bytes(16), written) + body, seed)
+    return _HEAD.pack(magic, *numbers, checksum, written)
 
 
 class Segment:
-    """One open segment file of ``size`` bytes.
+    """One open segment file of ``size`` bytes. It stays open ``with segment:``.
 
-    ``tail``: the offset of the next group. ``writing``: the groups that are being written, by offset. ``dirty``:
-    whether it has to be synced. ``dropped``: whether it was removed from the store.
+    ``tail``: the offset of the next record. ``footer``: the bytes that a footer takes; their room is kept free.
+    ``writing``: the records that are being written, by offset. ``sealed``: whether a footer is there, or was tried.
+    ``synced``: up to which offset it would survive a power loss. ``dropped``: whether it was removed from the store.
     """
 
-    def __init__(self, number: int, files: FileHandles, size: int, tail: int = 0) -> None:
+    def __init__(self, number: int, files: FileHandles, size: int) -> None:
         self.number = number
         self.files = files
         self.size = size
-        self.tail = tail
-        self.writing: dict[int, asyncio.Future[RunsMoved]] = {}
-        self.dirty = False
+        self.tail = 0
+        self.footer = HEAD_BYTES
+        self.deletions: list[Deletions] = []
+        self.writing: dict[int, asyncio.Future[BaseException | None]] = {}
+        self.sealed = False
+        self.synced = 0
         self.dropped = False
-        self._users = 0
-
-    def __repr__(self) -> str:
-        return f"Segment({self.number}, {self.tail}/{self.size}, users={self._users})"
+        self._users = 1  # the store, until it drops the segment
 
     @property
-    def written_to(self) -> int:
-        """An offset before which no group is being written any more."""
-        return min(self.writing, default=self.tail)
+    def room(self) -> int:
+        """The number of bytes that are left for records."""
+        return self.size - self.tail - self.footer
+
+    def fit(self, length: int, wanted: int, kept: int = 0) -> int:
+        """Return how many of ``wanted`` pages of ``length`` bytes, or of deletions if that is 0, the next record can
+        have if ``kept`` bytes stay free; 0 if there is no room for one."""
+        entry = ENTRY_BYTES if length else DELETION.size
+        most = min(MAX_PAGES, max(1, GROUP_BYTES // length)) if length else MAX_DELETIONS
+        room = self.room - kept
+        count = max(0, min(wanted, most, (room - BLOCK_BYTES - HEAD_BYTES) // (length + entry)))
+        too_large = group_bytes(length, count) + HEAD_BYTES + entry * count > room  # by the padding
+        return count - 1 if count and too_large else count
+
+    def take(self, record: SegmentRecord) -> None:
+        """Take the room of a record."""
+        size = group_bytes(record.length, len(record.directory) // ENTRY_BYTES)
+        self.tail = max(self.tail, record.offset + size)
+        self.footer += HEAD_BYTES + len(record.directory)
+
+    def files_for(self, length: int) -> FileHandles:
+        """Return the descriptors by which pages of ``length`` bytes are read and written: without direct I/O if the
+        length is not aligned."""
+        return FileHandles(self.files.buffered, self.files.buffered if length % BLOCK_BYTES else self.files.direct)
+
+    def extend(self, size: int) -> None:
+        """Empty the file from its tail on, and allocate its room up to ``size`` bytes. It blocks."""
+        os.ftruncate(self.files.buffered, self.tail)
+        os.posix_fallocate(self.files.buffered, 0, size)
+        self.size = size
 
     def enter(self) -> None:
         """Note that an operation uses the file, so that it stays open."""
         self._users += 1
 
-    def leave(self) -> None:
-        """Note that an operation has ended its use of the file."""
+    def leave(self, *_: object) -> None:
+        """Note that an operation has ended its use of the file. It may be called back by a future."""
         self._users -= 1
-        self._close_if_unused()
+        if not self._users and self.files.buffered >= 0:
+            for fd in set(self.files):
+                os.close(fd)
+            self.files = FileHandles(-1, -1)  # which no call can use
+
+    __enter__, __exit__ = enter, leave
 
     def drop(self) -> None:
         """Note that no new operation will use it. The file is closed when the last operation that uses it has ended."""
-        self.dropped = True
-        self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self.dropped and not self._users and self.files.buffered >= 0:
-            close_files(self.files)
-            self.files = FileHandles(-1, None)
-
-
-class SegmentLog:
-    """All segments, the oldest first. ``active`` is the one that is appended to, if there is one."""
-
-    def __init__(self) -> None:
-        self.segments: dict[int, Segment] = {}
-        self.active: Segment | None = None
-        self.next_number = 1
-
-    def __repr__(self) -> str:
-        return f"SegmentLog(segments={len(self.segments)}, bytes={self.bytes}, active={self.active!r})"
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes that the files take on the disk."""
-        return sum(segment.size for segment in self.segments.values())
-
-    @property
-    def room(self) -> int:
-        """The number of bytes that are left in the active segment."""
-        return self.active.size - self.active.tail if self.active else 0
-
-    def oldest(self) -> Segment | None:
-        """Return the oldest segment that is not the active one, or None."""
-        return next((s for s in self.segments.values() if s is not self.active), None)
-
-    def add(self, segment: Segment) -> None:
-        """Add a segment, which is newer than all others."""
-        self.segments[segment.number] = segment
-        self.next_number = max(self.next_number, segment.number + 1)
-
-    def fit(self, length: int, wanted: int) -> int:
-        """Return how many of ``wanted`` pages the next group can have; 0 if the active segment has no room for one."""
-        at_most = min(wanted, MAX_PAGES, max(1, GROUP_BYTES // length))
-        count = min(at_most, max(0, self.room - BLOCK_BYTES) // length)
-        return count - 1 if count and group_bytes(length, count) > self.room else count
-
-    def take(self, length: int, count: int) -> tuple[Segment, int]:
-        """Take room for a group in the active segment. Returns that segment and the group's offset. The caller must
-        begin to write the group before the next await."""
-        segment = self.active
-        assert segment is not None
-        offset = segment.tail
-        segment.tail += group_bytes(length, count)
-        segment.dirty = True
-        return segment, offset
+        if not self.dropped:
+            self.dropped = True
+            self.leave()
 
 
 def segment_name(number: int) -> str:
@@ -237,88 +256,68 @@ def segment_name(number: int) -> str:
     return f"segment-{number:016x}.kv"
 
 
-def list_segments(folder: Path | int) -> list[int]:
-    """Return the numbers of the segments in ``folder``, a path or a descriptor, the oldest first."""
+def list_segments(folder: int) -> list[int]:
+    """Return the numbers of the segments in the folder with this descriptor, the oldest first."""
     return sorted(int(m[1], 16) for name in os.listdir(folder) if (m := _NAME.fullmatch(name)))
 
 
-def close_files(files: FileHandles) -> None:
-    """Close both descriptors."""
-    os.close(files.buffered)
-    if files.direct is not None:
-        os.close(files.direct)
-
-
-def create_segment(folder: Folder, number: int, size: int, direct: bool) -> Segment:
-    """Make and open a new segment of ``size`` bytes, which are allocated on the disk. If it raises OSError, no file is
-    left."""
-    name = segment_name(number)
-    buffered = folder.create(name)
-    try:
-        os.posix_fallocate(buffered, 0, size)
-        return Segment(number, _files(folder, name, buffered, direct), size)
-    except OSError:
-        os.close(buffered)
-        with contextlib.suppress(OSError):
-            folder.unlink(name)
-        raise
-
-
-def open_segment(folder: Folder, number: int, direct: bool) -> Segment:
-    """Open a segment of an earlier run. Its ``tail`` is the end of the file until the groups in it are known."""
-    name = segment_name(number)
+def open_segment(folder: Folder, number: int, direct: bool, new_size: int | None = None) -> Segment:
+    """Open a segment that exists; what is in it is not known yet. Or make one of ``new_size`` bytes, which are
+    allocated on the disk. If it raises OSError, nothing is left open, nor is a new file left."""
+    name, is_new = segment_name(number), new_size is not None
     if number >= MOST_NUMBER:
         raise OSError(f"{folder.path / name}: no store gives a segment so high a number; move it away")
-    buffered = folder.open(name, os.O_RDWR)
+    buffered = folder.open(name, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0))
+    segment = Segment(number, FileHandles(buffered, buffered), os.fstat(buffered).st_size)
     try:
-        size = os.fstat(buffered).st_size
-        return Segment(number, _files(folder, name, buffered, direct), size, size)
+        if new_size is not None:
+            segment.extend(new_size)
+        if direct:
+            segment.files = FileHandles(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT))
     except OSError:
-        os.close(buffered)
+        segment.drop()
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.unlink(name)
         raise
+    return segment
 
 
-def _files(folder: Folder, name: str, buffered: int, direct: bool) -> FileHandles:
-    return FileHandles(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT) if direct else None)
+def read_footer(segment: Segment, seed: int) -> list[SegmentRecord] | None:
+    """Return the records that a segment's footer names; None if it has none, or a damaged one."""
+    fd, at = segment.files.buffered, max(0, segment.size - HEAD_BYTES)
+    head = os.pread(fd, HEAD_BYTES, at)
+    if len(head) < HEAD_BYTES or not head.startswith(FOOTER_MAGIC):
+        return None
+    _, count, number, tail, length, *_ = _HEAD.unpack(head)
+    taken = os.fstat(fd).st_blocks * 512  # what is on the disk; a file may say that it is longer than any memory
+    if (number, tail + length) != (segment.number, at) or length > taken:
+        return None
+    body = os.pread(fd, length, tail)
+    if _head(FOOTER_MAGIC, (count, number, tail, length), 0, body, seed) != head:
+        return None
+    records, start = [], 0
+    while (record := parse_block(body[start : start + BLOCK_BYTES], seed)) is not None:
+        records.append(record)
+        start += HEAD_BYTES + len(record.directory)
+    return records if (len(records), start) == (count, length) else None
 
 
-def cut(segment: Segment, tail: int) -> None:
-    """Shorten the file to ``tail`` bytes."""
-    os.ftruncate(segment.files.buffered, tail)
+def scan(segment: Segment, seed: int) -> Iterator[SegmentRecord]:
+    """Yield the records of a segment that can be found by walking through it.
 
-
-def extend(segment: Segment, tail: int, size: int) -> None:
-    """Empty the file from ``tail`` on, and allocate its room up to ``size`` bytes."""
-    os.ftruncate(segment.files.buffered, tail)
-    os.posix_fallocate(segment.files.buffered, 0, size)
-
-
-def supports_direct(folder: Folder) -> bool:
-    """Return True if files in this folder can be written with O_DIRECT. That is tried with a small file, which is
-    removed again.
-
-    Raises:
-        NotPlain: something that is no plain file has the name of that file.
-    """
-    try:
-        os.close(folder.renew(PROBE))
-    except NotPlain:
-        raise
-    except OSError:
-        return False
-    try:
-        return _writes_directly(folder)
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            folder.unlink(PROBE)
-
-
-def _writes_directly(folder: Folder) -> bool:
-    fd = folder.open(PROBE, os.O_RDWR | os.O_DIRECT)
-    try:
-        with mmap.mmap(-1, BLOCK_BYTES) as block:
-            return os.pwrite(fd, block, 0) == BLOCK_BYTES
-    finally:
-        os.close(fd)
+    Where a block does not verify, because its write never happened or was torn, the search goes on 4 KiB further, as
+    long as the file has data."""
+    fd, at = segment.files.buffered, 0
+    while at < segment.size:
+        record = parse_block(os.pread(fd, BLOCK_BYTES, at), seed)
+        if record is not None and (record.segment, record.offset) == (segment.number, at):
+            yield record
+            at += group_bytes(record.length, len(record.directory) // ENTRY_BYTES)
+            continue
+        at += BLOCK_BYTES
+        try:
+            at = os.lseek(fd, at, os.SEEK_DATA) // BLOCK_BYTES * BLOCK_BYTES
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data follows
+                break

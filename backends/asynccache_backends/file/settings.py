@@ -17,9 +17,6 @@ from asynccache.storage import ParsedUrl, StoreLayout
 from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.file.segments import BLOCK_BYTES, group_bytes
 
-OPTIONS = ("capacity", "direct", "mode", "segment")
-DIRECT = ("auto", "on", "off")
-
 DEFAULT_CAPACITY = 10 << 30
 LEAST_SEGMENT = 4 << 20
 USUAL_SEGMENT = 128 << 20
@@ -30,9 +27,9 @@ MOST_SEGMENTS = 128
 class FileSettings(NamedTuple):
     """The settings of a file store. Sizes are in bytes.
 
-    ``direct``: one of ``DIRECT``. ``mode``: permissions of the folder and, without the bits for execution, of its
-    files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked at,
-    and must exist.
+    ``direct``: ``auto``, ``on`` or ``off``. ``mode``: permissions of the folder and, without the bits for execution, of
+    its files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked
+    at, and must exist.
     """
 
     folder: Path
@@ -50,25 +47,19 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
         ConfigError: an option is unknown or unusable, no folder is named, or the capacity does not hold three segments
             of at least one page each.
     """
-    url.allow_only(OPTIONS)
+    url.allow_only(("capacity", "direct", "mode", "segment"))
     if not url.path or "\0" in url.path:
         raise ConfigError(f"storage={str(url)!r} names no folder")
-    capacity, segment = _sizes(url, layout)
-    used = bool(layout.page_bytes)
-    mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
-    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
-
-
-def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
-    """Return the capacity and the size of a segment, in bytes."""
     capacity = url.size("capacity", DEFAULT_CAPACITY)
-    least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
+    least = group_bytes(max(layout.page_bytes.values(), default=1), 1) + BLOCK_BYTES  # a page, and the footer
     segment = url.size("segment", max(least, usual_segment(capacity)))
     if segment % BLOCK_BYTES or segment < least:
         raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
     if capacity < 3 * segment:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
-    return capacity, segment
+    used = bool(layout.page_bytes)
+    mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
+    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", ("auto", "on", "off")), mode, used)
 
 
 def usual_segment(capacity: int) -> int:
