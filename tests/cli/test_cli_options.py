@@ -23,7 +23,6 @@ def stress(*arguments: str) -> RunSettings:
 
 def replay(*arguments: str) -> RunSettings:
     parser = argparse.ArgumentParser()
-    parser.add_argument("trace")
     add_arguments(parser, "replay")
     return resolve_options("replay", vars(parser.parse_args(["t.jsonl", *arguments])))
 

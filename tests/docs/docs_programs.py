@@ -23,6 +23,7 @@ SHORT = {
     "stress": ["--requests", "16"],
     "replay": ["--limit", "24"],
     "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
+    "-m benchmarks.ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
 }
 
 
@@ -57,6 +58,7 @@ def python(arguments: list[str]) -> int:
     path = ROOT / arguments[0]
     if arguments[0] == "examples/openai_server.py":
         return _served([str(path), *arguments[1:], "--port", "0", "--threads", "1"])
+    arguments = arguments + SHORT.get(" ".join(arguments[:2]), [])
     return subprocess.call([sys.executable, str(path) if path.is_file() else arguments[0], *arguments[1:]])
 
 
