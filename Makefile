@@ -7,6 +7,7 @@
 #   SECONDS   how long each program of `make soak` runs
 #   DEMO      options to add to the command that `make demo` runs, as in DEMO="--requests 40"
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
+#   VERSION   the version of transformers that test-transformers installs; the default is the newest
 #   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
 #   CUDA      the major version that test-gpu installs cupy for, 12 or 13; the default is torch's own
 #   VENV      the virtual environment. `make test-gpu VENV=` takes PYTHON as it is, which has torch and cupy: nothing is
@@ -26,6 +27,7 @@ PYTHON_VERSION ?= 3.12
 GPU_JOBS ?= 8
 VLLM     ?= 0.32.0
 VLLM_NEXT ?= 0.33.0
+VERSION  ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
@@ -54,7 +56,7 @@ $(error VENV= (no virtual environment) is for make test-gpu alone)
 endif
 endif
 
-.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-gpu-wheels unpacked-wheels test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo compiled test test-bare test-compiled test-core soak test-gpu test-gpu-wheels unpacked-wheels test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang test-transformers check lint style types bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -73,6 +75,7 @@ help:
 	@echo "make test-vllm    our tier under vLLM $(VLLM), which is installed under build/vllm (3 GB): its manager, then its engine"
 	@echo "make test-vllm-tier | test-vllm-next   its manager only, without an engine; the manager of vLLM $(VLLM_NEXT)"
 	@echo "make test-sglang   SGLang's own cache and controller on our stores; no GPU, installs SGLang under build/sglang"
+	@echo "make test-transformers VERSION=5.24.0   the tests of models on another transformers, under build/transformers (300 MB)"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -209,6 +212,14 @@ test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
 
 test-sglang: build/sglang/.installed
 	build/sglang/bin/python -m pytest -q -rs --noconftest -W default tests/sglang
+
+# A folder that is looked in before the environment's own packages, so that torch is not installed again.
+test-transformers: $(VENV)/.installed-dev
+	folder=build/transformers/$(or $(VERSION),newest); \
+	    [ -e $$folder/transformers-$(VERSION).dist-info ] || \
+	        $(BIN)/python -m pip install --disable-pip-version-check --quiet --upgrade $(PIP_ARGS) --target $$folder \
+	            transformers$(if $(VERSION),==$(VERSION)) || exit 1; \
+	    PYTHONPATH=$$folder $(PYTEST) $(SPREAD) -m "not soak" tests/engine
 
 lint: style types
 

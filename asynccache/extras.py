@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 BRINGS: Mapping[str, tuple[str, ...]] = {
     "cli": ("rich>=13.7", "argcomplete>=3.3"),
-    "hf": ("transformers>=5.23,<5.24",),
+    "hf": ("transformers>=5.23",),
     "events": ("pyzmq>=26",),
     "metrics": ("prometheus-client>=0.20", "uvicorn>=0.34"),
     "object": ("obstore>=0.6",),

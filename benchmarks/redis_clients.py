@@ -1,7 +1,7 @@
 """redis-py and the backend side by side on one server: ``python benchmarks/redis_clients.py URL``.
 
-``asynccache bench store URL`` measures the backend alone, and more thoroughly. This benchmark sets it beside what most
-people would use: redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all
+``asynccache bench store URL`` measures the backend more thoroughly; this benchmark compares it with what most
+people would use, redis-py with hiredis (MSET, MGET and a copy of each value into its page). Every round measures all
 clients, so that other work of the machine slows all alike; the medians are printed. CPU is this process's, user and
 system, per page.
 """

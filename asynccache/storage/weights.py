@@ -28,7 +28,7 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-CONFIG = "config.json"
+CONFIGS = frozenset({"config.json", "adapter_config.json"})
 READERS = 4
 CHUNK = 8 << 20
 WORTH_TELLING = 1 << 30
@@ -42,8 +42,8 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def weights_digest(
     model: str | os.PathLike[str], *, revision: str | None = None, cache: str | os.PathLike[str] | None = None
 ) -> str:
-    """Return a digest of a model's weights and of the ``config.json`` in their folder, as 32 hexadecimal digits. It
-    blocks while it reads.
+    """Return a digest of a model's weights and of the ``config.json`` and the ``adapter_config.json`` (which has the
+    scaling of an adapter) in their folder, as 32 hexadecimal digits. It blocks while it reads.
 
     Two models have the same digest if they have files of the same names with the same contents, wherever these lie.
     What an engine adds when it loads the weights, such as adapters or quantization, is not in the digest.
@@ -97,7 +97,7 @@ def _model_path(name: str, revision: str | None, cache: str | os.PathLike[str] |
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS or file.name == CONFIG)
+    return sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS or file.name in CONFIGS)
 
 
 def _digests(files: Iterable[Path]) -> dict[Path, str]:

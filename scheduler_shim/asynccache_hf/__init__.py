@@ -2,8 +2,7 @@
 
 Each name is imported when it is first asked for. Without transformers (the extra ``hf``) the import raises
 ``ModuleNotFoundError`` with the command that installs it. With a version of transformers that lacks a name used here,
-it raises ``ImportError`` with the same command. ``ContinuousBatching`` is written against one version of transformers;
-with another one, importing this name raises ``ConfigError``, which names both versions.
+it raises ``ImportError`` with the same command.
 """
 
 from __future__ import annotations
@@ -44,11 +43,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = import_module(f"asynccache_hf.{_LAZY[name]}")
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "transformers":
+    except (ImportError, AttributeError) as error:
+        found_in = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
+        if (found_in or "").partition(".")[0] != "transformers":
             raise
         what = "another version of transformers" if find_spec("transformers") else "transformers"
-        raise type(error)(f"{error}; asynccache_hf needs {what}: {INSTALL}", name=error.name, path=error.path) from None
+        kind = type(error) if isinstance(error, ImportError) else ImportError
+        raise kind(f"{error}; asynccache_hf needs {what}: {INSTALL}", name=found_in) from None
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -8,7 +8,7 @@ index of places; a request's place for a token is ``page * page_size + offset``,
 same index.
 
 transformers asks an attention function by name. The functions of ``IMPLEMENTATIONS`` are replaced by wrappers, which do
-the same as before unless they are given ``PagedAttention`` pages as their ``cache``.
+the same as before unless they are given ``PagedAttention`` pages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from asynccache_hf.parts import KeysAndValues
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
 """The names of the attention functions that are replaced. A model that was loaded with ``eager`` has ``paged|eager``
 while transformers' continuous batching serves it."""
+
+KEYWORD = "asynccache_pages"
+"""The argument of a model's ``forward`` that its attention functions find the pages in. ``cache`` will not do: since
+transformers 5.24 the model itself takes that."""
 
 LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
@@ -169,9 +173,10 @@ def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
         *others: Any, **given: Any,
     ) -> Any:  # fmt: skip
-        if isinstance(given.get("cache"), PagedAttention):
-            cache, scaling = given.pop("cache"), given.pop("scaling", None)
-            return cache.attend(module, query, key, value, scaling, given), None
+        pages = given.pop(KEYWORD, None) or given.get("cache")  # by the latter from transformers' continuous batching
+        if isinstance(pages, PagedAttention):
+            given.pop("cache", None)
+            return pages.attend(module, query, key, value, given.pop("scaling", None), given), None
         return usual(module, query, key, value, attention_mask, *others, **given)
 
     attention.asynccache = True  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from asynccache import Hits
 class BatchPrompt(NamedTuple):
     """The input of a request. ``tokens``: the prompt. ``most``: how many new tokens it gets at most. ``ends``: the
     tokens that end the answer. ``streaming``: True if transformers is to report each new token, and not only the whole
-    answer. ``options``: those of sampling."""
+    answer. ``options``: those of sampling. ``now``: the model's identity when it was asked."""
 
     tokens: list[int]
     most: int
@@ -25,6 +25,7 @@ class BatchPrompt(NamedTuple):
     extra_key: str | bytes | None
     streaming: bool
     options: dict[str, object]
+    now: str = ""
 
 
 class BatchRequest:

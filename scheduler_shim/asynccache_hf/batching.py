@@ -22,13 +22,13 @@ from typing import Any
 
 from asynccache_shim.request import Finish, as_tokens
 
-from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
+from asynccache import CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.ahead import UncomputedPrompt, UncomputedPrompts
 from asynccache_hf.attending import places_of, replace_attention
 from asynccache_hf.batch_request import BatchPrompt, BatchRequest
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.continuous import PageCache, PagedManager, RequestOutput, RequestPages, check_model
-from asynccache_hf.describing import described
+from asynccache_hf.describing import identified
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.paged import bind
 from asynccache_hf.trial_together import tried_together
@@ -71,7 +71,8 @@ class ContinuousBatching(CachedModel):
         step_tokens = checks.integer("step_tokens", step_tokens, 1)
         seed = None if seed is None else checks.integer("seed", seed)
         generation = _generation(model, generation_config)
-        layout, expected = described(model, page_size, name)
+        identity, layout, expected = identified(model, page_size, name)
+        model = identity.model
         check_model(model, layout)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         config = config_of(layout, settings)
@@ -87,7 +88,7 @@ class ContinuousBatching(CachedModel):
         self._manager = PagedManager(model, generation, seed, step_tokens)
         try:
             tried_together(self._manager, model, layout, expected)
-            super().__init__(model, layout, NAME, config, on_event)
+            super().__init__(identity, layout, NAME, config, on_event)
         except BaseException:
             self._manager.end()
             raise
@@ -150,18 +151,6 @@ class ContinuousBatching(CachedModel):
             return "the cache is closed"
         return super().closed if self._manager.is_running() else "the thread that generates has ended"
 
-    def statistics(self) -> Any:
-        """Return what ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
-
-        Raises:
-            CacheClosed: this is closed.
-        """
-
-        async def statistics(cache: AsyncCache) -> Any:
-            return cache.statistics()
-
-        return self.ask(statistics)
-
     def close(self) -> None:
         """End all requests that are not over (their error is ``CacheClosed``), save the pages that are not saved yet,
         for at most the cache's ``close_deadline`` seconds, and end the threads. May be called again, and by several
@@ -199,7 +188,9 @@ class ContinuousBatching(CachedModel):
             checks.integer("eos_token_id", each) for each in (given if isinstance(given, (list, tuple)) else [given])
         )  # fmt: skip
         self._manager.check_options(options)
-        return BatchPrompt(prompt, most, stops, checks.namespace("extra_key", extra_key), streaming, dict(options))
+        now = self._identity.now()
+        key = self._identity.within(now, checks.namespace("extra_key", extra_key))
+        return BatchPrompt(prompt, most, stops, key, streaming, dict(options), now)
 
     def _begin(self, asked: Sequence[BatchPrompt]) -> list[BatchRequest]:
         requests = [BatchRequest(f"request-{next(self._ids)}", each, self._abort) for each in asked]
@@ -305,7 +296,8 @@ class ContinuousBatching(CachedModel):
         if served.output.error is not None:
             raise served.output.error
         made = served.output.tokens
-        await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
+        if self._identity.now() == asked.now:  # else it is not known what computed it
+            await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
     async def _prompt_published(
@@ -320,7 +312,8 @@ class ContinuousBatching(CachedModel):
             while at < len(tokens):
                 if at < served.computed:
                     at = served.computed
-                    await lease.commit(tokens[:at])
+                    if self._identity.now() == served.request.asked.now:
+                        await lease.commit(tokens[:at])
                     prompt.reach(at)
                 elif served.ended:
                     return None
@@ -382,6 +375,7 @@ def _generation(model: Any, given: Any) -> Any:
     for name, usual, why in (
         ("num_beams", 1, "beams take over each other's KV, and the pages of a request hold one sequence"),
         ("num_return_sequences", 1, "ask for the prompt as often as you want answers"),
+        ("max_time", None, "requests have no clock; abort() a request whose time is over, or use PrefixCache"),
     ):
         if (getattr(settings, name, None) or usual) != usual:
             raise ConfigError(f"generation_config.{name}={getattr(settings, name)}: {why}")

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from asynccache import AsyncCache, CacheClosed, CacheConfig, Hits
+from asynccache_hf.identity import ModelIdentity
 from asynccache_hf.layout import Layout
 
 R = TypeVar("R")
@@ -127,14 +128,16 @@ class CachedModel:
     while they are."""
 
     def __init__(
-        self, model: Any, layout: Layout, thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None,
+        self, identity: ModelIdentity, layout: Layout, thread: str, config: CacheConfig,
+        on_event: Callable[[Any], None] | None,
     ) -> None:  # fmt: skip
         """Opens the cache and binds the model to it.
 
         Raises:
             Exception: the cache could not be opened, or the model could not be bound to it. Nothing is left open then.
         """
-        self._model = model
+        self._identity = identity
+        self._model = identity.model
         self._layout = layout
         self._counts = Counts()
         self._closer = threading.Lock()
@@ -185,6 +188,18 @@ class CachedModel:
             return await question(self._cache)
 
         return self._loop.call(asked())
+
+    def statistics(self) -> Any:
+        """Return what ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
+
+        Raises:
+            CacheClosed: this is closed.
+        """
+
+        async def statistics(cache: AsyncCache) -> Any:
+            return cache.statistics()
+
+        return self.ask(statistics)
 
     def close(self) -> None:
         """Save the pages that are not saved yet, for at most the cache's ``close_deadline`` seconds, and close the

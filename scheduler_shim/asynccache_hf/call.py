@@ -9,10 +9,15 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import transformers
 
 from asynccache import ConfigError
 
-CACHE_NAMES = ("past_key_values", "cache_params")
+VERSION = f"transformers {transformers.__version__}"
+"""What to name in a message about something that this version may lack."""
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""The argument of the cache: since 5.24, before, and before that of models with recurrent states alone."""
 
 
 def parameters(model: Any) -> frozenset[str]:

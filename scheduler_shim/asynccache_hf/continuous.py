@@ -3,18 +3,18 @@
 transformers decides which requests a step computes, runs the model, chooses tokens and ends requests. Four of its
 classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
 allocated, shared or evicted), its scheduler and processor (what becomes of requests that are cancelled or fail), and
-its manager (which makes the other three). Other versions of transformers than the one that this is written against are
-refused when this module is imported (``check_version``).
+its manager (which makes the other three). This is right on 5.23 and 5.24; on another version, a name that is missing
+fails the import, and what computes otherwise fails the trial (``trial_together``).
 
 The attention of a step is computed by ``asynccache_hf.attending``.
 
 Law: however a request ends, its ``RequestPages.over`` is called once, when no step will touch its pages again.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,28 +23,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-
-from asynccache import ConfigError
-
-VERSION = "5.23"
-"""The version of transformers that this module is written against."""
-
-
-def check_version() -> None:
-    """
-    Raises:
-        ConfigError: another version of transformers is installed.
-    """
-    if not transformers.__version__.startswith(f"{VERSION}."):
-        raise ConfigError(
-            f"ContinuousBatching is written against the inside of transformers {VERSION}, and here is "
-            f"{transformers.__version__}: install that version, or use PrefixCache"
-        )
-
-
-check_version()  # before inner names are looked up, which another version may lack
-
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paging
 from transformers.generation.continuous_batching import continuous_api as api
@@ -52,7 +30,8 @@ from transformers.generation.continuous_batching import scheduler
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import logger
 
-from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, PagedAttention, StepRow, unpageable
+from asynccache import ConfigError
+from asynccache_hf.attending import IMPLEMENTATIONS, KEYWORD, LAYER_TYPES, PagedAttention, StepRow, unpageable
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
 
@@ -196,7 +175,10 @@ class PageCache(PagedAttention, paging.PagedAttentionCache):  # type: ignore[mis
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise ConfigError(f"layer {layer_idx} computes its attention by a function of its own")
+        """Hand the pages to the layer's attention function: since transformers 5.24 the model calls this before it, and
+        does not pass it the cache."""
+        kwargs[KEYWORD] = self
+        return key_states, value_states
 
 
 # steps
@@ -387,7 +369,8 @@ class PagedManager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
     def _run_generation_loop(self) -> None:
         try:
-            super()._run_generation_loop()
+            takes_mode = "use_inference_mode" in inspect.signature(super()._run_generation_loop).parameters
+            super()._run_generation_loop(*([False] if takes_mode else []))  # since 5.24
         finally:
             assert self.page_cache is not None
             self.page_cache.free_all_requests()

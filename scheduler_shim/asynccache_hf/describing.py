@@ -7,14 +7,12 @@ without a cache is refused.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import xxhash
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
@@ -27,8 +25,9 @@ from transformers.cache_utils import (
 )
 
 from asynccache import ConfigError, checks
-from asynccache_hf.call import cache_name, run
+from asynccache_hf.call import VERSION, cache_name, run
 from asynccache_hf.compressed import Compressed, is_compressed
+from asynccache_hf.identity import ModelIdentity, parts_of, plain
 from asynccache_hf.layout import Layout
 from asynccache_hf.parts import (
     IndexerKeys,
@@ -38,6 +37,7 @@ from asynccache_hf.parts import (
     Recurrent,
     has_matrices,
     matrix_of,
+    with_length,
 )
 from asynccache_hf.trial import ExpectedLogits, tokens_for, tried
 
@@ -45,44 +45,42 @@ PROBE_TOKENS = 8
 
 
 def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Layout:
-    """The layout of a causal language model's cache in pages of ``page_size`` tokens.
+    """The layout of a causal language model's cache in pages of ``page_size`` tokens. The model may be one of PEFT's,
+    or compiled.
 
-    ``name`` names the weights; without it a digest of all weights is computed, which reads them once. The model is run
-    several times, over a few pages or somewhat more than its longest window.
+    ``name`` names the weights; without it a digest of all weights is computed, which reads them once. Adapters that are
+    active are part of the name, too: what is computed after they, or the weights, have changed needs another layout, or
+    an ``extra_key``. The model is run several times, over a few pages or somewhat more than its longest window.
 
     Raises:
-        ConfigError: the model keeps something that this engine does not understand, or computes something else on pages
-            than in one call without a cache.
+        ConfigError: the model keeps something that this engine does not understand, computes something else on pages
+            than in one call without a cache, or is in ``train()`` mode.
     """
-    return described(model, page_size, name)[0]
+    identity, layout, _ = identified(model, page_size, name)
+    now = identity.now()
+    return replace(layout, model=f"{layout.model}+{now}") if now else layout
 
 
-def described(model: Any, page_size: int, name: str | None) -> tuple[Layout, ExpectedLogits]:
-    """Return the layout, as ``describe`` does, and the logits that the model was compared with. Raises the errors of
-    ``describe``."""
+def identified(model: Any, page_size: int, name: str | None) -> tuple[ModelIdentity, Layout, ExpectedLogits]:
+    """Return the model's identity, its layout, which has the name of the weights without adapters, and the logits that
+    it was compared with. Raises the errors of ``describe``."""
     page_size = checks.integer("page_size", page_size, 1)
     if name is not None:
         checks.text("name", name, empty=False)
+    model = plain(model)
     cache = _probe(model)
+    parts_of(model)  # refuses train() mode, in which no trial can be passed
     parts = [_parts(cache, i, page_size) for i in range(len(cache.layers))]
     window = max((part.window or 0 for layer in parts for part in layer), default=0)
-    layout = Layout.of(name or weights_name(model), page_size, window, parts)
+    layout = Layout.of("", page_size, window, parts)
     if not layout.pools:
         raise ConfigError(f"{type(model).__name__}: no layer keeps anything that could be cached")
     layout = replace(layout, kind=type(cache), limit=longest(model.config))
     rates = [int(getattr(layer, "compress_rate", 0)) for layer in cache.layers]
     expected = ExpectedLogits.of(model, layout, max(window, *rates))
-    return tried(model, layout, expected), expected
-
-
-def weights_name(model: Any) -> str:
-    """A name that differs when configuration or weights do."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
-    for name, tensor in model.state_dict().items():
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)} ".encode())
-        digest.update(xxhash.xxh3_128_digest(plain.reshape(-1).view(torch.uint8).numpy()))
-    return f"{type(model).__name__}-{digest.hexdigest()[:24]}"
+    layout = tried(model, layout, expected)
+    identity = ModelIdentity(model, name)
+    return identity, replace(layout, model=identity.name), expected
 
 
 def _probe(model: Any) -> Any:
@@ -101,9 +99,11 @@ def _probe(model: Any) -> Any:
     except ConfigError:
         raise
     except AttributeError as error:
-        raise ConfigError(f"{who}: it wants a cache of a class of its own, which is not known ({error})") from error
+        what = f"it wants a cache of a class of its own, which is not known ({error}; {VERSION})"
+        raise ConfigError(f"{who}: {what}") from error
     except Exception as error:  # models raise whatever they like
-        raise ConfigError(f"{who}: it does not run on a {type(cache).__name__}: {_sentence(error)}") from error
+        what = f"it does not run on a {type(cache).__name__}: {_sentence(error)}"
+        raise ConfigError(f"{who}: {what} ({VERSION})") from error
     while has_matrices(cache) and len(cache.layers) < len(cache.linear_cache):
         cache.layers.append(DynamicLayer())
     return cache
@@ -120,7 +120,7 @@ def _empty(model: Any) -> Any:
     for _, kind in inspect.getmembers(module, inspect.isclass):
         own = kind.__module__ == type(model).__module__ and issubclass(kind, DynamicCache)
         if own and hasattr(kind, "set_linear_cache"):
-            return kind()
+            return with_length(kind)()
     try:
         return DynamicCache(config=model.config)
     except KeyError as error:

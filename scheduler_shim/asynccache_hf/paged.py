@@ -21,8 +21,17 @@ import torch
 from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.attending import IMPLEMENTATIONS, PagedAttention, StepRow, places_of, replace_attention, unpageable
+from asynccache_hf.attending import (
+    IMPLEMENTATIONS,
+    KEYWORD,
+    PagedAttention,
+    StepRow,
+    places_of,
+    replace_attention,
+    unpageable,
+)
 from asynccache_hf.call import parameters, run
+from asynccache_hf.identity import plain
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import TrackMemory
 from asynccache_hf.parts import CallSpan, LayerPart
@@ -118,7 +127,7 @@ class PackedRows:
         out = self._model(
             input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
             position_ids=torch.from_numpy(places).to(device).unsqueeze(0),
-            attention_mask=self._pages.mask, cache=self._pages, use_cache=False, **options,
+            attention_mask=self._pages.mask, use_cache=False, **{KEYWORD: self._pages}, **options,
         )  # fmt: skip
         logits = out.logits[0] if self._keeps else out.logits[0, wanted]
         return list(torch.split(logits, kept))
@@ -144,7 +153,7 @@ class PagedModel:
             ConfigError: the cache has no such pools.
         """
         self.layout = layout
-        self._model = model
+        self._model = model = plain(model)
         self._empty = layout.new_cache(model.config)
         self._bound = bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]

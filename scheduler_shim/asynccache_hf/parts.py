@@ -186,6 +186,24 @@ def matrix_of(cache: Any, index: int) -> torch.Tensor | None:
     return kept if isinstance(kept, torch.Tensor) else None
 
 
+def with_length(kind: type) -> type:
+    """Return a subclass of MiniMax's cache class that knows its length also if its first layers keep matrices: where
+    such a layer is asked for the length, the first layer that has keys answers."""
+
+    class CacheWithLength(kind):  # type: ignore[misc]
+        def _keyed(self, index: int) -> int:
+            own = [at for at, layer in enumerate(self.layers) if layer.is_initialized]
+            return index if index in own or not own else own[0]
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return int(super().get_seq_length(self._keyed(layer_idx)))
+
+        def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+            return super().get_mask_sizes(query_length, self._keyed(layer_idx))  # type: ignore[no-any-return]
+
+    return CacheWithLength
+
+
 class LightningMatrix(LayerPart):
     """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
 

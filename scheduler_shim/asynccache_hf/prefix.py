@@ -11,22 +11,26 @@ Law: pages are given back when transformers has returned, also if it raised an e
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationMode
 
 from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
-from asynccache_hf.call import cache_name
-from asynccache_hf.describing import describe
+from asynccache_hf.call import VERSION, cache_name, parameters
+from asynccache_hf.describing import identified
 from asynccache_hf.generation import due, loaded_lease
+from asynccache_hf.layout import Layout
 from asynccache_hf.paged import PagedModel
 from asynccache_hf.rows import (
     BatchCache,
@@ -38,8 +42,10 @@ from asynccache_hf.rows import (
     prefetch_all,
     release_all,
 )
+from asynccache_hf.trial import ExpectedLogits, TrialStage, compared, tolerance
 
 REFUSED = {
+    "cache": "the cache is what this object brings",
     "past_key_values": "the cache is what this object brings",
     "cache_params": "the cache is what this object brings",
     "cache_implementation": "the cache is what this object brings",
@@ -67,6 +73,8 @@ REFUSED_FOR_ROWS = {
 }
 """Arguments that ``PrefixCache`` takes for a single row only."""
 
+MORE_THAN_TOKENS = "the model would compute from more than tokens, and the cache finds a prompt by its tokens alone"
+
 PASSED = frozenset(REFUSED_FOR_ROWS) | {
     "generation_config", "logits_processor", "stopping_criteria", "synced_gpus", "tokenizer", "trust_remote_code",
 }  # fmt: skip
@@ -75,6 +83,13 @@ PASSED = frozenset(REFUSED_FOR_ROWS) | {
 OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
 """Options that ``PrefixCache`` sets in its calls of ``generate`` where the generation configuration has another
 value."""
+
+
+NOT_TRIED = (
+    *REFUSED_SETTINGS, "penalty_alpha", "dola_layers", "stop_strings", "max_time", "max_length", "min_length",
+    "min_new_tokens", "prefill_chunk_size",
+)  # fmt: skip
+"""Settings of the model's own generation configuration that are left out when ``generate`` is tried."""
 
 
 class PrefixCache(CachedModel):
@@ -101,10 +116,11 @@ class PrefixCache(CachedModel):
             ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
         """
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
-        layout = describe(model, page_size, name=name)
+        identity, layout, expected = identified(model, page_size, name)
+        try_generate(identity.model, layout, expected)
         self._ids = count(1)
         self._one, self._counting = threading.Lock(), threading.Lock()
-        super().__init__(model, layout, "asynccache-prefix", config_of(layout, settings), on_event)
+        super().__init__(identity, layout, "asynccache-prefix", config_of(layout, settings), on_event)
 
     def _bind(self) -> None:
         self._paged = PagedModel(self._model, self._layout, self._cache.pools)
@@ -112,6 +128,7 @@ class PrefixCache(CachedModel):
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, without computing the tokens that are cached.
         ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
+        Adapters that are active, and weights that have changed, have namespaces of their own in it.
 
         Rows of one length are generated in one call if equally many of their tokens are cached, they share no page
         beyond these, and there is room for all of them together. Other rows are generated in further calls. If tokens
@@ -121,63 +138,83 @@ class PrefixCache(CachedModel):
         be copied to the device, or if it is longer than ``Layout.limit``.
 
         Raises:
-            ConfigError: an argument asks for something that a cache of prefixes cannot do; the message names it.
+            ConfigError: an argument asks for something that a cache of prefixes cannot do, and the message names it; or
+                the model is in ``train()`` mode, or was moved or converted.
             CacheClosed: the cache is closed.
         """
+        began = time.monotonic()
         ids = _tokens(input_ids, options)
         extra_key = checks.namespace("extra_key", extra_key)
         given = options.pop("attention_mask", None)
+        typed = self._has_types(options)
         settings = _settings(self._model, options)
         copies = int(settings.num_return_sequences or 1)
-        options |= {name: value for name, value in OURS.items() if getattr(settings, name) not in (None, value)}
+        tells = self._layout.pool("full") or self._layout.pool("swa")  # states tell no length
+        ours = OURS if tells else {**OURS, "prefill_chunk_size": None}
+        options |= {name: value for name, value in ours.items() if getattr(settings, name) not in (None, value)}
+        now = self._identity.now()
+        key = self._identity.within(f"{now}, token_type_ids" if typed else now, extra_key)
+        asked = _Asked(options, settings, key, now, typed, began)
         mask = _mask(ids, given, settings)
         rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
                 for _ in range(copies)]  # fmt: skip
         if len(rows) > 1:
             _refuse_rows(options, settings)
-        if len(rows) > 1 and self._may_be_together(rows, options, settings):
-            made = self._batch(rows, options, settings, extra_key)
+        if len(rows) > 1 and self._may_be_together(rows, asked):
+            made = self._batch(rows, asked)
         else:
-            made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
+            made = [self._row(row, pads, asked) for row, pads in rows]
         return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings)
+
+    def _has_types(self, options: dict[str, Any]) -> bool:
+        """Remove ``token_type_ids`` from ``options``. Return True if they are there, which then are zeros, and the
+        model takes them: some models compute something else from zeros than without them."""
+        given = options.pop("token_type_ids", None)
+        if given is None:
+            return False
+        takes, zeros = "token_type_ids" in parameters(self._model), isinstance(given, torch.Tensor) and not given.any()
+        if not zeros or (takes and self._layout.recurrent):
+            raise ConfigError(f"token_type_ids: {MORE_THAN_TOKENS}")
+        return takes
 
     def _count(self, prompt: int, hits: Hits) -> None:
         with self._counting:
             self._counts = self._counts.plus(prompt, hits)
 
+    def _publish(
+        self, asked: _Asked, lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None = None
+    ) -> None:
+        """Publish ``tokens``, unless the model has changed since the call began: then it is not known what computed
+        them."""
+        if self._identity.now() == asked.now:
+            self._loop.call(_published(lease, tokens, checkpoint))
+
     # several rows
 
-    def _may_be_together(
-        self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any
-    ) -> bool:  # fmt: skip
+    def _may_be_together(self, rows: Sequence[tuple[torch.Tensor, int]], asked: _Asked) -> bool:
         """Return True if the model, its cache and the call let several rows be one call."""
-        if settings.do_sample or not can_be_together(self._layout):
+        if asked.settings.do_sample or not can_be_together(self._layout):
             return False
-        most = (len(row) + _bounded(options, settings, len(row), pads)[1] for row, pads in rows)
+        most = (len(row) + asked.bounded(len(row), pads)[1] for row, pads in rows)
         return self._layout.limit is None or max(most) - 1 <= self._layout.limit
 
-    def _batch(
-        self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any,
-        extra_key: str | bytes | None,
-    ) -> list[Any]:  # fmt: skip
+    def _batch(self, rows: Sequence[tuple[torch.Tensor, int]], asked: _Asked) -> list[Any]:
         """Return the output of each of ``rows``, which are computed several at a time. A row that gets no lease
         together with others is computed alone. Rows for which a call had no room are a call of their own."""
         texts = [row.tolist() for row, _ in rows]
-        handles = self._loop.call(prefetch_all(self._cache, texts, extra_key))
+        handles = self._loop.call(prefetch_all(self._cache, texts, asked.key))
         made: dict[int, Any] = {}
         try:
-            cached = self._loop.call(cached_lengths(self._cache, texts, handles, extra_key))
+            cached = self._loop.call(cached_lengths(self._cache, texts, handles, asked.key))
             calls = calls_for(texts, cached, self._layout.page_size)
             while calls:
                 call, *calls = calls
                 first, pads = rows[call[0]]
-                bounded = _bounded(options, settings, len(first), pads)
                 if len(call) == 1:
-                    made[call[0]] = self._row(first, *bounded, extra_key, handles[call[0]])
+                    made[call[0]] = self._row(first, pads, asked, handles[call[0]])
                     continue
                 ids = torch.stack([rows[i][0] for i in call])
-                outs = self._together([texts[i] for i in call], [handles[i] for i in call], ids, *bounded, settings,
-                                      extra_key)  # fmt: skip
+                outs = self._together([texts[i] for i in call], [handles[i] for i in call], ids, pads, asked)
                 made.update(zip(call, outs, strict=False))
                 if rest := call[len(outs) :]:
                     calls = [rest, *calls] if outs else [[i] for i in rest] + calls
@@ -186,12 +223,13 @@ class PrefixCache(CachedModel):
             self._loop.call(cancel_all(handles))
 
     def _together(
-        self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor,
-        options: Mapping[str, Any], most: int, settings: Any, extra_key: str | bytes | None,
+        self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor, pads: int,
+        asked: _Asked,
     ) -> list[torch.Tensor]:  # fmt: skip
         """Return the outputs of the first of ``texts``, computed in one call: of as many as there is room for, perhaps
         none."""
-        leases = self._loop.call(lease_rows(self._cache, texts, handles, most, extra_key))
+        options, most = asked.bounded(ids.shape[1], pads)
+        leases = self._loop.call(lease_rows(self._cache, texts, handles, most, asked.key))
         if not leases:
             return []
         try:
@@ -199,80 +237,51 @@ class PrefixCache(CachedModel):
             for text, lease in zip(texts, leases, strict=True):
                 self._count(len(text), lease.hits)
             opened = BatchCache([self._paged.open(self._layout.tables(lease), lease.cached) for lease in leases])
-            out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
-                                       **{**options, cache_name(self._model): opened.cache})  # fmt: skip
+            out = generate_after(self._model, opened.cache, leases[0].cached, ids, options, asked.typed)
             with torch.inference_mode():
                 opened.save(out.shape[1] - 1)  # the last token has not been computed
             self._paged.synchronize()
-            ends = _ends(settings)
+            ends = _ends(asked.settings)
             for made, lease in zip(out.tolist(), leases, strict=True):
-                self._loop.call(lease.commit(made[: _end(made, ids.shape[1], ends)]))
+                self._publish(asked, lease, made[: _end(made, ids.shape[1], ends)])
             return list(out.split(1))
         finally:
             self._loop.call(release_all(leases))
 
     # one row
 
-    def _row(
-        self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None,
-        handle: PrefetchHandle | None = None,
-    ) -> Any:  # fmt: skip
-        """Return the output of one row. ``most``: the new tokens that it may get. ``handle``: a prefetch of its
-        tokens."""
-        tokens = row.tolist()
+    def _row(self, row: torch.Tensor, pads: int, asked: _Asked, handle: PrefetchHandle | None = None) -> Any:
+        """Return the output of one row, which had ``pads`` before it. ``handle``: a prefetch of its tokens."""
+        tokens, most = row.tolist(), asked.bounded(len(row), pads)[1]
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
-            return self._without(row, options)
+            return self._without(row, pads, asked)
         try:
-            lease = self._loop.call(loaded_lease(self._cache, tokens, most, extra_key, handle))
+            lease = self._loop.call(loaded_lease(self._cache, tokens, most, asked.key, handle))
         except (CacheFull, LoadFailed):
-            return self._without(row, options)
+            return self._without(row, pads, asked)
         try:
             self._count(len(tokens), lease.hits)
-            return self._leased(lease, row, tokens, options)
+            start = self._prefilled(asked, lease, tokens)
+            opened = self._paged.open(self._layout.tables(lease), start)
+            options, _ = asked.bounded(len(tokens), pads)
+            out = generate_after(self._model, opened.cache, start, row.unsqueeze(0), options, asked.typed)
+            made = _sequences(out)[0].tolist()
+            stop = len(made) - 1  # the last token has not been computed
+            with torch.inference_mode():
+                opened.save(stop)
+            self._paged.synchronize()
+            self._publish(asked, lease, made[:stop])
+            return out
         finally:
             self._loop.call(release_all([lease]))
 
-    def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
+    def _without(self, row: torch.Tensor, pads: int, asked: _Asked) -> Any:
         self._count(len(row), Hits(0, 0, 0))
-        return self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
+        options, _ = asked.bounded(len(row), pads)
+        return generate_after(self._model, None, 0, row.unsqueeze(0), options, asked.typed)
 
-    def _leased(self, lease: Lease, row: torch.Tensor, tokens: list[int], options: Mapping[str, Any]) -> Any:
-        start = self._prefilled(lease, tokens)
-        opened = self._paged.open(self._layout.tables(lease), start)
-        options = {**options, cache_name(self._model): opened.cache}
-        with self._beginning(opened.cache, start):
-            out = self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
-        made = _sequences(out)[0].tolist()
-        stop = len(made) - 1  # the last token has not been computed
-        with torch.inference_mode():
-            opened.save(stop)
-        self._paged.synchronize()
-        self._loop.call(lease.commit(made[:stop]))
-        return out
-
-    @contextmanager
-    def _beginning(self, cache: Any, start: int) -> Iterator[None]:
-        """Have the first call with ``cache`` compute only the tokens after ``start``. transformers does so by itself if
-        the cache has a length. A cache of recurrent states alone, the argument ``cache_params``, has none."""
-        name, first = cache_name(self._model), [True]
-        if name == "past_key_values" or not start:
-            yield
-            return
-
-        def cut(module: Any, args: Any, given: dict[str, Any]) -> Any:
-            if given.get(name) is not cache or not first:
-                return None
-            first.clear()
-            return args, {**given, "input_ids": given["input_ids"][:, start:], "attention_mask": None}
-
-        hook = self._model.register_forward_pre_hook(cut, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _prefilled(self, lease: Lease, tokens: Sequence[int]) -> int:
+    def _prefilled(self, asked: _Asked, lease: Lease, tokens: Sequence[int]) -> int:
         """Compute the prompt as far as checkpoints of states are due in it, and return how many tokens are computed
         when transformers takes over. A state can be read only at the end of a call, so a call of our own ends where
         each checkpoint is due."""
@@ -284,7 +293,7 @@ class PrefixCache(CachedModel):
             for stop in sorted(due(lease, len(tokens), self._layout.page_size)):
                 checkpoint = Checkpoint(stop, int(lease.states[1])) if len(lease.states) > 1 else None
                 self._compute(lease, whole, at, stop, checkpoint)
-                self._loop.call(_published(lease, tokens[:stop], checkpoint))
+                self._publish(asked, lease, tokens[:stop], checkpoint)
                 at = stop
             if self._layout.one_by_one and at and at < len(tokens) - 1:
                 self._compute(lease, whole, at, len(tokens) - 1, None)
@@ -293,6 +302,65 @@ class PrefixCache(CachedModel):
 
     def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
         self._paged.compute(self._layout.chunk(lease, next(self._ids), tokens, start, stop, checkpoint))
+
+
+def generate_after(
+    model: Any, cache: Any, start: int, ids: torch.Tensor, options: Mapping[str, Any], typed: bool = False
+) -> Any:
+    """Call ``model.generate`` for the prompts ``ids``, ``[rows, tokens]``, whose first ``start`` tokens are in
+    ``cache``. If ``cache`` is None, the model makes its own. ``typed``: give it ``token_type_ids``, all 0.
+
+    transformers computes only the tokens after these if the cache tells how many they are. One of recurrent states
+    alone does not, so its first call is cut here."""
+    options = {**options, "attention_mask": torch.ones_like(ids)}
+    if typed:
+        options["token_type_ids"] = torch.zeros_like(ids)
+    if cache is None:
+        return model.generate(ids, **options)
+    if not start:
+        return model.generate(ids, **{cache_name(model): cache}, **options)
+    first = [True]
+
+    def cut(module: Any, args: Any, given: dict[str, Any]) -> Any:
+        if not first or not any(value is cache for value in given.values()):
+            return None
+        first.clear()
+        if given["input_ids"].shape[1] < ids.shape[1]:
+            return None
+        return args, {**given, "input_ids": given["input_ids"][:, start:], "attention_mask": None}
+
+    hook = model.register_forward_pre_hook(cut, with_kwargs=True)
+    try:
+        return model.generate(ids, **{cache_name(model): cache}, **options)
+    finally:
+        hook.remove()
+
+
+def try_generate(model: Any, layout: Layout, expected: ExpectedLogits) -> None:
+    """Try whether ``model.generate`` goes on from a cache that it is given. ``expected``: what the model was tried with
+    before.
+
+    Raises:
+        ConfigError: it does not; the message names transformers' version, and what is missing or differs.
+    """
+    who = f"{type(model).__name__} with {VERSION}: generate() on a cache that it is given"
+    stage, plan = TrialStage(model, replace(layout, packed=False), expected), expected.plan
+    start = plan.stop - 1 if layout.one_by_one else plan.late
+    options = {**dict.fromkeys(NOT_TRIED), **OURS, "num_beams": 1, "do_sample": False, "max_new_tokens": 1,
+               "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
+    try:
+        for begin, stop in itertools.pairwise(dict.fromkeys((0, plan.late, start))):
+            stage.compute(1, stage.first, begin, stop, 0, checkpoint=1)
+        with torch.inference_mode():
+            opened = stage.paged.open({"full": stage.first, "swa": stage.first, "mamba": np.zeros(1, np.int32)}, start)
+            out = generate_after(model, opened.cache, start, expected.ids.unsqueeze(0), options)
+            opened.save(plan.stop)
+    except Exception as error:
+        raise ConfigError(f"{who} raises {type(error).__name__}: {error}") from error
+    missed = compared(plan.stop - 1, out.logits[0], expected.logits[-1:]).error
+    # In half precision the experts of this one token may be others: a token in many is, see ``trial.TOLERANCE``.
+    if missed > tolerance(model) * (4 if model.dtype in (torch.float16, torch.bfloat16) else 1):
+        raise ConfigError(f"{who} makes logits that differ by {missed:.2g} of their spread from those of one call")
 
 
 # in the cache's thread
@@ -304,6 +372,32 @@ async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint
 
 
 # arguments
+
+
+class _Asked(NamedTuple):
+    """A call of ``PrefixCache.generate``: its options for transformers, and the generation configuration that they
+    make. ``key``: where its prompts are cached. ``now``: the model's identity when it began. ``typed``: True if the
+    model is given ``token_type_ids``. ``began``: by ``time.monotonic``."""
+
+    options: Mapping[str, Any]
+    settings: Any
+    key: str | bytes | None
+    now: str
+    typed: bool
+    began: float
+
+    def bounded(self, length: int, pads: int) -> tuple[dict[str, Any], int]:
+        """Return the options of a row of ``length`` tokens that is to be generated now, and how many tokens it may get.
+        ``max_length`` and ``min_length`` count the ``pads`` before it, which it has not here. Of ``max_time`` some may
+        have passed."""
+        options, settings = dict(self.options), self.settings
+        if pads and settings.min_length:
+            options["min_length"] = max(0, int(settings.min_length) - pads)
+        if pads and settings.max_length and settings.max_new_tokens is None:
+            options["max_length"] = int(settings.max_length) - pads
+        if settings.max_time is not None:
+            options["max_time"] = max(0.0, settings.max_time - (time.monotonic() - self.began))
+        return options, max(1, int(most_new_tokens(settings, length + pads)))
 
 
 def _tokens(input_ids: Any, options: dict[str, Any]) -> torch.Tensor:
@@ -333,8 +427,7 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
         settings.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     for name, value in settings.update(**options).items():
         if value is not None and name not in PASSED:
-            raise ConfigError(f"{name}: the model would compute from more than tokens, and the cache finds a prompt by "
-                              "its tokens alone")
+            raise ConfigError(f"{name}: {MORE_THAN_TOKENS}")
     if (settings.num_beams or 1) != 1:
         raise ConfigError(f"num_beams={settings.num_beams}: beams take over each other's KV, and the pages of a "
                           "request hold one sequence")
@@ -379,17 +472,6 @@ def _ends(settings: Any) -> list[int]:
     return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
-def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) -> tuple[dict[str, Any], int]:
-    """A row's own options, and how many tokens it may get. ``max_length`` and ``min_length`` count the padding, which a
-    row has not."""
-    options = dict(options)
-    if pads and settings.min_length:
-        options["min_length"] = max(0, int(settings.min_length) - pads)
-    if pads and settings.max_length and settings.max_new_tokens is None:
-        options["max_length"] = int(settings.max_length) - pads
-    return options, max(1, int(most_new_tokens(settings, length + pads)))
-
-
 # results
 
 
@@ -409,14 +491,8 @@ def _stacked(made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], sett
     pad = next(iter(_ends(settings)), 0) if pad is None else int(pad)
     sequences = [_sequences(out)[0] for out in made]
     whole = [torch.cat([own.new_full((pads,), pad), own]) for own, (_, pads) in zip(sequences, rows, strict=True)]
-    stacked = torch.stack(list(_padded(whole, pad)))
+    stacked = pad_sequence(whole, batch_first=True, padding_value=pad)
     if isinstance(made[0], torch.Tensor):
         return stacked
     made[0].sequences = stacked
     return made[0]
-
-
-def _padded(rows: Sequence[torch.Tensor], pad: int) -> Iterator[torch.Tensor]:
-    longest = max(map(len, rows))
-    for row in rows:
-        yield torch.cat([row, row.new_full((longest - len(row),), pad)])

@@ -21,7 +21,7 @@ import torch
 from asynccache_shim.model import Checkpoint, Chunk, Pages
 
 from asynccache import ConfigError
-from asynccache_hf.call import run_alone
+from asynccache_hf.call import VERSION, run_alone
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import PagedModel, can_be_packed
 
@@ -97,7 +97,7 @@ def tried(model: Any, layout: Layout, expected: ExpectedLogits) -> Layout:
         except Exception as error:
             if not way.packed:
                 what = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"{type(model).__name__}: on pages it raises {what}") from error
+                raise ConfigError(f"{type(model).__name__}: on pages it raises {what} ({VERSION})") from error
             continue
         if missed[-1][0].error <= tolerance(model) and not _doubtful(model, way):
             return way
@@ -169,7 +169,7 @@ def trial_pools(model: Any, layout: Layout, pages: int) -> dict[str, TrialPool]:
     return {pool.name: TrialPool(pool.layers, pages, pool.layer_bytes, model.device) for pool in layout.pools}
 
 
-class _Stage:
+class TrialStage:
     """A model on pages of its own, and the trial's three requests: one that computes everything and leaves pages, one
     that goes on from the later place, one that goes on from the earlier."""
 
@@ -196,7 +196,7 @@ class _Stage:
 def _worst(model: Any, layout: Layout, expected: ExpectedLogits) -> TrialDifference:
     """Return the largest difference of what is computed on pages. The states of the three requests are in slots 0, 1
     and 2."""
-    stage = _Stage(model, layout, expected)
+    stage = TrialStage(model, layout, expected)
     compute = stage.compute
     early, late, stop = expected.plan
     compute(1, stage.first, 0, early, 0, checkpoint=2)
@@ -236,7 +236,7 @@ def _blame(model: Any, layout: Layout, expected: ExpectedLogits) -> str:
         with torch.inference_mode():
             run_alone(model, expected.ids)
             wanted, found[:] = list(found), []
-            stage = _Stage(model, layout, expected)
+            stage = TrialStage(model, layout, expected)
             stage.compute(1, stage.first, 0, plan.late, 0, checkpoint=1)
             found.clear()
             stage.compute(2, stage.later, plan.late, plan.stop, 1)

@@ -166,7 +166,7 @@ async def settled(cache: AsyncCache) -> None:
 def run_child(folder: Path, *families: str, child: Path = CHILD) -> str:
     """Run ``child`` in a process of its own, and return its output."""
     root = Path(__file__).parents[2]
-    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
+    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim"), os.environ.get("PYTHONPATH", "")]
     ran = warm.run([sys.executable, str(child), str(folder), *families], capture_output=True, text=True, timeout=120,
                    imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -547,7 +547,7 @@ def test_one_prompt_that_is_none_is_named_and_none_is_begun(llama: ContinuousBat
     ("lfm2", "Lfm2ForCausalLM: layer 0 keeps recurrent states, and .* PrefixCache serves such a model"),
     ("gemma3n", "layer 2 keeps nothing of its own"),
     ("llama4", "no layers of type chunked_attention"),
-    ("bloom", "a step of several requests raises ValueError"),
+    ("bloom", "a step of several requests raises (ValueError|AttributeError)"),
 ])  # fmt: skip
 def test_a_model_that_it_cannot_page_is_refused_with_what_can(family: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -562,20 +562,11 @@ def test_a_model_that_computes_something_else_in_a_step_is_refused(monkeypatch: 
         ContinuousBatching(model, page_size=8, name="gemma2")
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2)])
-def test_a_generation_configuration_for_something_else_is_refused(name: str, value: int) -> None:
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2), ("max_time", 2.0)])
+def test_a_generation_configuration_for_something_else_is_refused(name: str, value: float) -> None:
     settings = transformers.GenerationConfig(**{name: value, "do_sample": True})
     with pytest.raises(ConfigError, match=rf"generation_config.{name}={value}"):
         ContinuousBatching(model_of("llama"), generation_config=settings)
-
-
-def test_another_transformers_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inside of transformers has no promise: what is known is that of the version which the gate runs."""
-    continuous.check_version()
-    for other in ("5.22.3", "5.24.0", "5.230.0"):
-        monkeypatch.setattr(transformers, "__version__", other)
-        with pytest.raises(ConfigError, match=rf"transformers 5\.23, and here is {other}: install .* PrefixCache"):
-            continuous.check_version()
 
 
 def test_nobody_is_told_to_install_psutil(monkeypatch: pytest.MonkeyPatch) -> None:

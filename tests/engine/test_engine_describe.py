@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from asynccache_hf import describe
+from asynccache_hf.call import cache_name
 from asynccache_hf.trial import MORE
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -146,12 +147,15 @@ def test_a_layer_may_be_updated_twice_in_a_call() -> None:
         def __init__(self, cache: Any) -> None:
             self._cache = cache
 
-        def update(self, keys: Any, values: Any, layer: int, *more: Any) -> Any:
-            self._cache.update(keys[:, :, :1], values[:, :, :1], layer, *more)
-            return self._cache.update(keys[:, :, 1:], values[:, :, 1:], layer, *more)
+        def update(self, keys: Any, values: Any, layer: int, *more: Any, **options: Any) -> Any:
+            self._cache.update(keys[:, :, :1], values[:, :, :1], layer, *more, **options)
+            return self._cache.update(keys[:, :, 1:], values[:, :, 1:], layer, *more, **options)
 
-    def halved(*args: Any, past_key_values: Any, **options: Any) -> Any:
-        return forward(*args, past_key_values=past_key_values and Halves(past_key_values), **options)
+    name = cache_name(model)
+
+    def halved(*args: Any, **options: Any) -> Any:
+        cache = options.pop(name)
+        return forward(*args, **{name: cache and Halves(cache)}, **options)
 
     block.forward = halved
     assert [pool.name for pool in describe(model, 8).pools] == ["full"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
 from asynccache_hf import Generated, PagedModel
+from asynccache_hf.call import cache_name
 from asynccache_hf.layout import Layout
 from asynccache_shim.model import Chunk
 from transformers.cache_utils import DynamicCache
@@ -73,7 +74,7 @@ def alone(draft: str, text: list[int], cached: int, length: int) -> list[torch.T
     cuts = sorted({0, cached, length, *range(0, length, CHUNK)})
     with torch.inference_mode():
         for start, stop in pairwise([*cuts, *range(length + 1, len(text))]):
-            out = model(input_ids=torch.tensor([text[start:stop]]), past_key_values=state, use_cache=True)
+            out = model(input_ids=torch.tensor([text[start:stop]]), **{cache_name(model): state}, use_cache=True)
             made.append(out.logits[0, -1:])
     return made
 

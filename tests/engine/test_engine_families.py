@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,10 +184,15 @@ def test_in_half_precision_rounding_hides_no_lost_state(family: str) -> None:
 
 
 def test_a_model_that_raises_on_pages_is_refused() -> None:
-    """transformers masks by the first layer's length, and here that has none: its own decoding goes wrong as well."""
-    layers = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="MiniMaxForCausalLM: on pages it raises RuntimeError"):
-        describe(make("minimax", layer_types=layers, sliding_window=WINDOW), 8, name="x")
+    model = make("llama")
+
+    def raises(module: Any, args: Any, options: Any) -> None:
+        if options.get("past_key_values", options.get("cache")) is not None and options["position_ids"].min() > 0:
+            raise RuntimeError("not from here")
+
+    model.register_forward_pre_hook(raises, with_kwargs=True)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: on pages it raises RuntimeError: not from here"):
+        describe(model, 8, name="x")
 
 
 @pytest.mark.parametrize(("kind", "settings", "said"), [

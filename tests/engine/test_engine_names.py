@@ -52,13 +52,11 @@ def test_with_an_older_transformers_a_name_says_which_one_it_needs(monkeypatch: 
     "sys.modules['transformers.generation.continuous_batching'] = None",
     "from transformers.generation.continuous_batching import cache; del cache.PagedAttentionCache",
 ])  # fmt: skip
-def test_batching_names_the_version_that_it_needs_whatever_another_one_lacks(lacking: str) -> None:
-    other = "import transformers, asynccache_hf; transformers.__version__ = '5.24.0'; asynccache_hf.PrefixCache"
-    done = python(f"{other}; {lacking}; asynccache_hf.ContinuousBatching")
-    assert done.stderr.splitlines()[-1].endswith(
-        "ContinuousBatching is written against the inside of transformers 5.23, and here is 5.24.0: "
-        "install that version, or use PrefixCache"
-    )
+def test_batching_names_what_a_version_lacks_and_prefix_cache_does_without(lacking: str) -> None:
+    done = python(f"import asynccache_hf; asynccache_hf.PrefixCache; {lacking}; asynccache_hf.ContinuousBatching")
+    last = done.stderr.splitlines()[-1]
+    assert "PagedAttentionCache" in last or "continuous_batching" in last
+    assert last.endswith(f"asynccache_hf needs another version of transformers: pip install '{WANTED}'")
 
 
 def test_a_module_of_transformers_that_is_not_there_is_another_version() -> None:
@@ -67,10 +65,12 @@ def test_a_module_of_transformers_that_is_not_there_is_another_version() -> None
     assert done.stderr.splitlines()[-1].endswith(f"needs another version of transformers: pip install '{WANTED}'")
 
 
-def test_the_versions_that_are_named_are_those_that_the_tests_run_with() -> None:
-    """asynccache_hf uses inner names of transformers: a version that nobody has tried is not promised."""
+def test_the_oldest_version_that_is_named_is_the_one_of_the_gate() -> None:
+    """And no version is too new: a model's trial decides (``make test-transformers`` tries the newest)."""
     named = Requirement(WANTED).specifier
-    assert named.contains(transformers.__version__)
-    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    for other in (f"{major}.{minor - 1}.9", f"{major}.{minor + 1}.0"):
-        assert not named.contains(other), other
+    pins = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("transformers=="))
+    gate = next(pins).partition("==")[2]
+    major, minor = (int(part) for part in gate.split(".")[:2])
+    assert named.contains(gate)
+    assert not named.contains(f"{major}.{minor - 1}.9")
+    assert named.contains("99.0.0")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import Counts, PrefixCache, layout
+from asynccache_hf import Counts, PrefixCache, layout, prefix
 from asynccache_hf.cached_model import LoopThread
+from asynccache_hf.call import cache_name, parameters
 
 from asynccache.core.audit import check
-from asynccache.errors import CacheClosed, ConfigError
+from asynccache.errors import CacheClosed, ConfigError, Unavailable
 from tests.engine.engine_kit import model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
 
@@ -160,6 +163,8 @@ def test_what_has_no_room_is_generated_without_it() -> None:
 @pytest.mark.parametrize(("options", "said"), [
     ({"num_beams": 3}, "num_beams=3: beams take over each other"),
     ({"past_key_values": transformers.DynamicCache()}, "past_key_values=.*: the cache is what this object brings"),
+    ({"cache": transformers.DynamicCache()}, "cache=.*: the cache is what this object brings"),
+    ({"cache_params": transformers.DynamicCache()}, "cache_params=.*: the cache is what this object brings"),
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: speculation"),
     ({"use_cache": False}, "use_cache=False"),
@@ -169,6 +174,7 @@ def test_what_has_no_room_is_generated_without_it() -> None:
     ({"dola_layers": "low"}, "generation mode 'dola_generation': it uses the cache in ways"),
     ({"penalty_alpha": 0.5, "top_k": 4}, "generation mode 'contrastive_search'"),
     ({"inputs_embeds": torch.ones(1, 4, 32)}, "inputs_embeds: the model would compute from more than tokens"),
+    ({"token_type_ids": [0, 0, 0, 0]}, "token_type_ids: the model would compute from more than tokens"),
     ({"token_type_ids": torch.ones(1, 4)}, "token_type_ids: the model would compute from more than tokens"),
     ({"pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values: the model would compute from more than tokens"),
     ({"position_ids": torch.arange(4)[None]}, "position_ids=.*: they follow from the tokens"),
@@ -233,11 +239,12 @@ def test_the_models_own_configuration_may_ask_for_what_several_rows_have_not() -
 
 
 @pytest.mark.parametrize("given", [{"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}])
-def test_how_a_configuration_would_keep_a_cache_changes_nothing(given: dict[str, Any]) -> None:
-    model, text = make("llama"), ids(prompt(LENGTH))
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_how_a_configuration_would_keep_a_cache_changes_nothing(given: dict[str, Any], family: str) -> None:
+    model, text = make(family), ids(prompt(LENGTH))
     wanted = model.generate(text, max_new_tokens=9, do_sample=False).tolist()
     model.generation_config.update(**given)
-    with PrefixCache(model, name="llama", **SIZES) as cached:
+    with PrefixCache(model, name=family, **SIZES) as cached:
         for _ in range(2):
             assert cached.generate(text, max_new_tokens=9, do_sample=False).tolist() == wanted
         assert cached.counts.device == 40
@@ -353,3 +360,109 @@ def test_closed_it_takes_no_calls() -> None:
     cached.close()
     with pytest.raises(CacheClosed):
         cached.generate(ids([1, 2, 3]))
+
+
+@pytest.mark.parametrize("layers", [
+    ["linear_attention", "full_attention"], ["linear_attention", "linear_attention", "full_attention"],
+])  # fmt: skip
+def test_minimax_with_its_linear_layers_first(layers: list[str]) -> None:
+    """transformers asks the first layer for the length, and here that has none."""
+    model, text = make("minimax", layer_types=layers, num_hidden_layers=len(layers)), ids(prompt(LENGTH))
+    with PrefixCache(model, name="minimax", **SIZES) as cached:
+        for _ in range(2):
+            made = cached.generate(text, max_new_tokens=9, do_sample=False)
+            assert made.tolist() == model.generate(text, max_new_tokens=9, do_sample=False).tolist()
+            assert made.tolist() == model.generate(text, max_new_tokens=9, do_sample=False, use_cache=False).tolist()
+            text = torch.cat([made, ids(prompt(5, seed=1))], 1)
+        assert cached.counts.device == 40
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+def test_token_types_that_are_all_zero_are_taken(family: str) -> None:
+    """Tokenizers make them. GPT-2 adds an embedding for type 0, so what it caches is not what it caches without."""
+    model, text = model_of(family), ids(prompt(LENGTH), prompt(LENGTH, seed=1))
+    takes, zeros = "token_type_ids" in parameters(model), torch.zeros_like(text)
+    given: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(text)}
+    wanted = model.generate(text, **given, **({"token_type_ids": zeros} if takes else {})).tolist()
+    plain = model.generate(text, **given).tolist()
+    assert takes == (family == "gpt2") == (plain != wanted)
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for _ in range(2):
+            assert cached.generate(text, token_type_ids=zeros, **given).tolist() == wanted
+            assert cached.generate(text, **given).tolist() == plain
+        assert cached.counts.device == 2 * 2 * 40 + (0 if takes else 2 * 40)
+
+
+def test_max_time_is_of_the_whole_call() -> None:
+    """Of several rows that are computed one after the other, and of what is computed before transformers begins."""
+    model = make("mamba2")
+    text = ids(*(prompt(LENGTH, seed=i) for i in range(3)))
+    model.generation_config.update(max_time=0.6)
+    handle = model.register_forward_hook(lambda *_: time.sleep(0.02))
+    try:
+        with PrefixCache(model, name="mamba2", **SIZES) as cached:
+            given: dict[str, Any] = {"max_new_tokens": 400, "do_sample": False, "attention_mask": torch.ones_like(text)}
+            began = time.monotonic()
+            made = cached.generate(text, **given)
+            assert 0.6 <= time.monotonic() - began < 3
+            assert LENGTH < made.shape[1] < LENGTH + 400
+            assert cached.generate(text, **given, max_time=0.0).shape[1] == LENGTH + 1
+            model.generation_config.update(max_time=None)
+            config = transformers.GenerationConfig(max_time=0.0)
+            assert cached.generate(text, **given, generation_config=config).shape[1] == LENGTH + 1
+            assert cached.generate(text, **{**given, "max_new_tokens": 3}).shape[1] == LENGTH + 3
+    finally:
+        handle.remove()
+
+
+def test_statistics_are_the_caches_own(cached: PrefixCache) -> None:
+    cached.generate(ids(prompt(LENGTH)), max_new_tokens=1)
+    counted = cached.statistics()
+    assert counted.device["full"].capacity == SIZES["device_tokens"] // SIZES["page_size"]
+    assert type(counted) is type(cached._cache.statistics())
+
+
+def test_a_store_that_this_very_process_has_is_refused_in_those_words(tmp_path: Path) -> None:
+    url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES):
+        with pytest.raises(Unavailable, match=r"in use by process [0-9]+, this very process: share the cache"):
+            PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES)
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES):
+        pass
+
+
+def forgets_the_cache(self: Any, inputs: Any, **options: Any) -> Any:
+    options.pop(cache_name(self), None)
+    return type(self).generate(self, inputs, **options)
+
+
+def knows_no_cache(self: Any, inputs: Any, **options: Any) -> Any:
+    raise TypeError(f"generate() got an unexpected keyword argument {cache_name(self)!r}")
+
+
+def begins_at_zero(self: Any, inputs: Any, **options: Any) -> Any:
+    options[cache_name(self)].layers[0].values = options[cache_name(self)].layers[0].values * 0
+    return type(self).generate(self, inputs, **options)
+
+
+@pytest.mark.parametrize(("generate", "said"), [
+    (forgets_the_cache, "raises .*took no update"),
+    (knows_no_cache, "raises TypeError: .* unexpected keyword argument"),
+    (begins_at_zero, "makes logits that differ by"),
+])  # fmt: skip
+def test_a_transformers_whose_generate_takes_no_cache_is_refused_before_anything_is_opened(
+    generate: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says which version it is, and what is missing. The model is left as it was."""
+    monkeypatch.setattr(prefix, "VERSION", "transformers 6.1.0")
+    model, before = make("llama"), len(open_caches())
+    own = model.generation_config
+    model.generate = types.MethodType(generate, model)
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM with transformers 6.1.0: generate.. on a cache .*{said}"):
+        PrefixCache(model, name="llama", **SIZES)
+    assert model.generation_config is own
+    assert len(open_caches()) == before
+    del model.generate
+    own.update(num_beams=3, num_return_sequences=2, stop_strings=["x"], max_length=4, assistant_early_exit=1)
+    with PrefixCache(model, name="llama", **SIZES) as cached:         # another version is no reason to refuse
+        assert cached.counts == Counts()

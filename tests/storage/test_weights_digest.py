@@ -34,12 +34,13 @@ def test_the_same_files_have_the_same_digest_wherever_they_lie(tmp_path: Path) -
     assert len(bytes.fromhex(here)) == 16
 
 
-@pytest.mark.parametrize("name", ["config.json", "a.safetensors", "b.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "a.safetensors", "b.safetensors"])
 @pytest.mark.parametrize("again", [False, True], ids=["another folder", "changed in place"])
 def test_a_byte_that_differs_gives_another_digest(tmp_path: Path, name: str, again: bool) -> None:
-    folder = model(tmp_path / "one")
+    scaling = {"adapter_config.json": b'{"lora_alpha": 16}'}
+    folder = model(tmp_path / "one", **scaling)
     before = weights_digest(folder)
-    changed = folder if again else model(tmp_path / "other")
+    changed = folder if again else model(tmp_path / "other", **scaling)
     content = bytearray((changed / name).read_bytes())
     content[len(content) // 2] ^= 1
     times = (changed / name).stat()

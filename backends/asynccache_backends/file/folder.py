@@ -69,7 +69,9 @@ class FolderLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
-                raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}") from None
+                own = owner == str(os.getpid())
+                why = ", this very process: share the cache that has it, or close that first" if own else ""
+                raise Unavailable(f"store folder {str(path)!r} is in use by process {owner}{why}") from None
             except OSError as error:  # folders cannot be locked on NFS, say; then the file is all there is
                 if fd == self._file or error.errno not in _NO_SUCH_LOCK:
                     raise
