@@ -57,37 +57,36 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def examine(name: str) -> Report:
-    """Return the report on this machine, and on the GPU called ``name`` if one can be used. Otherwise ``missing`` says
-    why not."""
+    """Return the report on this machine, and on the GPU called ``name`` if there is one. Otherwise ``missing`` says why
+    not; ``error`` says why it cannot be used. ``limits``: how many bytes may be pinned, by the shell's
+    limits (``memlock``, ``memlock_hard``; None: no limit) and by what memory there is on this machine and in the
+    control group (``available_bytes``)."""
     from asynccache.memory.cuda.cupy_driver import find
+    from asynccache.memory.cuda.device import open_device
+    from asynccache.memory.pools import available_memory
 
     found = find()
+    soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     report: Report = {"command": "doctor", "core": compiled.CORE, "core_why": compiled.WHY or None,
                       "cupy": found.cupy, "cupy_cuda": found.cupy_cuda, "torch_cuda": found.torch_cuda,
                       "driver": found.driver, "devices": found.devices, "missing": found.missing or None,
-                      "nvrtc": nvrtc() if found.cupy else None, "limits": limits()}  # fmt: skip
-    if not found.missing:
-        report |= _examined(name)
-    return report
-
-
-def _examined(name: str) -> Report:
-    """Return the result of ``measured`` for the GPU called ``name``; or the entry ``error``, which says why it cannot
-    be used."""
-    from asynccache.memory.cuda.device import open_device
+                      "nvrtc": nvrtc() if found.cupy else None,
+                      "limits": {"memlock": soft, "memlock_hard": hard, "available_bytes": available_memory()}}
 
     async def opened() -> Report:
         return await measured(await asyncio.to_thread(open_device, name))  # in a thread of its own, as a cache does
 
-    try:
-        return asyncio.run(opened())
-    except (AsyncCacheError, MemoryError) as error:
-        return {"error": first_line(error)}
+    if not found.missing:
+        try:
+            report |= asyncio.run(opened())
+        except (AsyncCacheError, MemoryError) as error:
+            report["error"] = first_line(error)
+    return report
 
 
 async def measured(device: Any) -> Report:
-    """Return the properties and the speed of ``device``, and close it. If this is cancelled, copies are left in flight,
-    which end by themselves."""
+    """Return the properties and the speed of ``device``, and ``error`` if bytes were lost on a path. Close the device.
+    If this is cancelled, copies are left in flight, which end by themselves."""
     from asynccache.cli.meter import spread
 
     identity = device.driver.identity()
@@ -100,11 +99,12 @@ async def measured(device: Any) -> Report:
             late.append(time.perf_counter() - began)
     finally:
         await device.aclose()
-    wake = spread(late, 1e6)
+    wake, lost = spread(late, 1e6), [NAMES[path] for path, found in paths.items() if not found["whole"]]
+    error = f"pages that went by {' and '.join(lost)} came back with wrong bytes"
     return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)},
             "copies": {"width": WIDTH, "pages": PAGES, "layers": LAYERS, **paths},
             "wake_up": {"p50_us": round(wake.p50, 2), "p99_us": round(wake.p99, 2), "samples": WAKE_UPS},
-            "settings": structs.asdict(device.settings)} | _lost(paths)  # fmt: skip
+            "settings": structs.asdict(device.settings)} | ({"error": error} if lost else {})  # fmt: skip
 
 
 async def _by_path(opened: Any, below: int) -> Report:
@@ -147,12 +147,6 @@ async def _by_path(opened: Any, below: int) -> Report:
         await device.aclose()
 
 
-def _lost(paths: Report) -> Report:
-    """Return the entry ``error`` if bytes were lost on a path."""
-    lost = [NAMES[path] for path, found in paths.items() if not found["whole"]]
-    return {"error": f"pages that went by {' and '.join(lost)} came back with wrong bytes"} if lost else {}
-
-
 def nvrtc() -> Report:
     """Return whether NVRTC compiles the copy kernel here (for an H100, which need not be there): its size in bytes, or
     why it does not."""
@@ -162,15 +156,6 @@ def nvrtc() -> Report:
         return {"compiles": True, "bytes": len(compile_for((9, 0)))}
     except Exception as error:  # whatever a broken installation raises
         return {"compiles": False, "why": str(error).split("\n")[0]}
-
-
-def limits() -> Report:
-    """Return how many bytes may be pinned: by the shell's limits (``memlock``, ``memlock_hard``; None: no limit), and
-    by what memory there is on this machine and in the control group (``available_bytes``)."""
-    from asynccache.memory.pools import available_memory
-
-    soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
-    return {"memlock": soft, "memlock_hard": hard, "available_bytes": available_memory()}
 
 
 def numa_node(bus: str) -> int | None:
@@ -205,7 +190,14 @@ def _software(report: Report) -> Iterator[str]:
     yield f"core      {report['core']}{': ' + report['core_why'] if report['core_why'] else ''}"
     yield f"cupy      {report['cupy'] or 'not installed'}{f', for CUDA {cupy_cuda}' if cupy_cuda else ''}"
     yield f"torch     {'for CUDA ' + report['torch_cuda'] if report['torch_cuda'] else 'for the CPU'}"
-    yield from _needed([version for version in (cupy_cuda, report["torch_cuda"]) if version])
+    versions = [version for version in (cupy_cuda, report["torch_cuda"]) if version]
+    majors = {int(version.split(".")[0]) for version in versions}
+    if majors:  # a driver serves its own version of CUDA and older ones; within a major version, newer ones, too
+        yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"
+    if len(majors) > 1:
+        extra = f"cuda{versions[1][:2]}"
+        brings = install(extra) if extra in BRINGS else f"a build of cupy for CUDA {versions[1]}"
+        yield f"          cupy and torch are for different versions: {brings} brings torch's"
     version = f"CUDA {spelled_version(report['driver'])}" if report["driver"] else "none"
     yield f"driver    {version}, {report['devices']} GPUs"
     kernel = report["nvrtc"]
@@ -214,19 +206,6 @@ def _software(report: Report) -> Iterator[str]:
     limit = report["limits"]
     memlock = "no limit" if limit["memlock"] is None else spelled(limit["memlock"])
     yield f"pinning   ulimit -l: {memlock}; memory that can be had: {spelled(limit['available_bytes'])}"
-
-
-def _needed(versions: list[str]) -> Iterator[str]:
-    """Yield sentences on the driver that the CUDA versions of cupy and torch need, and on what to install if these
-    versions differ. A driver serves programs for its own version of CUDA and for older ones; within one major version,
-    for newer ones, too."""
-    majors = {int(version.split(".")[0]) for version in versions}
-    if majors:
-        yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"
-    if len(majors) > 1:
-        extra = f"cuda{versions[1][:2]}"
-        brings = install(extra) if extra in BRINGS else f"a build of cupy for CUDA {versions[1]}"
-        yield f"          cupy and torch are for different versions: {brings} brings torch's"
 
 
 def _hardware(report: Report) -> Iterator[str]:

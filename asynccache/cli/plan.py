@@ -14,9 +14,9 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from asynccache.cli.hit_curves import BlockPath, HitCurve, compared, curve
+from asynccache.cli.hit_curves import compared, curve
 from asynccache.cli.output import Progress, answer, check_writable
 from asynccache.cli.parsing import POSITIVE, integer, listed
 from asynccache.cli.parsing import number as number_of
@@ -28,37 +28,20 @@ from asynccache.settings import fields_of
 
 GIB = 1 << 30
 SIZES = listed(number_of("sizes in GiB above 0, with commas between them", 1e-9, 1e9))
+MODEL = ("bytes_per_token", "prefill_tokens_per_s", "host_gb_per_s", "storage_gb_per_s")
+"""The cost of a token: its bytes, and the rates at which tokens are computed and loaded."""
+
 Report = dict[str, Any]
+Step = tuple[str, float, int]
+"""A size of a tier: the tier, its room in GiB, and the tokens that it and the tiers above it have room for together."""
 
 
-class TokenCost(NamedTuple):
-    """The cost of a token: its bytes, and the rates at which tokens are computed and loaded."""
-
-    bytes_per_token: int
-    prefill_tokens_per_s: float
-    host_gb_per_s: float
-    storage_gb_per_s: float
-
-    def tokens(self, gib: float) -> int:
-        """The number of tokens that fit into ``gib`` GiB."""
-        return int(gib * GIB // self.bytes_per_token)
-
-    def saves(self, tier: str) -> float:
-        """Seconds saved by a token that is found in ``tier`` (device, host or storage); negative if computing the token
-        takes less time than loading it."""
-        host = self.bytes_per_token / (self.host_gb_per_s * 1e9)
-        storage = self.bytes_per_token / (self.storage_gb_per_s * 1e9)
-        load = {"device": 0.0, "host": host, "storage": host + storage}[tier]
-        return 1 / self.prefill_tokens_per_s - load
-
-
-class Step(NamedTuple):
-    """One size of one tier. ``gib``: the room of this tier; ``tokens``: what this tier and the tiers above it have room
-    for together."""
-
-    tier: str
-    gib: float
-    tokens: int
+def saves(model: Mapping[str, float], tier: str) -> float:
+    """Seconds saved by a token that is found in ``tier`` (device, host or storage); negative if computing the token
+    takes less time than loading it."""
+    links = {"device": (), "host": ("host_gb_per_s",), "storage": ("host_gb_per_s", "storage_gb_per_s")}[tier]
+    load = sum(model["bytes_per_token"] / (model[link] * 1e9) for link in links)
+    return 1 / model["prefill_tokens_per_s"] - load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,21 +84,28 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
-    """The plan as plain values."""
-    model = TokenCost(args.bytes_per_token, args.prefill_tokens_per_s, args.host_gb_per_s, args.storage_gb_per_s)
+    """The plan as plain values. Shows on standard error how far it has come."""
+    model = {name: getattr(args, name) for name in MODEL}
     paths = list(paths_of(trace))
     found = curve(paths)
     tokens = sum(request.input_length for request in trace)
-    steps = list(_steps(args, model))
-    units = sorted({step.tokens // BLOCK_TOKENS for step in steps})
-    hits = _hits(paths, found, units, args.eviction, arrivals(trace, 1.0))
-    seconds = (trace[-1].timestamp - trace[0].timestamp) / 1000
-    prefill = tokens / model.prefill_tokens_per_s
+    steps = list(_steps(args))
+    sizes = sorted({room // BLOCK_TOKENS for _, _, room in steps})
+    hits: dict[int, dict[str, int]] = {}
+    progress = Progress(sys.stderr)
+    try:
+        for row in compared(paths, found, sizes, args.eviction, arrivals(trace, 1.0)):
+            hits[sizes[len(hits)]] = row
+            progress.tell(f"plan: {len(hits)} of {len(sizes)} sizes")
+    finally:
+        progress.end()
     return {
-        "command": "plan", "trace": args.trace, "requests": len(trace), "seconds": seconds, "tokens": tokens,
-        "prefill_s": round(prefill, 3), "highest_hit_ratio": round(float(found.hits[-1]) * BLOCK_TOKENS / tokens, 5),
-        "highest_needs_gib": round((len(found.hits) - 1) * BLOCK_TOKENS * model.bytes_per_token / GIB, 3),
-        "model": model._asdict(), "eviction": args.eviction, "hit_ratio_is": HIT_RATIO,
+        "command": "plan", "trace": args.trace, "requests": len(trace),
+        "seconds": (trace[-1].timestamp - trace[0].timestamp) / 1000, "tokens": tokens,
+        "prefill_s": round(tokens / args.prefill_tokens_per_s, 3),
+        "highest_hit_ratio": round(float(found.hits[-1]) * BLOCK_TOKENS / tokens, 5),
+        "highest_needs_gib": round((len(found.hits) - 1) * BLOCK_TOKENS * args.bytes_per_token / GIB, 3),
+        "model": model, "eviction": args.eviction, "hit_ratio_is": HIT_RATIO,
         "source": "full blocks, one request at a time: LRU by stack distances (Mattson et al. 1970), the policy by the "
                   "core itself, the optimum with the future known (Belady 1966)",
         "rows": list(_rows(steps, hits, model, tokens)),
@@ -123,49 +113,36 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
     }
 
 
-def _hits(
-    paths: Sequence[BlockPath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
-) -> dict[int, dict[str, int]]:
-    """The result of ``compared`` for each of ``sizes``, in blocks. Shows its progress on standard error."""
-    hits: dict[int, dict[str, int]] = {}
-    progress = Progress(sys.stderr)
-    try:
-        for size, row in zip(sizes, compared(paths, found, sizes, eviction, times), strict=True):
-            hits[size] = row
-            progress.tell(f"plan: {len(hits)} of {len(sizes)} sizes")
-    finally:
-        progress.end()
-    return hits
+def _steps(args: argparse.Namespace) -> Iterator[Step]:
+    def room(gib: float) -> int:
+        return int(gib * GIB // args.bytes_per_token)
 
-
-def _steps(args: argparse.Namespace, model: TokenCost) -> Iterator[Step]:
-    device = args.device_tokens
-    yield Step("device", device * model.bytes_per_token / GIB, device)
-    host = sorted(args.host_gib)
-    for gib in host:
-        yield Step("host", gib, device + model.tokens(gib))
-    above = device + max((model.tokens(gib) for gib in host), default=0)
+    device = above = args.device_tokens
+    yield "device", device * args.bytes_per_token / GIB, device
+    for gib in sorted(args.host_gib):
+        above = device + room(gib)
+        yield "host", gib, above
     for gib in sorted(args.storage_gib):
-        yield Step("storage", gib, max(above, model.tokens(gib)))
+        yield "storage", gib, max(above, room(gib))
 
 
 def _rows(
-    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: TokenCost, tokens: int
+    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: Mapping[str, float], tokens: int
 ) -> Iterator[dict[str, Any]]:
     """The rows of the plan. ``hit_ratio``: under the policy in use. ``saved_s``: prefill saved minus time to load, in
     seconds, of this tier and those above it. What a GiB adds is counted from the next smaller size of the same tier,
     and for the smallest size from not having this tier."""
     tier, gib, hits, saved = "", 0.0, 0, 0.0
     hits_above, saved_above = hits, saved
-    for step in steps:
-        if step.tier != tier:
-            tier, gib, hits_above, saved_above = step.tier, 0.0, hits, saved
-        more, row, before = step.gib - gib or 1.0, found[step.tokens // BLOCK_TOKENS], saved
-        gib, hits = step.gib, row["policy"] * BLOCK_TOKENS
-        saved = saved_above + (hits - hits_above) * model.saves(tier)
+    for name, size, room in steps:
+        if name != tier:
+            tier, gib, hits_above, saved_above = name, 0.0, hits, saved
+        more, row, before = size - gib or 1.0, found[room // BLOCK_TOKENS], saved
+        gib, hits = size, row["policy"] * BLOCK_TOKENS
+        saved = saved_above + (hits - hits_above) * saves(model, tier)
         yield {
-            "tier": tier, "gib": round(gib, 3), "tokens": step.tokens, "hit_ratio": round(hits / tokens, 5),
-            **{name: round(row[name] * BLOCK_TOKENS / tokens, 5) for name in ("lru", "optimum")},
+            "tier": tier, "gib": round(gib, 3), "tokens": room, "hit_ratio": round(hits / tokens, 5),
+            **{way: round(row[way] * BLOCK_TOKENS / tokens, 5) for way in ("lru", "optimum")},
             "saved_s": round(saved, 3), "adds_s_per_gib": round((saved - before) / more, 4),
         }
 
@@ -192,7 +169,6 @@ def _notes(report: Report) -> Iterator[str]:
     yield "s per GiB: what a GiB of this size adds to the next smaller size of the tier."
     yield f"Recurrent states (Mamba): each tier needs one for every {number(report['tokens_per_end'])} tokens, or it"
     yield "has KV that no request can use: so many lie before each end of a prompt here."
-    model = TokenCost(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):
-        if model.saves(tier) <= 0:
+        if saves(report["model"], tier) <= 0:
             yield f"Loading a token from {name} takes longer than computing it: {name} saves nothing here."

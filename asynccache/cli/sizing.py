@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asynccache.cli.options import RunSettings, Size, is_logical, read_sidecars, replicate
 from asynccache.cli.workloads import TraceRequest, TraceSurvey
-from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.config import CacheConfig, Component, Full, Mamba, SlidingWindow
 from asynccache.errors import ConfigError
 
 MODEL = "asynccache-stand-in"
@@ -29,7 +29,7 @@ def configure(
 
 def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey | None) -> CacheConfig:
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
-    device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
+    device, host = (needed if size == "all" else size for size in (settings.device_tokens, settings.host_tokens))
     logical = is_logical(settings.sidecars)
     components: list[Component] = [Full(
         bytes_per_token=0 if logical else settings.bytes_per_token, layers=1 if logical else settings.layers,
@@ -47,16 +47,13 @@ def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSur
             device_states=_states(settings, settings.device_tokens, device, len(trace)),
             host_states=_states(settings, settings.host_tokens, host, len(trace)) if host else 0,
         ))
+    sidecars = tuple(text.sidecar(settings.page_size, settings.bytes_per_token, settings.layers)
+                     for text in read_sidecars(settings.sidecars, settings.page_size))
     return CacheConfig(
-        model=MODEL, components=tuple(components), sidecars=_sidecars(settings), page_size=settings.page_size,
+        model=MODEL, components=tuple(components), sidecars=sidecars, page_size=settings.page_size,
         storage=settings.storage, write_policy=settings.write_policy, prefetch_policy=settings.prefetch_policy,
         eviction=settings.eviction, device=settings.device, freeze_gc=True,
     )
-
-
-def _sidecars(settings: RunSettings) -> tuple[Sidecar, ...]:
-    page, size, layers = settings.page_size, settings.bytes_per_token, settings.layers
-    return tuple(text.sidecar(page, size, layers) for text in read_sidecars(settings.sidecars, page))
 
 
 def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey) -> int:
@@ -72,10 +69,6 @@ def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: 
     longest = max(r.input_length for r in trace) + settings.decode_tokens
     running = settings.concurrency * (-(-longest // page) + 3)
     return (kept + running) * page
-
-
-def _tokens(settings: RunSettings, size: Size, needed: int) -> int:
-    return needed if size == "all" else size
 
 
 def _swa(settings: RunSettings, size: Size, tokens: int) -> int:

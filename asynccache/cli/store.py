@@ -17,10 +17,10 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from asynccache.cli.output import Progress, Tell, answer, check_writable
 from asynccache.cli.parsing import POSITIVE, integer
@@ -99,23 +99,20 @@ def execute(args: argparse.Namespace) -> int:
         check_writable(args.json)
     if args.action == "clear" and not (args.yes or _is_meant(args.shown)):
         return 1
-    if args.action == "ls" and args.json is not None:
-        with _json_lines(args.json) as write:
-            report = _performed(args, lambda page: write({**page._asdict(), "key": page.key.hex()}))
-            write({"total": {name: report[name] for name in ("pages", "bytes", "more")}})
-        return 0
-    now = time.time()
-    report = _performed(args, lambda page: print(line(page, now)))
+    as_lines, progress, now = args.action == "ls" and args.json is not None, Progress(sys.stderr), time.time()
+    with open(args.json, "w", encoding="utf-8") if as_lines and args.json != "-" else nullcontext(sys.stdout) as file:
+        def show(page: Stored) -> None:
+            print(json.dumps({**page._asdict(), "key": page.key.hex()}) if as_lines else line(page, now), file=file)
+
+        try:
+            report = asyncio.run(perform(args, show, progress.tell))
+        finally:
+            progress.end()
+        if as_lines:
+            print(json.dumps({"total": {name: report[name] for name in ("pages", "bytes", "more")}}), file=file)
+            return 0
     answer(report, text(report), args.json)
     return 0 if report["ok"] else 1
-
-
-def _performed(args: argparse.Namespace, show: Show) -> Report:
-    progress = Progress(sys.stderr)
-    try:
-        return asyncio.run(perform(args, show, progress.tell))
-    finally:
-        progress.end()
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -164,38 +161,7 @@ def _is_meant(url: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-@contextmanager
-def _json_lines(path: str) -> Iterator[Callable[[object], None]]:
-    """Yield a function that writes a value as a line of JSON to the file ``path``, or for ``-`` to standard output."""
-    if path == "-":
-        yield lambda value: print(json.dumps(value))
-        return
-    with open(path, "w", encoding="utf-8") as file:
-        yield lambda value: print(json.dumps(value), file=file)
-
-
 # the actions
-
-
-class StoreAction(NamedTuple):
-    """An open store and what to do with it. ``options``: the parsed command line. ``show`` is called with every page of
-    a list, ``tell`` with a line that says how far the action has come."""
-
-    store: CheckedStore
-    options: argparse.Namespace
-    show: Show
-    tell: Tell
-
-    def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """The store's pages in batches.
-
-        Raises:
-            ConfigError: this kind of store cannot list its pages.
-        """
-        backend = self.store.backend
-        if not isinstance(backend, Listable):
-            raise ConfigError(f"storage={self.options.shown!r}: this kind of store cannot list its pages")
-        return in_time(backend.listing(), self.options.timeout)
 
 
 async def perform(options: argparse.Namespace, show: Show, tell: Tell) -> Report:
@@ -212,60 +178,72 @@ async def perform(options: argparse.Namespace, show: Show, tell: Tell) -> Report
     if store is None:
         raise ConfigError(f"storage={options.shown!r} is no store")
     try:
-        report = await _ACTIONS[options.action](StoreAction(store, options, show, tell))
+        match options.action:
+            case "ls":
+                report = await _list(store, options, show)
+            case "stat":
+                report = await _stat(store, options, tell)
+            case "verify":
+                report = await _verify(store, options, tell)
+            case "gc":
+                report = await _collect(store, options, tell)
+            case _:
+                began = time.monotonic()
+                tell("clearing")
+                await store.clear()
+                report = {"elapsed_s": round(time.monotonic() - began, 3), "ok": True}
     finally:
         await store.aclose()
     return {"command": options.action, "url": options.shown, **report}
 
 
-async def _list(action: StoreAction) -> Report:
+def _listing(store: CheckedStore, options: argparse.Namespace) -> AsyncIterator[Sequence[Stored]]:
+    """The store's pages in batches.
+
+    Raises:
+        ConfigError: this kind of store cannot list its pages.
+    """
+    if not isinstance(store.backend, Listable):
+        raise ConfigError(f"storage={options.shown!r}: this kind of store cannot list its pages")
+    return in_time(store.backend.listing(), options.timeout)
+
+
+async def _list(store: CheckedStore, options: argparse.Namespace, show: Show) -> Report:
     pages = total = 0
-    limit = action.options.limit
-    async for batch in action.listing():
+    async for batch in _listing(store, options):
         for page in batch:
-            if pages == limit:
+            if pages == options.limit:
                 return {"pages": pages, "bytes": total, "more": True, "ok": True}
-            action.show(page)
+            show(page)
             pages, total = pages + 1, total + page.size - HEADER_BYTES
     return {"pages": pages, "bytes": total, "more": False, "ok": True}
 
 
-async def _stat(action: StoreAction) -> Report:
-    store = action.store
-    report: Report = {"probe": await _probe(store), "breaker": store.breaker.state.name.lower()}
-    if isinstance(store.backend, Listable):
-        report |= await _census(action)
-    stats = {name: value for name, value in store.backend.stats().items() if name not in ("pages", "bytes")}
-    if "pages" not in report:
-        known = store.backend.stats()
-        report |= {"pages": known["pages"], "bytes": known["bytes"]}
-    return {**report, "stats": stats, "ok": report["probe"]["failed"] == 0}
-
-
-async def _probe(store: CheckedStore) -> Report:
-    """Ask a few times for a page that is not there. Returns how long the answers took, and how many failed."""
+async def _stat(store: CheckedStore, options: argparse.Namespace, tell: Tell) -> Report:
+    """Ask a few times for a page that is not there, and count the pages by size and by age if they can be listed."""
     took, failed = [], 0
     for _ in range(PROBES):
         began = time.perf_counter()
         failed += await store.exists([PageKey("", os.urandom(KEY_BYTES))]) == [Result.FAILED]
         took.append(round((time.perf_counter() - began) * 1e3, 3))
-    return {"median_ms": median(took), "worst_ms": max(took), "failed": failed}
-
-
-async def _census(action: StoreAction) -> Report:
-    """Count the pages by size and by age."""
-    now, sizes, ages = time.time(), Counter[int](), Counter[str]()
-    async for batch in action.listing():
-        for page in batch:
-            sizes[page.size - HEADER_BYTES] += 1
-            ages[age_class(now - page.written if page.written else None)] += 1
-        action.tell(f"{number(sizes.total())} pages listed")
-    return {
-        "pages": sizes.total(),
-        "bytes": sum(length * count for length, count in sizes.items()),
-        "by_page_size": [{"page_bytes": length, "pages": sizes[length]} for length in sorted(sizes)],
-        "by_age": {name: ages[name] for name in (*AGES, OLDER, UNKNOWN) if ages[name]},
-    }
+    report: Report = {"probe": {"median_ms": median(took), "worst_ms": max(took), "failed": failed},
+                      "breaker": store.breaker.state.name.lower()}  # fmt: skip
+    if isinstance(store.backend, Listable):
+        now, sizes, ages = time.time(), Counter[int](), Counter[str]()
+        async for batch in _listing(store, options):
+            for page in batch:
+                sizes[page.size - HEADER_BYTES] += 1
+                ages[age_class(now - page.written if page.written else None)] += 1
+            tell(f"{number(sizes.total())} pages listed")
+        report |= {
+            "pages": sizes.total(),
+            "bytes": sum(length * count for length, count in sizes.items()),
+            "by_page_size": [{"page_bytes": length, "pages": sizes[length]} for length in sorted(sizes)],
+            "by_age": {name: ages[name] for name in (*AGES, OLDER, UNKNOWN) if ages[name]},
+        }
+    stats = dict(store.backend.stats())
+    counted = {name: stats.pop(name, 0) for name in ("pages", "bytes")}
+    return {**report, **({} if "pages" in report else counted), "stats": stats, "ok": not failed}
 
 
 def age_class(seconds: float | None) -> str:
@@ -275,71 +253,48 @@ def age_class(seconds: float | None) -> str:
     return next((name for name, limit in AGES.items() if seconds < limit), OLDER)
 
 
-async def _verify(action: StoreAction) -> Report:
-    began, store, options = time.monotonic(), action.store, action.options
-    if isinstance(store.backend, Scrubbable):
-        total = sum(part.pages * part.page_bytes for part in store.backend.parts())
-        found = await store.scrub(options.rate, lambda done: action.tell(_so_far(done, total)))
-    elif isinstance(store.backend, Listable):
-        found = await _verify_listed(action)
+async def _verify(store: CheckedStore, options: argparse.Namespace, tell: Tell) -> Report:
+    """Let the store read its pages in its own order if it can, and read every listed page otherwise."""
+    began, backend = time.monotonic(), store.backend
+    if isinstance(backend, Scrubbable):
+        total = sum(part.pages * part.page_bytes for part in backend.parts())
+        found = await store.scrub(options.rate, lambda done: tell(
+            f"{percent(done.bytes, total)} · {size(done.bytes)} of {size(total)} · {_seen(done)}"))
+    elif isinstance(backend, Listable):
+        async def verified(keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
+            return await asyncio.to_thread(verify, keys, records)
+
+        found, readable = Scrubbed(), cast("Any", backend)
+        async for part in scrub_listed(readable, verified, options.timeout):
+            found = found.plus(part)
+            tell(f"{size(found.bytes)} · {_seen(found)}")
+            if options.rate is not None:
+                await asyncio.sleep(pause(found.bytes, options.rate, time.monotonic() - began))
     else:
         raise ConfigError(f"storage={options.shown!r}: its pages cannot be listed, so none can be verified")
     return {**found._asdict(), "elapsed_s": round(time.monotonic() - began, 3), "ok": not (found.bad or found.unread)}
 
 
-async def _verify_listed(action: StoreAction) -> Scrubbed:
-    began, done = time.monotonic(), Scrubbed()
-    backend: Any = action.store.backend
-    async for found in scrub_listed(backend, _in_a_thread, action.options.timeout):
-        done = done.plus(found)
-        action.tell(_so_far(done, None))
-        if action.options.rate is not None:
-            await asyncio.sleep(pause(done.bytes, action.options.rate, time.monotonic() - began))
-    return done
+def _seen(done: Scrubbed) -> str:
+    return f"{number(done.pages)} pages, {number(done.bad)} damaged"
 
 
-async def _in_a_thread(keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
-    return await asyncio.to_thread(verify, keys, records)
-
-
-def _so_far(done: Scrubbed, total: int | None) -> str:
-    of = "" if total is None else f"{percent(done.bytes, total)} · "
-    whole = "" if total is None else f" of {size(total)}"
-    return f"{of}{size(done.bytes)}{whole} · {number(done.pages)} pages, {number(done.bad)} damaged"
-
-
-async def _collect(action: StoreAction) -> Report:
-    backend, older_than = action.store.backend, action.options.older_than
-    if not isinstance(backend, Collectable):
-        raise ConfigError(f"storage={action.options.shown!r}: this kind of store has nothing that gc could remove")
-    began = time.monotonic()
-    if action.options.dry_run:
-        assert older_than is not None
-        found = await _count_older(action, time.time() - older_than)
+async def _collect(store: CheckedStore, options: argparse.Namespace, tell: Tell) -> Report:
+    if not isinstance(store.backend, Collectable):
+        raise ConfigError(f"storage={options.shown!r}: this kind of store has nothing that gc could remove")
+    began, found = time.monotonic(), {"pages": 0, "waste": 0, "size": 0, "unknown": 0}
+    if options.dry_run:
+        until = time.time() - options.older_than
+        async for batch in _listing(store, options):
+            old = [page.size for page in batch if 0 < page.written < until]
+            found["pages"] += len(old)
+            found["size"] += sum(old)
+            found["unknown"] += sum(not page.written for page in batch)
     else:
-        action.tell("collecting")
+        tell("collecting")
         async with within(WHOLE_TIMEOUT, "gc was not finished; what it has removed stays removed"):
-            found = (await backend.collect(older_than))._asdict()
-    return {**found, "dry_run": action.options.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
-
-
-async def _count_older(action: StoreAction, until: float) -> Report:
-    pages = total = unknown = 0
-    async for batch in action.listing():
-        old = [page.size for page in batch if 0 < page.written < until]
-        pages, total = pages + len(old), total + sum(old)
-        unknown += sum(not page.written for page in batch)
-    return {"pages": pages, "waste": 0, "size": total, "unknown": unknown}
-
-
-async def _clear(action: StoreAction) -> Report:
-    began = time.monotonic()
-    action.tell("clearing")
-    await action.store.clear()
-    return {"elapsed_s": round(time.monotonic() - began, 3), "ok": True}
-
-
-_ACTIONS = {"ls": _list, "stat": _stat, "verify": _verify, "gc": _collect, "clear": _clear}
+            found = (await store.backend.collect(options.older_than))._asdict()
+    return {**found, "dry_run": options.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
 
 
 # the reports as text of at most 80 columns
@@ -347,8 +302,27 @@ _ACTIONS = {"ls": _list, "stat": _stat, "verify": _verify, "gc": _collect, "clea
 
 def text(report: Report) -> str:
     """The report of any action as text."""
-    makers = {"ls": _listed, "stat": _counted, "verify": _verified, "gc": _collected, "clear": _cleared}
-    return "\n".join(makers[report["command"]](report))
+    match report["command"]:
+        case "ls":
+            more = "; there are more" if report["more"] else ""
+            return f"{number(report['pages'])} pages, {size(report['bytes'])}{more}"
+        case "stat":
+            return "\n".join(_counted(report))
+        case "verify":
+            rate = report["bytes"] / report["elapsed_s"] if report["elapsed_s"] else 0.0
+            lines = [f"{'OK' if report['ok'] else 'NOT OK'}: {number(report['pages'])} pages, {size(report['bytes'])} "
+                     f"in {report['elapsed_s']:.1f} s ({size(rate)}/s)"]
+            lines += [f"  {number(report['bad'])} damaged pages were dropped"] if report["bad"] else []
+            lines += [f"  {number(report['unread'])} pages could not be read"] if report["unread"] else []
+            return "\n".join(lines)
+        case "gc" if report["dry_run"]:
+            unknown = f"; the age of {number(report['unknown'])} pages is not known" if report["unknown"] else ""
+            return f"{number(report['pages'])} pages are that old: {size(report['size'])}; nothing was removed{unknown}"
+        case "gc":
+            return (f"{number(report['pages'])} old pages and {number(report['waste'])} pieces of waste removed, "
+                    f"{size(report['size'])} freed")
+        case _:
+            return f"{report['url']} is empty"
 
 
 def line(page: Stored, now: float) -> str:
@@ -364,11 +338,6 @@ def age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _listed(report: Report) -> list[str]:
-    more = "; there are more" if report["more"] else ""
-    return [f"{number(report['pages'])} pages, {size(report['bytes'])}{more}"]
-
-
 def _counted(report: Report) -> list[str]:
     stats = report["stats"]
     told = ("disk_bytes", "segments", "capacity_bytes")
@@ -377,7 +346,8 @@ def _counted(report: Report) -> list[str]:
                if stats.keys() >= set(told) else "")
     lines = [f"{report['url']}: {number(report['pages'])} pages, {size(report['bytes'])}{on_disk}"]
     lines += [f"  {number(one['pages'])} pages of {size(one['page_bytes'])}" for one in report.get("by_page_size", ())]
-    ages = [f"{number(count)} {_younger(name)}" for name, count in report.get("by_age", {}).items()]
+    ages = [f"{number(count)} {name if name in (OLDER, UNKNOWN) else f'below {name}'}"
+            for name, count in report.get("by_age", {}).items()]
     if ages:
         lines += textwrap.wrap("by age: " + ", ".join(ages), WIDTH, initial_indent="  ", subsequent_indent="    ")
     probe = report["probe"]
@@ -396,31 +366,3 @@ def _count(name: str, value: float) -> str:
         if name.endswith(end):
             return f"{name.removesuffix(end)} {write(value)}"
     return f"{name} {value:,.5g}"
-
-
-def _younger(name: str) -> str:
-    return name if name in ("older", "unknown") else f"below {name}"
-
-
-def _verified(report: Report) -> list[str]:
-    rate = report["bytes"] / report["elapsed_s"] if report["elapsed_s"] else 0.0
-    head = "OK" if report["ok"] else "NOT OK"
-    lines = [f"{head}: {number(report['pages'])} pages, {size(report['bytes'])} in {report['elapsed_s']:.1f} s "
-             f"({size(rate)}/s)"]
-    if report["bad"]:
-        lines.append(f"  {number(report['bad'])} damaged pages were dropped")
-    if report["unread"]:
-        lines.append(f"  {number(report['unread'])} pages could not be read")
-    return lines
-
-
-def _collected(report: Report) -> list[str]:
-    if report["dry_run"]:
-        unknown = f"; the age of {number(report['unknown'])} pages is not known" if report["unknown"] else ""
-        return [f"{number(report['pages'])} pages are that old: {size(report['size'])}; nothing was removed{unknown}"]
-    return [f"{number(report['pages'])} old pages and {number(report['waste'])} pieces of waste removed, "
-            f"{size(report['size'])} freed"]
-
-
-def _cleared(report: Report) -> list[str]:
-    return [f"{report['url']} is empty"]
