@@ -52,6 +52,8 @@ EXCEPTIONS = {
                                "in a clone: '.[sglang]'"),
     ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),
+    ("docs/stores/object.md", "asynccache stress --storage 's3://BUCKET/kv?region=eu-west-1'"),
+    ("docs/stores/object.md", "cat > rule.json <<'END'"),
     ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
     ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),
 }
