@@ -39,9 +39,12 @@ class _Mapping(mmap.mmap):
     """Anonymous memory that is unpinned before it is unmapped."""
 
     driver: CudaDriver
+    process: int
     pinned: tuple[int, ...] = ()
 
     def __del__(self) -> None:
+        if self.pinned and self.process != os.getpid():  # at a forked child's exit: CUDA does not work there
+            return
         for address in self.pinned:
             with suppress(DriverError):  # the device is gone, and its pins with it
                 self.driver.host_unregister(address)
@@ -129,7 +132,7 @@ def _pin(memory: _Mapping, driver: CudaDriver, address: int, size: int) -> None:
         driver.host_register(address, size)
     except DriverError as error:
         raise _refused(len(memory), error) from error
-    memory.driver, memory.pinned = driver, (*memory.pinned, address)
+    memory.driver, memory.process, memory.pinned = driver, os.getpid(), (*memory.pinned, address)
 
 
 def _refused(size: int, error: DriverError) -> ConfigError:
