@@ -128,10 +128,14 @@ def stamp_of(tensors: Sequence[torch.Tensor]) -> Stamp:
     with torch.inference_mode():
         for tensor in tensors:
             counted += (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-            if type(tensor) not in _USUAL or tensor.is_meta or not tensor.is_contiguous():
+            if type(tensor) not in _USUAL or tensor.is_meta:
                 continue
             if size := tensor.numel():
-                some = tensor.as_strided((min(SAMPLES, size),), (max(1, size // SAMPLES),))
+                count, step = min(SAMPLES, size), max(1, size // SAMPLES)
+                if tensor.is_contiguous():
+                    some = tensor.as_strided((count,), (step,))
+                else:
+                    some = tensor[torch.unravel_index(torch.arange(count, device=tensor.device) * step, tensor.shape)]
                 samples.setdefault((tensor.dtype, tensor.device), []).append(some)
         taken = [torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in samples.values()]
     return counted, b"".join(taken)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from asynccache_hf import ContinuousBatching, PagedModel, PrefixCache, describe
-from asynccache_hf.identity import ModelIdentity, plain
+from asynccache_hf.identity import ModelIdentity, plain, stamp_of
 
 from asynccache import Adapter
 from asynccache.errors import ConfigError
@@ -397,3 +397,13 @@ def test_dropout_of_an_adapter_in_train_mode_is_refused(peft: Any) -> None:
     with pytest.raises(ConfigError, match=r"in train\(\) mode \(its Dropout is\)"):
         PrefixCache(model)
     assert model_of("llama") is not model
+
+
+def test_a_weight_that_is_not_contiguous_is_looked_at_too() -> None:
+    """Neither its count nor its address changes when it is changed through ``data``."""
+    weight = torch.nn.Parameter(torch.randn(8, 16).t(), requires_grad=False)
+    assert not weight.is_contiguous()
+    before = stamp_of([weight])
+    assert stamp_of([weight]) == before
+    weight.data.mul_(2)
+    assert stamp_of([weight]) != before
