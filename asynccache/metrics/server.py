@@ -18,6 +18,7 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.metrics.asgi import MetricsApp
 from asynccache.metrics.lag import LoopLag
+from asynccache.settle import completed
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -113,6 +114,8 @@ async def start_metrics_server(
 
     Raises:
         ConfigError: an argument is unusable, or the server cannot listen at this address.
+
+    Cancelling it leaves no socket open.
     """
     host, port = checks.text("host", host), checks.integer("port", port, 0, _MOST_PORT)
     if not host:
@@ -132,8 +135,10 @@ async def start_metrics_server(
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(f"host={host!r}, port={port}: cannot listen there: {error}") from error
     try:
-        await server.startup(sockets=[listener])
+        await completed(server.startup(sockets=[listener]))  # half started, there would be nothing to close it by
     except BaseException:
+        for listening in getattr(server, "servers", ()):
+            listening.close()
         listener.close()
         raise
     lag.start()

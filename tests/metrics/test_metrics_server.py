@@ -195,6 +195,25 @@ async def test_closing_twice_or_cancelled_leaves_no_socket_open() -> None:
             await asyncio.open_connection("127.0.0.1", server.port)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("hops", range(5))
+async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket_open(hops: int) -> None:
+    async with opened(settings()) as cache:
+        async with await start_metrics_server(cache) as server:
+            port = server.port
+        starting = asyncio.create_task(start_metrics_server(cache, port=port))
+        for _ in range(hops):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        if not starting.cancelled():
+            await starting.result().aclose()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        async with await start_metrics_server(cache, port=port) as server:
+            assert (await fetch(server, "/healthz"))[0] == 200
+
+
 def test_without_uvicorn_one_sentence_says_what_to_install() -> None:
     program = "import sys; sys.modules['uvicorn'] = None; from asynccache.metrics import start_metrics_server"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
