@@ -48,11 +48,6 @@ MARGIN = 0.9
 share of the rate."""
 
 
-def kernel_below(settings: CudaSettings, towards: CopyDirection) -> int:
-    """Return the threshold, in bytes, that holds in this direction."""
-    return settings.kernel_backups_below if towards is OUT else settings.kernel_loads_below
-
-
 class RawCalls(NamedTuple):
     """Calls that the cache does not make, and that may be better. ``batch(stream, spans, order, flags)`` is
     ``cuMemcpyBatchAsync``; ``copy_2d`` has the arguments of ``cudaMemcpy2DAsync``."""
@@ -282,7 +277,8 @@ def suggested(rows: Sequence[Figures], towards: CopyDirection, settings: CudaSet
     rates = {blocks: sum(row["gb_s"][f"kernel {blocks}"] for row in many if row["width"] <= 32 << 10)
              for blocks in BLOCKS}  # fmt: skip
     blocks = min(blocks for blocks, rate in rates.items() if rate >= MARGIN * max(rates.values()))
-    return {"direction": towards.value, "kernel_below": {"set": kernel_below(settings, towards), "measured": below},
+    return {"direction": towards.value,
+            "kernel_below": {"set": choosing_paths.kernel_below(settings, towards), "measured": below},
             "few": {"set": choosing_paths.FEW, "measured": few},
             "blocks": {"set": settings.blocks, "measured": blocks}}  # fmt: skip
 

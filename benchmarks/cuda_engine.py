@@ -1,4 +1,4 @@
-"""What an engine and the cache do to each other on one GPU, for ``python -m benchmarks.cuda``: the time to wake a
+"""How an engine and the cache slow each other on one GPU, for ``python -m benchmarks.cuda``: the time to wake a
 coroutine, alone and beside a thread that computes in Python; loads beside computing; what copies cost products of
 matrices and an engine's small copy of tokens; pinning beside launches."""
 

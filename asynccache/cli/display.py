@@ -1,4 +1,4 @@
-"""What a run shows: a live panel on a terminal or a line every few seconds anywhere else, and the summary at its end.
+"""The display of a run: a live panel on a terminal or a line every few seconds anywhere else, and a summary at its end.
 
 Panel and lines go to standard error, so that standard output is left to ``--json -``. The panel is drawn in a thread,
 from a ``Screen``, because the loop's lateness is being measured and drawing must not add to it. ``Watch`` makes the
@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from asynccache.cli.meter import Meter, peak_rss, spread
@@ -26,7 +27,8 @@ from asynccache.errors import ConfigError
 from asynccache.extras import install
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
     from rich.text import Text
 
     from asynccache.runtime.cache import AsyncCache
@@ -138,7 +140,7 @@ def progress(elapsed: float, duration: float | None, given: int, total: int | No
 
 
 def console(quiet: bool, stream: TextIO | None = None) -> Console | None:
-    """What the run is shown on: ``stream`` (default: standard error), or None if ``quiet``.
+    """Return the console that the run is shown on: on ``stream`` (default: standard error), or None if ``quiet``.
 
     Raises:
         ConfigError: rich is not installed.
@@ -208,81 +210,112 @@ def panel(now: Screen, width: int = _WIDTH) -> Text:
 def summary(report: Mapping[str, Any], file: TextIO) -> None:
     """Print the summary of a run on one screen of 80 columns: the verdict, where hits came from, and what it cost."""
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
     out = Console(file=file, width=_WIDTH, highlight=False, emoji=False)
+    sections = (_verdict, _hits, _times, _moves, _facts, _ranks)
+    for part in chain.from_iterable(section(report) for section in sections):
+        out.print(part, soft_wrap=isinstance(part, Text))
 
-    def table(*columns: str) -> Table:
-        found = Table(box=None, expand=True, padding=(0, 0, 0, 1), header_style="dim")
-        for i, column in enumerate(columns):
-            found.add_column(column, justify="right" if i else "left", no_wrap=True)
-        return found
 
-    def say(*parts: str | tuple[str, str]) -> None:
-        out.print(Text.assemble(*parts), soft_wrap=True)
+def _said(*parts: str | tuple[str, str]) -> Text:
+    from rich.text import Text
 
-    elapsed, total, hit = report["elapsed_s"] or 1.0, report["tokens"]["total"], report["tokens"]["hit"]
-    hits = sum(hit.values())
-    say((report["command"], "bold"), " ", ("OK", "green") if report["ok"] else ("NOT OK", "red"),
-        ", interrupted" if report["interrupted"] else "",
-        f": {number(report['served'])} requests in {report['elapsed_s']:.1f} s ({report['served'] / elapsed:.1f}/s), ",
-        pages_verified(report))
+    return Text.assemble(*parts)
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    found = Table(box=None, expand=True, padding=(0, 0, 0, 1), header_style="dim")
+    for i, column in enumerate(columns):
+        found.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return found
+
+
+def _elapsed(report: Mapping[str, Any]) -> float:
+    """The seconds of the run, to divide by."""
+    return report["elapsed_s"] or 1.0
+
+
+def _verdict(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield _said((report["command"], "bold"), " ", ("OK", "green") if report["ok"] else ("NOT OK", "red"),
+                ", interrupted" if report["interrupted"] else "",
+                f": {number(report['served'])} requests in {report['elapsed_s']:.1f} s "
+                f"({report['served'] / _elapsed(report):.1f}/s), ",
+                pages_verified(report))
     for problem in report["problems"]:
-        say(("  ✗ ", "red"), problem)
+        yield _said(("  ✗ ", "red"), problem)
 
-    say((f"\nHits: {percent(hits, total)} of {number(total)} prompt tokens", "bold"))
+
+def _hits(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    total, hit = report["tokens"]["total"], report["tokens"]["hit"]
+    hits = sum(hit.values())
+    yield _said((f"\nHits: {percent(hits, total)} of {number(total)} prompt tokens", "bold"))
     for name, tokens in (*((name, hit[key]) for key, name in TIER_NAMES.items()), ("computed", total - hits)):
         share = bar(tokens / total if total else 0.0, 40)
-        say(f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {share}".rstrip())
+        yield _said(f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {share}".rstrip())
     if "per_hit" in report:
         moved = report["per_hit"]
-        say(f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
-            f"{moved['loaded_from_host']:.2f} loaded from it")
+        yield _said(f"  For each token that hits: {moved['written_to_host']:.2f} written to the host, "
+                    f"{moved['loaded_from_host']:.2f} loaded from it")
     if "blocks" in report:
         blocks = report["blocks"]
-        say(f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the trace "
-            f"implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
+        yield _said(f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the "
+                    f"trace implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
 
+
+def _times(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+
+    total, hits = report["tokens"]["total"], sum(report["tokens"]["hit"].values())
     rate, slowdown = number(report["settings"]["prefill_tokens_per_s"]), report["prefill_slowdown"]
-    say((f"\nTime to first token: wait for pages + prefill at {rate} tokens/s (modelled)", "bold"))
+    yield _said((f"\nTime to first token: wait for pages + prefill at {rate} tokens/s (modelled)", "bold"))
     mean, without, wait = report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"], report["wait_mean_ms"]
-    times = table("", "mean", "p50", "p99", "max", "")
+    times = _table("", "mean", "p50", "p99", "max", "")
     for name, average, key in (("with cache", mean, "ttft_ms"), ("without cache", without, "ttft_without_cache_ms"),
                                ("wait for pages", wait, "wait_ms")):
         sooner = f"{without / mean:.1f} times sooner" if key == "ttft_ms" and without > mean > 0 else ""
         spread_ = report[key]
         times.add_row(name, *map(milliseconds, (average, spread_["p50"], spread_["p99"], spread_["max"])), sooner)
-    out.print(Padding(times, (0, 0, 0, 1)))
+    yield Padding(times, (0, 0, 0, 1))
     if slowdown >= BUSY:
-        say(f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is\n"
-            "  modelled as that much slower, with the cache and without it.")
+        yield _said(f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is\n"
+                    "  modelled as that much slower, with the cache and without it.")
     if mean > without:                                 # the reasons why the cache cost more than it saved
-        say(f"  It came later with the cache: hits saved {milliseconds(without - mean + wait)} of computing on "
-            f"average,\n  but requests waited {milliseconds(wait)}.")
-        arrived, served = report["settings"].get("rate", 0.0), report["served"] / elapsed
+        yield _said(f"  It came later with the cache: hits saved {milliseconds(without - mean + wait)} of computing on "
+                    f"average,\n  but requests waited {milliseconds(wait)}.")
+        arrived, served = report["settings"].get("rate", 0.0), report["served"] / _elapsed(report)
         if served < _QUEUED * arrived:
-            say(f"  Requests queued: {arrived:g} arrived per second, and {served:.1f} were served.")
+            yield _said(f"  Requests queued: {arrived:g} arrived per second, and {served:.1f} were served.")
         if hits < _FEW_HITS * total:
-            say(f"  Only {percent(hits, total)} of the prompt tokens were hits, so there was little to save.")
+            yield _said(f"  Only {percent(hits, total)} of the prompt tokens were hits, so there was little to save.")
         ran = [(stage["latency_ms"]["p50"], stage["latency_ms"]["p99"], name)
                for name, stage in report["stages"].items() if name in ("load_back", "prefetch") and stage["ops"]]
         if ran:
             p50, p99, slowest = max(ran)
-            say(f"  The slowest way of pages to the device: {slowest}, p50 {milliseconds(p50)}, "
-                f"p99 {milliseconds(p99)}.")
+            yield _said(f"  The slowest way of pages to the device: {slowest}, p50 {milliseconds(p50)}, "
+                        f"p99 {milliseconds(p99)}.")
 
-    say(("\nMoved", "bold"))
-    moves = table("", "", "ops", "tokens", "bytes", "rate", "p50", "p99")
+
+def _moves(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    yield _said(("\nMoved", "bold"))
+    moves = _table("", "", "ops", "tokens", "bytes", "rate", "p50", "p99")
     for name, stage in report["stages"].items():
         latency = [milliseconds(stage["latency_ms"][q]).replace(" ", "") if stage["ops"] else "-"
                    for q in ("p50", "p99")]
         moves.add_row(name, ARROWS.get(name, ""), number(stage["ops"]), number(stage["tokens"]), size(stage["bytes"]),
-                      f"{size(stage['bytes'] / elapsed)}/s", *latency)
+                      f"{size(stage['bytes'] / _elapsed(report))}/s", *latency)
         if stage["errors"]:
             moves.add_row("", "", Text(f"{number(stage['errors'])} errors", "red"))
-    out.print(Padding(moves, (0, 0, 0, 1)))
+    yield Padding(moves, (0, 0, 0, 1))
+
+
+def _facts(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    from rich.table import Table
 
     lag, leaks = report["loop_lag_ms"], report["leaks"]
     facts = Table.grid(padding=(0, 2, 0, 0))
@@ -299,19 +332,25 @@ def summary(report: Mapping[str, Any], file: TextIO) -> None:
                   + f"\nwaiting for a core: p99.9 {milliseconds(report['run_queue_ms']['p999'])}")
     facts.add_row("processes" if "ranks" in report else "process",
                   f"{report['cpu_s']:.1f} s of CPU · {size(report['rss_bytes'])} of memory at most")
-    out.print("", facts)
+    yield ""
+    yield facts
 
-    if "ranks" in report:
-        shape = report["topology"]
-        say((f"\nRanks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}", "bold"))
-        lost, ranks = list[str](), table("", "pages verified", "wrong", "batches", "lag p99", "CPU")
-        for rank in report["ranks"]:
-            name, verify = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})", rank.get("verify")
-            if verify is None:
-                lost.append(f"  {name}: {rank['lost'] or 'ended without a report'}")
-                continue
-            ranks.add_row(name, number(verify["pages"]), number(verify["mismatches"]), number(rank["batches"]),
-                          milliseconds(rank["loop_lag_ms"]["p99"]), f"{rank['cpu_s']:.1f} s")
-        out.print(Padding(ranks, (0, 0, 0, 1)))
-        for sentence in lost:
-            say((sentence, "red"))
+
+def _ranks(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+
+    if "ranks" not in report:
+        return
+    shape = report["topology"]
+    yield _said((f"\nRanks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}", "bold"))
+    lost, ranks = list[str](), _table("", "pages verified", "wrong", "batches", "lag p99", "CPU")
+    for rank in report["ranks"]:
+        name, verify = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})", rank.get("verify")
+        if verify is None:
+            lost.append(f"  {name}: {rank['lost'] or 'ended without a report'}")
+            continue
+        ranks.add_row(name, number(verify["pages"]), number(verify["mismatches"]), number(rank["batches"]),
+                      milliseconds(rank["loop_lag_ms"]["p99"]), f"{rank['cpu_s']:.1f} s")
+    yield Padding(ranks, (0, 0, 0, 1))
+    for sentence in lost:
+        yield _said((sentence, "red"))

@@ -40,7 +40,7 @@ _JSON = "application/json"
 
 
 class ExplainRequest(msgspec.Struct):
-    """What is sent to ``/explain``."""
+    """The question that is sent to ``/explain``."""
 
     tokens: list[int]
     extra_key: str | None = None

@@ -107,7 +107,7 @@ async def start_metrics_server(
 
     Args:
         cache: the cache.
-        host: the address to listen at.
+        host: the address to listen at; 0.0.0.0: all of this machine's.
         port: the port; with 0 the system chooses one, and ``server.port`` has it.
         registry: the registry whose metrics ``/metrics`` shows; by default one with the metrics of this cache.
         lag: the ``LoopLag`` to start, and to show in that default registry; by default a new one.
@@ -117,9 +117,7 @@ async def start_metrics_server(
 
     Cancelling it leaves no socket open.
     """
-    host, port = checks.text("host", host), checks.integer("port", port, 0, _MOST_PORT)
-    if not host:
-        raise ConfigError("host='': must be an address; 0.0.0.0 means all of this machine's")
+    host, port = checks.text("host", host, empty=False), checks.integer("port", port, 0, _MOST_PORT)
     lag = LoopLag() if lag is None else lag
     config = uvicorn.Config(
         MetricsApp(cache, registry, lag), http=_BriefConnection, ws="none", lifespan="off", log_config=None,

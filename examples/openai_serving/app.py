@@ -80,7 +80,7 @@ class Routes:
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.served.context})
 
     async def explain(self, request: Request) -> Response:
-        """The explanation of a prompt, in the form in which ``asynccache.metrics.Exposed`` answers; errors as well."""
+        """The explanation of a prompt, in the form in which ``asynccache.metrics.app`` answers; errors as well."""
         try:
             asked = _in_query(request) if request.method == "GET" else parse_prompt(await _body(request))
             prompt, extra_key = asked

@@ -1,4 +1,4 @@
-"""What decides the KV that a model computes, beside the tokens: weights and adapters. A cache must not serve KV that
+"""The identity of a model: weights and adapters, which decide the KV of given tokens. A cache must not serve KV that
 was computed with others.
 
 ``ModelIdentity`` names them. The weights as they are at first are part of the model's name. Everything that may change

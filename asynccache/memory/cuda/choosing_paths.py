@@ -93,6 +93,11 @@ def rows_of(towards: CopyDirection, part: CheckedCopy) -> RowCopies:
     return RowCopies(towards, RowSide(layers, part.dst, width), host(ids=part.src), width)
 
 
+def kernel_below(settings: CudaSettings, towards: CopyDirection) -> int:
+    """Return the threshold, in bytes, below which pieces in this direction go by the kernel."""
+    return settings.kernel_backups_below if towards is CopyDirection.OUT else settings.kernel_loads_below
+
+
 class RowPaths:
     """The rows of a copy by the path that they go, the same for all layers. ``spans``: the pieces for the copy engines,
     as distances in bytes from a layer's bases. ``scattered``: the numbers of the rows that go by the kernel.
@@ -101,10 +106,8 @@ class RowPaths:
     def __init__(self, rows: RowCopies, settings: CudaSettings, together: int) -> None:
         self._rows = rows
         self._blocks = BLOCKS_WITHIN if rows.towards is CopyDirection.WITHIN else settings.blocks
-        out = rows.towards is CopyDirection.OUT
-        below = settings.kernel_backups_below if out else settings.kernel_loads_below
         starts, lengths = rows.runs()
-        short = lengths * rows.width < below
+        short = lengths * rows.width < kernel_below(settings, rows.towards)
         if int(short.sum()) * together < FEW or not rows.aligned():
             short[:] = False
         self.scattered = np.flatnonzero(np.repeat(short, lengths))

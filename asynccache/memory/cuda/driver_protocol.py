@@ -62,8 +62,8 @@ class Spans(NamedTuple):
 class DeviceIdentity(NamedTuple):
     """The identity of a device, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
     bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
-    ``registers``: True if the device sees memory that
-    was pinned by ``host_register`` at its own address; under WSL2 it does not."""
+    ``batches``: as the driver's. ``registers``: True if the device sees memory that was pinned by ``host_register`` at
+    its own address; under WSL2 it does not."""
 
     name: str
     capability: tuple[int, int]

@@ -147,8 +147,7 @@ class CudaEvent(Signal):
         finally:
             with self.stream.condition:
                 self._holds -= 1
-                unused = self._unused()
-            self._give(unused)
+            self._give_back()
         return True
 
     def happened(self) -> bool:
@@ -195,19 +194,15 @@ class CudaEvent(Signal):
         given back, unless the device has failed."""
         callbacks = self.note_fired(self.failure)
         self.keep = None
-        with self.stream.condition:
-            unused = self._unused()
-        self._give(unused)
+        self._give_back()
         return callbacks
 
-    def _unused(self) -> EventHandle:
-        """Take the handle from an event that has fired and that nobody holds a stream with; None while it is needed."""
-        if self._holds or not self._fired:
-            return None
-        handle, self._handle = self._handle, None
-        return handle
-
-    def _give(self, handle: EventHandle) -> None:
+    def _give_back(self) -> None:
+        """Give the handle back if the event has fired and nobody is holding a stream with it."""
+        with self.stream.condition:
+            if self._holds or not self._fired:
+                return
+            handle, self._handle = self._handle, None
         if handle is not None and self.stream.context.failure is None:
             self.stream.context.give(handle)
 

@@ -64,10 +64,10 @@ class PackCatalog:
         self.counts: Counter[str] = Counter()
         self.unread: set[str] = set()
         self.lock = asyncio.Lock()
-        self.client = client
+        self._client = client
         self.clock = clock
         self._threads = threads
-        self.schema = schema
+        self._schema = schema
         self._parallel = parallel
         self._cursor = 0.0
         self._unsaved = 0
@@ -110,7 +110,7 @@ class PackCatalog:
         newest = self._cursor
         fresh: list[ListedObject] = []
         tombs: list[ListedObject] = []
-        async for metas in self.client.list(PACKS, after):
+        async for metas in self._client.list(PACKS, after):
             for meta in metas:
                 newest = max(newest, meta.written)
                 kept.add(meta.name.removesuffix(DEAD))
@@ -142,7 +142,7 @@ class PackCatalog:
             Unavailable: the store refuses, and there is no tombstone.
         """
         self.index.bury(name, keys)
-        await self.client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
+        await self._client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
 
     def lost(self, pack: Pack) -> None:
         """Remove a pack from the index that was found to be missing or changed."""
@@ -163,15 +163,15 @@ class PackCatalog:
         index, name, unsaved = self.index, self.clock.name(), self._unsaved
         packs = [(pack.name, pack.size, pack.entries) for pack in index.packs()]
         snapshot = PackIndexSnapshot(self._cursor, packs, dict(index.tombs))
-        packed = await self._threads.run(pack_snapshot, snapshot, self.schema)
+        packed = await self._threads.run(pack_snapshot, snapshot, self._schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
-        await self.client.create(f"{INDEX}/{name}", packed)
-        await self.client.delete([f"{INDEX}/{other}" for other in older])
+        await self._client.create(f"{INDEX}/{name}", packed)
+        await self._client.delete([f"{INDEX}/{other}" for other in older])
         self._unsaved -= unsaved
         self.counts["snapshots"] += 1
 
     async def _snapshots(self) -> list[ListedObject]:
-        found = [meta async for metas in self.client.list(INDEX) for meta in metas if is_name(meta.name)]
+        found = [meta async for metas in self._client.list(INDEX) for meta in metas if is_name(meta.name)]
         return sorted(found, key=lambda meta: meta.name, reverse=True)
 
     async def _load_snapshot(self) -> PackIndexSnapshot | None:
@@ -181,10 +181,10 @@ class PackCatalog:
                 self.counts["bad_snapshots"] += 1
                 continue
             try:
-                data = await self.client.read_all(f"{INDEX}/{meta.name}")
+                data = await self._client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
                 continue
-            found = await self._threads.run(parse_snapshot, memoryview(data), self.schema)
+            found = await self._threads.run(parse_snapshot, memoryview(data), self._schema)
             if found is not None:
                 return found
             self.counts["bad_snapshots"] += 1
@@ -208,7 +208,7 @@ class PackCatalog:
             self.counts["bad_tombstones"] += 1
             return
         try:
-            data = await self.client.read_all(f"{PACKS}/{meta.name}")
+            data = await self._client.read_all(f"{PACKS}/{meta.name}")
         except FileNotFoundError:
             return
         keys = parse_tomb(name, bytes(data))
@@ -229,7 +229,7 @@ class PackCatalog:
         except (FileNotFoundError, EOFError):
             return
         self.counts["footers_read"] += 1
-        entries = parse_footer(tail, meta.size, self.schema)
+        entries = parse_footer(tail, meta.size, self._schema)
         if entries is None:
             self.unread.add(meta.name)
         else:
@@ -238,7 +238,7 @@ class PackCatalog:
 
     async def _tail(self, path: str, size: int, length: int) -> bytes:
         length = min(size, length)
-        return bytes(await self.client.read(path, size - length, length)) if length else b""
+        return bytes(await self._client.read(path, size - length, length)) if length else b""
 
     async def _each(self, metas: Sequence[ListedObject], read: Callable[[ListedObject], Awaitable[None]]) -> None:
         """Call ``read`` for all of them, a few at a time. If one raises, the others are cancelled and waited for before

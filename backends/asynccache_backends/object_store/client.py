@@ -53,9 +53,9 @@ class ObjectClient:
 
     def __init__(self, store: ObjectStore, prefix: str, shown: str) -> None:
         self.shown = shown
-        self.store = store
+        self._store = store
         self._api = require_obstore()
-        self.prefix = prefix
+        self._prefix = prefix
 
     def __repr__(self) -> str:
         return f"ObjectClient({self.shown!r})"
@@ -63,7 +63,7 @@ class ObjectClient:
     def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
         """Begin to store a new object; it never replaces one. Returns the request, to be awaited by ``created``. Until
         the request has let go of the buffers (see ``RequestBuffers``) they must not change."""
-        future = self._api.put_async(self.store, self.prefix + path, data, use_multipart=False, mode="create")
+        future = self._api.put_async(self._store, self._prefix + path, data, use_multipart=False, mode="create")
         return cast(asyncio.Future[Any], future)
 
     async def answer(self, request: asyncio.Future[Any]) -> Any:
@@ -107,8 +107,8 @@ class ObjectClient:
             EOFError: the object ends before ``start``. Other errors are those of ``answer``.
         """
         try:
-            whole = self.prefix + path
-            return await self.answer(self._api.get_range_async(self.store, whole, start=start, length=length))
+            whole = self._prefix + path
+            return await self.answer(self._api.get_range_async(self._store, whole, start=start, length=length))
         except Unavailable as error:
             if _BEYOND.search(str(error)):
                 raise EOFError(path) from None
@@ -116,19 +116,19 @@ class ObjectClient:
 
     async def read_all(self, path: str) -> Any:
         """Read a whole object and return it as a buffer. Cancelling it is safe. Raises as ``answer`` does."""
-        found = await self.answer(self._api.get_async(self.store, self.prefix + path))
+        found = await self.answer(self._api.get_async(self._store, self._prefix + path))
         return await self.answer(found.bytes_async())
 
     async def size(self, path: str) -> int:
         """Return the size of an object in bytes. Cancelling it is safe. Raises as ``answer`` does."""
-        found = await self.answer(self._api.head_async(self.store, self.prefix + path))
+        found = await self.answer(self._api.head_async(self._store, self._prefix + path))
         return int(found["size"])
 
     async def list(self, folder: str, after: str = "") -> AsyncIterator[list[ListedObject]]:
         """Yield the objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe. Raises
         Unavailable."""
-        base = f"{self.prefix}{folder}/"
-        stream = self._api.list(self.store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
+        base = f"{self._prefix}{folder}/"
+        stream = self._api.list(self._store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
         while True:
             try:
                 found = await anext(stream)
@@ -140,15 +140,15 @@ class ObjectClient:
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Remove objects; a missing one is no error. Cancelling it may leave some of them. Raises Unavailable."""
-        whole = [self.prefix + path for path in paths]
+        whole = [self._prefix + path for path in paths]
         if not whole:
             return
         try:
-            await self.answer(self._api.delete_async(self.store, whole))
+            await self.answer(self._api.delete_async(self._store, whole))
         except FileNotFoundError:  # some stores stop at the first missing object and leave the others
             for path in whole:
                 try:
-                    await self.answer(self._api.delete_async(self.store, path))
+                    await self.answer(self._api.delete_async(self._store, path))
                 except FileNotFoundError:
                     continue
 
