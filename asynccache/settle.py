@@ -192,11 +192,7 @@ class ThreadPool(Executor):
         future.set_running_or_notify_cancel()
 
         def work() -> None:
-            _, result, error = _outcome(_Call(future, function, args, kwargs))
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+            _end(*_outcome(_Call(future, function, args, kwargs)))
 
         self.call(work)
         return future
@@ -264,12 +260,8 @@ class ThreadPool(Executor):
         self._waking = False  # first, so that a call which ends from now on wakes the loop again
         while self._done:
             future, result, error = self._done.popleft()
-            if future.cancelled():
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+            if not future.cancelled():
+                _end(future, result, error)
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[slice]:
@@ -282,6 +274,14 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
             start, total = i + 1, 0
     if start < len(sizes):  # not ``if total``: things of no bytes may be all that is left
         yield slice(start, len(sizes))
+
+
+def _end(future: Any, result: object, error: BaseException | None) -> None:
+    """Make a future done, of asyncio or of ``concurrent.futures``."""
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def _outcome(call: _Call) -> tuple[Any, Any, BaseException | None]:
