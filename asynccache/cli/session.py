@@ -29,8 +29,7 @@ from asynccache.cli.workloads import Source, StressSource, TraceClock, TraceRequ
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
-from asynccache.errors import BackendError, CacheClosed, InvariantViolation, RankFailure
-from asynccache.metrics import start_metrics_server
+from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation, RankFailure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -223,6 +222,10 @@ class Session:
         if self._settings.serve is None:
             yield
             return
+        try:
+            from asynccache.metrics import start_metrics_server
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--serve: {error}") from None
         async with await start_metrics_server(cache, port=self._settings.serve) as server:
             watch.note = f"http://127.0.0.1:{server.port}"
             print(f"serving {watch.note}/metrics /healthz /statistics /explain", file=sys.stderr, flush=True)
