@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         LoadFailed,
         RankFailure,
     )
-    from asynccache.runtime.cache import AsyncCache, CloseReport
+    from asynccache.runtime.cache import AsyncCache
+    from asynccache.runtime.head import CloseReport
     from asynccache.runtime.lease import Hits, Lease
     from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult, PrefetchStatus
 
@@ -75,7 +76,7 @@ _LAZY = {
     "CacheClosed": "asynccache.errors",
     "CacheConfig": "asynccache.config",
     "CacheFull": "asynccache.errors",
-    "CloseReport": "asynccache.runtime.cache",
+    "CloseReport": "asynccache.runtime.head",
     "ConfigError": "asynccache.errors",
     "CopyFailed": "asynccache.errors",
     "Full": "asynccache.config",

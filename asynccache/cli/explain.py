@@ -36,7 +36,7 @@ def execute(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the tokens cannot be read, or the cache cannot be asked.
     """
-    from asynccache.runtime.explaining import describe
+    from asynccache.runtime.explain import describe
 
     answer = ask(options.url, tokens(options.tokens), options.extra_key)
     print(json.dumps(answer, indent=2) if options.json else "\n".join(describe(answer)))

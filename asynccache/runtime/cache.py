@@ -18,17 +18,16 @@ from asynccache import checks
 from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
-from asynccache.errors import BackendError, CacheClosed, ConfigError, RankFailure
-from asynccache.runtime.cache_parts import CacheParts, OnEvent
-from asynccache.runtime.closing import SavingLimit, leave_behind, save
-from asynccache.runtime.driving import acquire
-from asynccache.runtime.explaining import Explained, explain
+from asynccache.errors import CacheClosed, ConfigError
+from asynccache.runtime.core_calls import holding
+from asynccache.runtime.explain import Explained, explain
+from asynccache.runtime.forget import forget, forget_all
+from asynccache.runtime.head import CloseReport, Head, OnEvent, SavingLimit
 from asynccache.runtime.kept_prefixes import Kept
-from asynccache.runtime.lease import Lease
-from asynccache.runtime.lease_wait import ask_for
+from asynccache.runtime.lease import Lease, ask_for
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.prefetch import PrefetchHandle, check_serves
-from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, unsaved
+from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.save import drain
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
 from asynccache.settle import completed
@@ -55,19 +54,6 @@ MOST_PAYLOAD = 8 << 20
 """The most bytes that a batch's payload may have."""
 _log = logging.getLogger("asynccache")
 _CLOSED_EARLY = "the cache was closed while it was being opened"
-
-
-class CloseReport(NamedTuple):
-    """The pages of FULL that ``aclose`` could not save. ``unsaved_host``: pages that neither the host nor a store has.
-    ``unsaved_storage``: pages that the host has and no store; 0 if no store is written.
-
-    ``error``: the error with which the cache had closed itself; None: it had not. After an error of the core both
-    counts are 0, because nobody knows them.
-    """
-
-    unsaved_host: int = 0
-    unsaved_storage: int = 0
-    error: BaseException | None = None
 
 
 class CacheStatistics(NamedTuple):
@@ -133,16 +119,15 @@ class AsyncCache:
         self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
         self._worker: Worker | None = None
-        self._parts: CacheParts | None = None
+        self._head: Head | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
-        self._stopper: asyncio.Task[None] | None = None
         self._limit: SavingLimit
 
     def __repr__(self) -> str:
-        if self._parts is None:
+        if self._head is None:
             return f"AsyncCache({self.config.model!r}, not open)"
-        return f"AsyncCache({self.config.model!r}, {self._parts!r})"
+        return f"AsyncCache({self.config.model!r}, {self._head!r})"
 
     # opening and closing
 
@@ -156,7 +141,7 @@ class AsyncCache:
             RankFailure: a rank has not come, is gone or silent, or could not open for another reason.
             CacheClosed: another task called ``aclose`` meanwhile.
         """
-        if self._parts is not None or self._opening is not None:
+        if self._head is not None or self._opening is not None:
             raise RuntimeError("a cache is opened once")
         opener = asyncio.current_task()
         assert opener is not None
@@ -165,9 +150,9 @@ class AsyncCache:
         try:
             await self._opening  # a cancellation of this task cancels the opening, and is raised when that has ended
         except asyncio.CancelledError as error:
-            if self._parts is not None:  # cancelled after the opening had ended well, before this task went on
+            if self._head is not None:  # cancelled after the opening had ended well, before this task went on
                 await completed(self.aclose(0.0))
-                self._parts = self._worker = self._closer = self._stopper = None
+                self._head = self._worker = self._closer = None
             if opener.cancelling() > before:
                 raise
             raise CacheClosed(_CLOSED_EARLY) from error
@@ -187,18 +172,17 @@ class AsyncCache:
 
     async def _abandon(self) -> None:
         """Close what is open of a cache that is not to be opened."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            await parts.supervisor.stop()
-            parts.close(None)
+        head, self._head = self._head, None
+        if head is not None:
+            await head.abandon()
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.aclose(MOMENT)
 
     async def _open(self) -> None:
         self._worker = worker = await self._open_worker()
-        self._parts = parts = CacheParts(self.config, self.config.pools(), worker, self._on_event)
-        await parts.start()
+        self._head = head = Head(self.config, worker, self._on_event)
+        await head.start()
         for sentence in wasted(self.core.config):
             _log.warning(sentence)
 
@@ -244,90 +228,35 @@ class AsyncCache:
             if not opening.cancelling():
                 opening.cancel()
             await asyncio.wait([opening])
-        parts = self._parts
-        if parts is None:
+        head = self._head
+        if head is None:
             return CloseReport()
-        parts.driver.check_thread()
+        head.driver.check_thread()
         if self._closer is None:
             self._limit = SavingLimit(self.config.close_deadline if deadline is None else deadline)
         elif deadline is not None:
             self._limit.shorten(deadline)
         if self._closer is None or deadline is not None:
-            parts.worker.close_by(self._limit.left())
+            head.worker.close_by(self._limit.left())
         while True:
             closer = self._closer
             if closer is None or closer.cancelled():
-                loop = asyncio.get_running_loop()
-                closer = self._closer = loop.create_task(self._close(parts), name="asynccache-close")
+                late = LATE if self._workers is None else 2 * LATE  # a group gives up the one that is late by itself
+                closer = self._closer = head.loop.create_task(head.aclose(self._limit, late), name="asynccache-close")
             await asyncio.wait([closer])
             if not closer.cancelled():
                 return closer.result()
             self._limit.shorten(0.0)  # somebody cancels tasks, perhaps all there are: close again at once
 
-    async def _close(self, parts: CacheParts) -> CloseReport:
-        driver = parts.driver
-        driver.draining = True
-        parts.lease_parts.shut(lambda: CacheClosed("the cache is closing"))
-        try:
-            if driver.closed is None:
-                await save(parts, self._limit)
-            left = await unsaved(driver)
-        except (CacheClosed, RankFailure):  # the core's books may be wrong
-            left = Unsaved(0, 0)
-        finally:
-            stopped = await self._stop_in_time(parts)
-        if not stopped:
-            raise BackendError(
-                f"the cache is closed, but the host's memory is left behind, since it is still in use, by "
-                f"{', '.join(parts.worker.busy) or 'copies'}: what was stored last may be lost. Unsaved pages: "
-                f"{left.host} neither on the host nor stored, {left.storage} not stored"
-            )
-        return CloseReport(left.host, left.storage, parts.supervisor.error)
-
-    async def _stop_in_time(self, parts: CacheParts) -> bool:
-        """Stop everything. Returns False if a store or a copy had not let go of its buffers ``LATE`` seconds after the
-        limit: then a task goes on with it."""
-        if self._stopper is None or self._stopper.done():
-            stop = self._stop(parts, max(MOMENT, self._limit.left()))
-            self._stopper = asyncio.get_running_loop().create_task(stop, name="asynccache-stop")
-        stopper = self._stopper
-        try:  # a group of workers gives up the one that is late by itself, and says which
-            await self._limit.keep(lambda: asyncio.wait([stopper]), LATE if self._workers is None else 2 * LATE)
-        except asyncio.CancelledError:
-            stopper.cancel()
-            await asyncio.wait([stopper], timeout=LATE)
-            raise
-        except TimeoutError:
-            stopper.add_done_callback(lambda done: done.cancelled() or done.exception())
-            parts.close(None)
-            leave_behind()
-            return False
-        stopper.result()
-        return True
-
-    async def _stop(self, parts: CacheParts, patience: float) -> None:
-        try:
-            parts.kept_prefixes.close()
-            parts.claims.drop_all()
-        finally:
-            await parts.supervisor.stop()
-            if parts.announcing is not None and parts.driver.closed is None:
-                try:
-                    parts.announcing.hand_on()  # what the last acks announced
-                except Exception as error:  # as if the subscriber had raised earlier
-                    parts.supervisor.fail(error)
-            parts.close(None)
-            await parts.worker.aclose(patience)
-
-    def _opened(self) -> CacheParts:
-        if self._parts is None:
+    def _opened(self) -> Head:
+        if self._head is None:
             raise RuntimeError("the cache is not open: use it in 'async with'")
-        return self._parts
+        return self._head
 
-    def _ready(self) -> CacheParts:
-        parts = self._opened()
-        parts.driver.check_ready()
-        return parts
+    def _ready(self) -> Head:
+        head = self._opened()
+        head.driver.check_ready()
+        return head
 
     # requests
 
@@ -341,15 +270,10 @@ class AsyncCache:
         return self._match(as_key(tokens), extra_key)
 
     async def _match(self, key: bytes, extra_key: ExtraKey) -> Match:
-        parts = self._ready()
-        driver = parts.driver
-        if not driver.lock.take():
-            await acquire(driver.lock)
-        try:
-            driver.apply_outcomes()
-            return driver.unlocked(driver.core.match, parts.namespaces.space(extra_key), key)
-        finally:
-            driver.lock.release()
+        head = self._ready()
+        async with holding(head.driver.lock):
+            head.driver.apply_outcomes()
+            return head.driver.unlocked(head.core.match, head.namespaces.space(extra_key), key)
 
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``, and return a handle for one lease
@@ -363,8 +287,8 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable.
         """
-        parts, key = self._ready(), as_key(tokens)
-        prefetch = parts.prefetching.begin(parts.namespaces.space(extra_key), key)
+        head, key = self._ready(), as_key(tokens)
+        prefetch = head.prefetches.begin(head.namespaces.space(extra_key), key)
         if prefetch.done():
             prefetch.claim()
         return PrefetchHandle(prefetch, key, extra_key)
@@ -405,16 +329,14 @@ class AsyncCache:
         Raises:
             ConfigError: an argument is unusable.
         """
-        parts = self._opened().lease_parts
-        handle = None if prefetch is None else parts.prefetching.own(prefetch)
+        head = self._opened()
         wait = checks.flag("wait", wait)
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
-        ask = ask_for(parts, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
-        if prefetch is not None:
-            check_serves(prefetch, ask.key, extra_key)
+        ask = ask_for(head, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
+        handle = None if prefetch is None else head.prefetches.of(prefetch, ask.key, extra_key)
         caller = sys._getframe(1)
-        return Lease(parts, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
+        return Lease(head, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
     def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Kept]:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows. To be awaited.
@@ -427,8 +349,8 @@ class AsyncCache:
         return self._keep(as_key(tokens), checks.number("ttl", ttl, above=0), extra_key)
 
     async def _keep(self, key: bytes, ttl: float, extra_key: ExtraKey) -> Kept:
-        parts = self._ready()
-        return await parts.kept_prefixes.keep(parts.namespaces.space(extra_key), key, ttl)
+        head = self._ready()
+        return await head.kept_prefixes.keep(head.namespaces.space(extra_key), key, ttl)
 
     # the engine's batches, where there are several workers
 
@@ -444,13 +366,13 @@ class AsyncCache:
             ConfigError: ``payload`` is not bytes, or has more than 8 MiB; or there are no ``workers``.
             RuntimeError: a lease is not held.
         """
-        parts = self._ready()
+        head = self._ready()
         payload = checks.instance("payload", payload, bytes)
         if len(payload) > MOST_PAYLOAD:
             raise ConfigError(f"payload: {len(payload)} bytes are more than {MOST_PAYLOAD}")
         held = [checks.instance("leases", lease, Lease)._held() for lease in leases]
-        loads = dict.fromkeys(op for core in held for op in core.loads if op in parts.driver.ops)
-        number = parts.worker.send_batch(payload, tuple(loads))
+        loads = dict.fromkeys(op for core in held for op in core.loads if op in head.driver.ops)
+        number = head.worker.send_batch(payload, tuple(loads))
         for lease in leases:
             lease._asked += 1  # by the ranks, which have the loads with the batch
         return number
@@ -464,9 +386,9 @@ class AsyncCache:
             RankFailure: a worker is gone; the cache is closed.
             CacheClosed: the cache was closed before the batch was over.
         """
-        parts = self._opened()
-        parts.worker.engine_event(number)
-        await parts.worker.batch_ended(number)
+        head = self._opened()
+        head.worker.engine_event(number)
+        await head.worker.batch_ended(number)
 
     # the whole cache
 
@@ -481,11 +403,14 @@ class AsyncCache:
             BackendError: a store could not make its pages durable.
             ConfigError: ``timeout`` is no number of seconds.
         """
-        parts = self._ready()
+        head = self._ready()
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
         async with asyncio.timeout(timeout):
-            return await flush(parts.driver, parts.worker)
+            left = await drain(head.driver)
+            if head.worker.has_stores:
+                await head.worker.flush()
+            return left
 
     async def attach_storage(
         self, storage: Storage, *, options: Mapping[str, str] | None = None,
@@ -504,14 +429,14 @@ class AsyncCache:
             ConfigError: the URL or an option is wrong, the name is taken, or there is no host tier.
             Unavailable: the store cannot be opened now.
         """
-        parts = self._ready()
+        head = self._ready()
         check_storage("storage", storage)
         wanted = {} if options is None else checks.texts("options", options)
         if name is not None:
             wanted["name"] = checks.text("name", name)
         if position is not None:
             position = checks.integer("position", position, 0)
-        return await parts.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
+        return await head.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
         """Use a store no more, and close it unless the caller made its backend. Requests go on, and compute what the
@@ -530,7 +455,7 @@ class AsyncCache:
                 nor a number of seconds.
             BackendError: the store is gone, but its backend could not close cleanly, or not yet.
         """
-        parts = self._ready()
+        head = self._ready()
         if name is not None:
             name = checks.text("name", name)
         seconds: float | None
@@ -538,7 +463,7 @@ class AsyncCache:
             seconds = self.config.close_deadline if drain else None
         else:
             seconds = checks.number("drain", drain, 0)
-        return await parts.stores.detach(name, seconds)
+        return await head.stores.detach(name, seconds)
 
     async def invalidate(self, extra_key: ExtraKey = None) -> None:
         """Forget the namespace of ``extra_key``. From the moment of the call none of its pages are matched or fetched.
@@ -557,9 +482,9 @@ class AsyncCache:
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
-        parts = self._ready()
-        space = parts.namespaces.outdate(extra_key)
-        await forget(parts.driver, parts.worker, parts.prefetching, parts.outbox, space)
+        head = self._ready()
+        space = head.namespaces.outdate(extra_key)
+        await forget(head.driver, head.worker, head.prefetches, head.backups, space)
 
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
@@ -574,9 +499,9 @@ class AsyncCache:
             BackendError: storage could not be cleared, or a store still writes pages from before: they may be found in
                 it, and ``reset`` is to be called again.
         """
-        parts = self._ready()
-        parts.namespaces.reset()
-        await forget_all(parts.driver, parts.worker, parts.prefetching, parts.outbox)
+        head = self._ready()
+        head.namespaces.reset()
+        await forget_all(head.driver, head.worker, head.prefetches, head.backups)
 
     # looking at it
 
@@ -603,9 +528,9 @@ class AsyncCache:
     @property
     def closed(self) -> str | None:
         """The reason why no requests are taken now; None if they are taken."""
-        if self._parts is None:
+        if self._head is None:
             return "the cache is not open"
-        driver = self._parts.driver
+        driver = self._head.driver
         if driver.closed is not None:
             return str(driver.closed)
         return "the cache is closing" if driver.draining else None
@@ -618,7 +543,7 @@ class AsyncCache:
     @property
     def stores(self) -> Mapping[str, StoreOptions]:
         """The stores that are attached, by name, nearest first, and how each of them is used."""
-        entries = self._parts.worker.stores.entries if self._parts is not None else ()
+        entries = self._head.worker.stores.entries if self._head is not None else ()
         return {entry.options.name: entry.options for entry in entries}
 
     def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Explained]:
@@ -631,38 +556,38 @@ class AsyncCache:
         return self._explain(as_key(tokens), extra_key)
 
     async def _explain(self, key: bytes, extra_key: ExtraKey) -> Explained:
-        parts = self._ready()
-        space = parts.namespaces.space(extra_key)
-        parts.core.at(parts.driver.clock())
-        return await explain(parts.core, parts.worker, parts.pools, space, key)
+        head = self._ready()
+        space = head.namespaces.space(extra_key)
+        head.core.at(head.driver.clock())
+        return await explain(head.core, head.worker, head.pools, space, key)
 
     def learned(self) -> Learned | None:
         """Return what the eviction policy has learned so far; None if it learns nothing, like ``lru``. It takes some
         tenths of a millisecond of the loop's time, and may be called after closing, too."""
-        parts = self._opened()
-        return parts.core.learned(parts.driver.clock())
+        head = self._opened()
+        return head.core.learned(head.driver.clock())
 
     def statistics(self) -> CacheStatistics:
         """Return everything that is counted, as of now. Cheap. It may be called after closing, too."""
-        parts = self._opened()
-        core = parts.core.statistics()
-        names = [POOL_NAME[component.kind] for component in parts.core.config.components]
-        meters = parts.meters()
-        storage, stores = parts.worker.store_statistics()
+        head = self._opened()
+        core = head.core.statistics()
+        names = [POOL_NAME[component.kind] for component in head.core.config.components]
+        meters = head.meters()
+        storage, stores = head.worker.store_statistics()
         return CacheStatistics(
             device=dict(zip(names, core.device, strict=True)),
             host=dict(zip(names, core.host, strict=True)),
             stages={name: meter.read() for name, meter in meters.items()},
-            prefetches=parts.prefetching.read_outcomes(),
+            prefetches=head.prefetches.outcomes(),
             leases=core.leases,
-            waiting=len(parts.driver.line),
-            kept_tokens=parts.kept_prefixes.tokens(),
-            tasks=len(parts.supervisor),
+            waiting=len(head.driver.line),
+            kept_tokens=head.kept_prefixes.tokens(),
+            tasks=len(head.supervisor),
             storage=dict(storage),
             stores=stores,
             core=core,
-            lookups=parts.lookups.read(),
-            queues=dict(parts.queues()),
+            lookups=head.lookups.read(),
+            queues=dict(head.queues()),
             histograms={name: meter.histogram() for name, meter in meters.items()},
-            dropped_backups=parts.outbox.backlog.dropped,
+            dropped_backups=head.backups.dropped,
         )

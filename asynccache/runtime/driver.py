@@ -1,7 +1,7 @@
 """The driver makes all core calls that change anything once the cache is open, performs their plans and applies
 outcomes. Here are also the tree lock, and the lines in which others wait for room.
 
-Nothing in this module waits; ``driving`` has the coroutines around it.
+Nothing in this module waits, so that it can be compiled; ``core_calls`` has the coroutines around it.
 
 Laws:
 * No await between a core call and ``perform``: effects are in their queues before anybody else can run.
@@ -35,13 +35,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, Protocol, TypeVar
 
 from asynccache.core.cache import CacheCore, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import (
@@ -207,7 +206,7 @@ Waiter = asyncio.Future[Status]
 
 
 class Operations:
-    """The operations in flight, and the futures of those who wait for them; ``driving`` has the coroutines that
+    """The operations in flight, and the futures of those who wait for them; ``core_calls`` has the coroutines that
     wait."""
 
     def __init__(self) -> None:
@@ -275,8 +274,23 @@ returns operations of which one must end first."""
 Ack = Outcome | Failing | FetchCommit | Nudge
 
 
-def nothing(*_: object) -> None:
-    """Do nothing: a callback for callers that have nothing to do or to check."""
+class Stages(Protocol):
+    """What performs the effects of a plan: the head (``asynccache.runtime.head.Head``). None of it blocks or fails."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Take all copies of a plan."""
+
+    def store(self, backup: BackupStorage) -> None:
+        """Take one backup to storage."""
+
+    def publish(self, event: Event) -> None:
+        """Take one KV event."""
+
+    def note_failures(self) -> None:
+        """Post which batches of the engine are known to have failed."""
+
+    def fail(self, error: BaseException) -> None:
+        """Close the cache with ``error``."""
 
 
 class Driver:
@@ -287,20 +301,14 @@ class Driver:
     is about to be closed, and takes no new requests. ``closed``: why every call is refused; None until the cache is
     closed. ``broken``: True once the core's books may be wrong. ``saving``: the backups in flight, by operation.
     ``line``, ``prefetch_line``: where leases, and prefetches, wait for room. ``growing``: the futures of those
-    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call.
-
-    Three functions take the effects of a plan, and none of them blocks or fails: ``copy`` takes all its copies,
-    ``store`` one backup to storage, ``publish`` one KV event. ``note_failures`` posts which batches of the engine are
-    known to have failed.
+    who wait for room to grow a lease. ``clock``: returns seconds, which the core is told with each call. ``stages``
+    perform the effects of plans.
     """
 
-    copy: Callable[[Sequence[Copy]], None]
-    store: Callable[[BackupStorage], None]
-
-    def __init__(self, core: CacheCore) -> None:
+    def __init__(self, core: CacheCore, stages: Stages, clock: Callable[[], float]) -> None:
         self.core = core
-        self.publish: Callable[[Event], None] = nothing
-        self.note_failures: Callable[[], None] = nothing
+        self.clock = clock
+        self._stages = stages
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations()
@@ -314,9 +322,7 @@ class Driver:
         self._in_hand: list[Ack] = []
         self._waiting = False
         self._nudged = False
-        self.on_failure: Callable[[BaseException], None] = self.close
         self._owner = threading.get_ident()
-        self.clock: Callable[[], float] = time.monotonic
         core.world.may_split = False
 
     def __repr__(self) -> str:
@@ -353,7 +359,7 @@ class Driver:
         """
         if self.closed is not None:
             self.refuse()
-        self.note_failures()
+        self._stages.note_failures()
         if not (self._waiting and self._apply(self._take_acks())) and self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
@@ -489,10 +495,19 @@ class Driver:
             self._nudged = self._waiting = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
 
+    def note_late_storage(self, late: bool) -> None:
+        """Tell the core whether storage is ``late``. A timer calls this, too, and nobody would see its error; so an
+        error of the core is not raised here if it has closed the cache, whose users are told the reason."""
+        try:
+            self.perform(self.unlocked(self.core.note_late_storage, late))
+        except Exception:
+            if self.closed is None:
+                raise
+
     def _break(self, error: BaseException) -> None:
         """Note that the core's books may be wrong, and close the cache with ``error``."""
         self.broken = True
-        self.on_failure(error)
+        self._stages.fail(error)
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect of ``plan`` to its stage, all copies at once, and wake whoever waits for what has ended or
@@ -541,7 +556,7 @@ class Driver:
         copies: list[Copy] = []
         for effect in effects:
             if isinstance(effect, (Publish, Cleared)):
-                self.publish(effect)
+                self._stages.publish(effect)
                 continue
             if isinstance(effect, Compute):  # who made the commit has its batches watched; no pages come with its end
                 continue
@@ -549,7 +564,7 @@ class Driver:
             if isinstance(effect, (BackupHost, BackupStorage)):
                 self.saving.add(effect.op)
             if isinstance(effect, BackupStorage):
-                self.store(effect)
+                self._stages.store(effect)
             elif not isinstance(effect, Retire):
                 copies.append(effect)
             elif retiring is None:
@@ -557,7 +572,7 @@ class Driver:
             else:
                 retiring.append(effect.op)
         if copies:
-            self.copy(copies)
+            self._stages.copy(copies)
 
     def close(self, cause: BaseException | None) -> None:
         """Refuse every call from now on, and tell everybody who waits here why. ``cause``: the error that closes the
@@ -588,8 +603,10 @@ class Driver:
     def check_thread(self) -> None:
         """Raise ``RuntimeError`` in any thread but the loop's."""
         if threading.get_ident() != self._owner:
-            raise RuntimeError("the cache belongs to the thread of its loop: from another thread, use "
-                               "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe")
+            raise RuntimeError(
+                "the cache belongs to the thread of its loop: from another thread, use "
+                "asyncio.run_coroutine_threadsafe or loop.call_soon_threadsafe"
+            )
 
     def check_ready(self) -> None:
         """Check that a new call may be made. Raises ``CacheClosed``, or ``RankFailure`` if a rank failed, if the cache

@@ -21,8 +21,8 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,10 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.worker.contract import BatchInFlight, Worker
 from asynccache.worker.joining import joined
+
+if TYPE_CHECKING:
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.supervisor import Supervisor
 
 Stamps = npt.NDArray[np.int64]
 
@@ -47,16 +51,14 @@ waits for. So that is rare: it takes time for each slot of the device."""
 
 class EngineBatches:
     """The engine's batches, and what waits for them. Mutable state: the fences; the batches that commits named
-    (``ready``) and that may not be over; and the commits whose batches may still fail. ``post``: called with the
-    outcome of each retirement and of each such commit. ``spawn``: makes a task for what has to wait."""
+    (``ready``) and that may not be over; and the commits whose batches may still fail."""
 
     def __init__(
-        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], post: Callable[[Outcome | Failing], None],
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
-    ) -> None:  # fmt: skip
+        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], driver: Driver, supervisor: Supervisor
+    ) -> None:
         self.fences = Fences(_slots_of(pools))
-        self._post = post
-        self._spawn = spawn
+        self._driver = driver
+        self._supervisor = supervisor
         self._worker = worker
         self._core = core
         kinds = {component.kind for component in core.config.components}
@@ -117,7 +119,7 @@ class EngineBatches:
             self.expect(batch)
             if batch.number not in self._computing:
                 self._computing[batch.number] = batch, []
-                self._spawn(self._settle(batch), "asynccache-computing")
+                self._supervisor.spawn(self._settle(batch), "asynccache-computing")
             self._computing[batch.number][1].append(op)
 
     async def _settle(self, batch: BatchInFlight) -> None:
@@ -129,7 +131,7 @@ class EngineBatches:
             self._unsettled[op] -= 1
             if not self._unsettled[op]:
                 del self._unsettled[op]
-                self._post(Outcome(op, Status.FAILED if op in self._failing else Status.DONE))
+                self._driver.post(Outcome(op, Status.FAILED if op in self._failing else Status.DONE))
                 self._failing.discard(op)
 
     def note_failures(self) -> None:
@@ -140,7 +142,7 @@ class EngineBatches:
                 for op in ops:
                     if op not in self._failing:
                         self._failing.add(op)
-                        self._post(Failing(op))
+                        self._driver.post(Failing(op))
 
     def pending(self) -> list[BatchInFlight]:
         """Return the batches that commits named and that are not over, each once. The others are forgotten."""
@@ -151,10 +153,10 @@ class EngineBatches:
     def retire(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
         """Post the RETIRE operations ``ops`` as DONE when all ``batches`` are over; at once, if there are none."""
         if batches and ops:
-            self._spawn(self._retire_later(tuple(ops), tuple(batches)), "asynccache-retire")
+            self._supervisor.spawn(self._retire_later(tuple(ops), tuple(batches)), "asynccache-retire")
         else:
             for op in ops:
-                self._post(Outcome(op, Status.DONE))
+                self._driver.post(Outcome(op, Status.DONE))
 
     async def _retire_later(self, ops: Sequence[int], batches: Sequence[BatchInFlight]) -> None:
         for batch in batches:

@@ -4,15 +4,16 @@ cap."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from asynccache.core.cache import CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Wait
-from asynccache.runtime.driving import drive
+from asynccache.runtime.core_calls import drive
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig
-    from asynccache.runtime.lease_wait import LeaseParts
+    from asynccache.runtime.driver import Driver
 
 
 class Kept:
@@ -41,11 +42,13 @@ class Kept:
 
 class KeptPrefixes:
     """All prefixes that are kept. Their sum is at most ``kept_fraction`` of the device's FULL pages; what two of them
-    share counts twice."""
+    share counts twice. ``holders``: see ``Head``."""
 
-    def __init__(self, config: CacheConfig, parts: LeaseParts) -> None:
-        self._parts = parts
-        self._driver = driver = parts.driver
+    def __init__(
+        self, config: CacheConfig, driver: Driver, holders: dict[object, weakref.ref[asyncio.Task[Any]] | None]
+    ) -> None:
+        self._driver = driver
+        self._holders = holders
         self.check_thread = driver.check_thread
         self.call_later = asyncio.get_running_loop().call_later
         self._kept: set[Kept] = set()
@@ -85,7 +88,7 @@ class KeptPrefixes:
         kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
         if isinstance(answer, Grant):
             self._kept.add(kept)
-            self._parts.holders[kept] = None
+            self._holders[kept] = None
         if not kept.tokens:
             kept.release()
         return kept
@@ -93,7 +96,7 @@ class KeptPrefixes:
     def release(self, kept: Kept, lease: CoreLease) -> None:
         """Unpin ``kept``, whose pins ``lease`` has. For ``Kept.release`` alone."""
         self._kept.discard(kept)
-        del self._parts.holders[kept]
+        del self._holders[kept]
         self._driver.release(lease)
 
     def close(self) -> None:

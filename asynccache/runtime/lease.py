@@ -1,7 +1,15 @@
 """A lease: what one request has of the cache, as an async context manager.
 
+The way in is ``Lease._enter``, in three phases: the lease waits for its prefetch as the policy says, stands in line,
+and tries until it is granted. What it has computed it publishes by ``commit``; see ``Publishing``.
+
 Laws:
 * All or nothing: entering takes everything or holds nothing, whatever interrupts it.
+* Who waits holds nothing. A lease that has to wait for its prefetch waits beside the line, so that it blocks nobody,
+  and joins the line with the ticket that it drew on arrival. It waits so in two cases: to the prefetch's end under
+  wait_complete, and until the deadline under timeout; and again when it is its turn, its pages could be granted and the
+  prefetch still runs. Then it tells the prefetch to stop, which ends within ``prefetch.GRACE`` seconds. So everybody's
+  deadlines and graces run beside each other.
 * ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages whose load may still fail, and no slot is free while the engine may still touch it.
@@ -21,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum
 from types import CodeType, TracebackType
@@ -32,18 +40,18 @@ import numpy.typing as npt
 
 from asynccache.checks import flag, integer, shown, text
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import Committed, CoreLease, Grant, LeaseRequest
+from asynccache.core.cache import EVERYTHING, Committed, CoreLease, Grant, LeaseRequest
 from asynccache.core.plan import More, Plan, Wait
-from asynccache.core.settings import ComponentKind
+from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
-from asynccache.runtime.driving import drive, first_ended, holding
+from asynccache.runtime.core_calls import drive, first_ended, holding, slices, woken
 from asynccache.runtime.engine_batches import not_over
-from asynccache.runtime.lease_wait import LeaseWait
-from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.lease_wait import LeaseParts
+    from asynccache.runtime.driver import LinePlace
+    from asynccache.runtime.head import Head
     from asynccache.worker.contract import BatchInFlight
 
 Pages = npt.NDArray[np.int32]
@@ -69,15 +77,15 @@ class Publishing:
     be over, the ``ready`` ones among them that may still fail or have failed (``_unsure``), and the duplicates that
     wait to be adopted. ``order``: a lock, for one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_key", "_parts", "_ready", "_retiring", "_space", "_unsure", "order")
+    __slots__ = ("_chain", "_core", "_head", "_key", "_ready", "_retiring", "_space", "_unsure", "order")
 
-    def __init__(self, parts: LeaseParts, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
+    def __init__(self, head: Head, core: CoreLease, ask: LeaseRequest, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
-        self._parts = parts
+        self._head = head
         self._core = core
         self._space = ask.space
         self._key = ask.key
-        self._chain = chain or Chain(ask.space, parts.driver.core.config.page_size)
+        self._chain = chain or Chain(ask.space, head.driver.core.config.page_size)
         self._ready: list[BatchInFlight] = []
         self._unsure: list[BatchInFlight] = []
         self._retiring: list[int] = []
@@ -99,7 +107,7 @@ class Publishing:
         if tokens > core.reserved:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
         if checkpoint is not None:
-            self._parts.driver.core.check_checkpoint(core, tokens, checkpoint)
+            self._head.driver.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: BatchInFlight) -> None:
         """Note that the engine writes into the lease's pages until ``ready`` is over. From now on a release waits for
@@ -111,18 +119,18 @@ class Publishing:
 
     def _named(self, batch: BatchInFlight) -> None:
         self._ready = [*not_over(*self._ready), batch]
-        self._parts.engine.fence(self._core, batch)
+        self._head.batches.fence(self._core, batch)
 
     async def publish(self, key: bytes, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
         it has published everything or nothing. Raises ``LoadFailed``: see ``Lease.commit``."""
-        hashes = await self._hashes(key) if self._parts.hashes else b""
+        hashes = await self._hashes(key) if self._head.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, checkpoint), Wait):
-            await first_ended(self._parts.driver.ops, answer.ops)
+            await first_ended(self._head.driver.ops, answer.ops)
 
     async def _try(self, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None) -> Committed | Wait:
-        driver, core = self._parts.driver, self._core
+        driver, core = self._head.driver, self._core
         async with holding(driver.lock):
             if self._unsure:
                 self._unsure = [batch for batch in self._unsure if not batch.done() or batch.failed]
@@ -140,7 +148,7 @@ class Publishing:
 
     async def _hashes(self, key: bytes) -> bytes:
         if not self._chain.covers(key):
-            self._chain.known(key, self._parts.driver.core.known_hashes(self._space, key))
+            self._chain.known(key, self._head.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
     def _published(self, key: bytes, computing: int) -> None:
@@ -149,8 +157,8 @@ class Publishing:
         if len(key) > len(self._key):
             self._key = key
         if computing:
-            self._parts.engine.watch(computing, self._unsure)
-        self._parts.commits += 1
+            self._head.batches.watch(computing, self._unsure)
+        self._head.commits += 1
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
         """Note that the engine uses the table of the last commit. The duplicates are free when ``after`` and every
@@ -159,17 +167,41 @@ class Publishing:
             self._named(after)
         if self._retiring:
             retiring, self._retiring = self._retiring, []
-            self._parts.engine.retire(retiring, not_over(*self._ready))
+            self._head.batches.retire(retiring, not_over(*self._ready))
 
     def release(self, after: Sequence[BatchInFlight], ended: bool) -> None:
         """Give the lease's pages back when all of ``after`` and every ``ready`` are over."""
-        driver, batches = self._parts.driver, not_over(*self._ready, *after)
-        self._parts.engine.fence(self._core, *batches)
+        driver, batches = self._head.driver, not_over(*self._ready, *after)
+        self._head.batches.fence(self._core, *batches)
         plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
         driver.perform(plan, self._retiring)
         if self._retiring:
-            self._parts.engine.retire(self._retiring, batches)
+            self._head.batches.retire(self._retiring, batches)
             self._retiring = []
+
+
+def ask_for(
+    head: Head, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
+    swa_chunk: object, shorter: object, shared_tokens: object,
+) -> LeaseRequest:  # fmt: skip
+    """Check the arguments of a lease, and return the request for the core.
+
+    Raises:
+        ConfigError: an argument is unusable; the message names it and its value.
+    """
+    key = as_key(tokens)
+    if not key:
+        raise ConfigError("tokens: a lease needs at least one")
+    length = len(key) // TOKEN_BYTES
+    reserve = length + integer("new_tokens", new_tokens, 0)
+    slots = head.default_states if states is None else head.check_states(states)
+    most = EVERYTHING if chunk is None else integer("chunk", chunk, 1)
+    most_swa = most if swa_chunk is None else integer("swa_chunk", swa_chunk, 1)
+    shared = EVERYTHING if shared_tokens is None else integer("shared_tokens", shared_tokens, 0)
+    return LeaseRequest(
+        head.namespaces.space(extra_key), key, length - 1, reserve, reserve if head.has_swa else 0, slots, True, most,
+        most_swa, flag("shorter", shorter), shared,
+    )  # fmt: skip
 
 
 class LeaseState(Enum):
@@ -189,19 +221,19 @@ class Lease:
     ``commit`` says how other threads call it."""
 
     __slots__ = (
-        "_arrival", "_ask", "_asked", "_core", "_entering", "_extra_key", "_handle", "_parts", "_publishing",
+        "_arrival", "_ask", "_asked", "_core", "_entering", "_extra_key", "_handle", "_head", "_publishing",
         "_since", "_state", "_taken", "_timeout", "_to_commit", "_wait",
     )  # fmt: skip
 
     def __init__(
-        self, parts: LeaseParts, ask: LeaseRequest, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
+        self, head: Head, ask: LeaseRequest, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
         timeout: float | None, taken: Taken,
     ) -> None:  # fmt: skip
         self._state = NEW
-        self._parts = parts
+        self._head = head
         self._ask = ask
         self._extra_key = extra_key
-        self._since = parts.namespaces.changes
+        self._since = head.namespaces.changes
         self._handle = handle
         self._wait = wait
         self._timeout = timeout
@@ -210,8 +242,8 @@ class Lease:
         self._arrival: CachedOnArrival | None = None
         self._publishing: Publishing | None = None
         self._entering: asyncio.Task[object] | None = None
-        self._asked = 0                         # calls that wait, or have waited, for all loads
-        self._to_commit: list[object] = []      # the events of commits that were called and have not begun
+        self._asked = 0  # calls that wait, or have waited, for all loads
+        self._to_commit: list[object] = []  # the events of commits that were called and have not begun
 
     def __repr__(self) -> str:
         if self._state is not HELD:
@@ -233,11 +265,11 @@ class Lease:
             RuntimeError: the lease was entered before, or it would have to wait and this task holds a lease already.
             RankFailure: a rank was lost, which has ended the cache.
         """
-        parts = self._parts
-        parts.driver.check_ready()
+        head = self._head
+        head.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        if self._since != parts.namespaces.changes:
+        if self._since != head.namespaces.changes:
             self._renew_namespace()
         handle = self._handle
         if handle is not None and (handle.spent or handle.space != self._ask.space):
@@ -245,11 +277,11 @@ class Lease:
         self._state = ENTERING
         try:
             if (
-                self._handle is not None or parts.worker.has_stores
-                or not parts.driver.lease_at_once(self._ask, self._granted)
+                self._handle is not None or head.worker.has_stores
+                or not head.driver.lease_at_once(self._ask, self._granted)
             ):  # fmt: skip
-                await self._enter(LeaseWait(parts, self._ask, self._handle, self._wait, self._timeout))
-            parts.lookups.count(self._core, self._ask, self._found(), self._handle)
+                await self._enter()
+            head.lookups.count(self._core, self._ask, self._found(), self._handle)
         except BaseException:
             self.release()
             self._state = RELEASED
@@ -259,17 +291,143 @@ class Lease:
     def _renew_namespace(self) -> None:
         """Let the lease enter the namespace that has its ``extra_key`` now: some were invalidated since it was
         made."""
-        namespaces = self._parts.namespaces
+        namespaces = self._head.namespaces
         self._since = namespaces.changes
         self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
 
-    async def _enter(self, entry: LeaseWait) -> None:
+    async def _enter(self) -> None:
+        """Wait until the lease is granted. Cancelling it gives up the place in line, and the prefetch if the lease has
+        begun it itself. Raises as ``__aenter__``."""
+        head, ask, driver, line = self._head, self._ask, self._head.driver, self._head.driver.line
+        handle, arrival, held = self._handle, None, False
+        own = handle is None and self._wait and head.worker.has_stores
+        if own:
+            handle = head.prefetches.begin(ask.space, ask.key)
+        if handle is not None:
+            handle.enter_line()
+            arrival = handle.arrival
+        ticket = line.ticket()
+        place: LinePlace | None = None
+
+        def granted(grant: Grant) -> None:
+            nonlocal held
+            self._granted(grant)
+            held = True
+
         self._entering = asyncio.current_task()
         try:
-            await entry.run(self._granted)
+            if handle is not None and handle.done() and driver.lease_at_once(ask, granted):
+                return
+            async with asyncio.timeout(self._timeout):
+                driver.core.check_possible(ask)
+
+                # beside the line, as long as the policy lets the prefetch run
+                if handle is not None:
+                    if own and handle.done():
+                        handle.claim()
+                    await self._prefetched(handle)
+
+                while True:
+                    # an attempt, under the lock
+                    async with holding(driver.lock):
+                        driver.apply_outcomes()
+                        stopping = False
+                        if not line.must_wait(ticket):
+                            if handle is not None and not handle.done():
+                                stopping = await self._probe(handle)
+                            elif await self._try(granted):
+                                return
+
+                        # in line; or beside it, while the prefetch stops. Nothing was awaited since the attempt, and
+                        # the lock is still held: so whatever is given back from now on wakes this lease
+                        self._check_may_wait(stopping, ticket)
+                        if stopping and place is not None:
+                            line.leave(place)
+                            place = None
+                        elif not stopping:
+                            if place is None:
+                                place = line.join(ticket)
+                                if arrival is None:
+                                    match = driver.unlocked(driver.core.match, ask.space, ask.key)
+                                    arrival = CachedOnArrival(match.device, match.host)
+                            line.sleep(place)
+                    if place is not None:
+                        await woken(place)
+                    elif handle is not None:
+                        await handle
         finally:
             self._entering = None
-        self._handle, self._arrival = entry.handle, entry.arrival
+            if place is not None:
+                line.leave(place)
+            if handle is not None:
+                counted = handle.leave_line(held)
+                if own:
+                    handle.cancel()
+                if counted:
+                    handle = arrival = None
+            if held:
+                self._handle, self._arrival = handle, arrival
+
+    async def _prefetched(self, handle: Prefetch) -> None:
+        """Wait for the prefetch, for as long as the policy says."""
+        prefetches = self._head.prefetches
+        if handle.done() or prefetches.policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
+            return
+        until = None if prefetches.policy is PrefetchPolicy.WAIT_COMPLETE else prefetches.deadline(handle)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await handle
+
+    async def _probe(self, handle: Prefetch) -> bool:
+        """Under the lock: find out whether the pages could be granted without loading anything, and keep none of them.
+        If they could, tell the prefetch to stop, and return True. For a lease that does not wait nothing is found out:
+        its prefetch is told to stop if the policy allows that."""
+        if not self._wait:
+            if self._head.prefetches.may_stop(handle):
+                handle.tell(Wish.STOP)
+            return False
+        driver, ask = self._head.driver, self._ask._replace(load=False)
+        answer: Grant | Wait
+        answer, cancelled = await slices(driver, lambda: driver.core.lease(ask))
+        driver.perform(answer.plan)
+        if isinstance(answer, Grant):
+            driver.perform(driver.give_back(driver.core.release, answer.lease, used=False))
+        if cancelled is not None:
+            raise cancelled
+        if isinstance(answer, Wait):
+            return False
+        handle.tell(Wish.STOP)
+        return True
+
+    async def _try(self, granted: Callable[[Grant], None]) -> bool:
+        """Under the lock: ask the core once. Returns True if the lease was granted."""
+        driver = self._head.driver
+        answer: Grant | Wait
+        answer, cancelled = await slices(driver, lambda: driver.core.lease(self._ask))
+        if isinstance(answer, Grant):
+            granted(answer)
+        driver.perform(answer.plan)
+        if cancelled is not None:
+            raise cancelled
+        return isinstance(answer, Grant)
+
+    def _check_may_wait(self, stopping: bool, ticket: int) -> None:
+        """Check that this lease may wait after an attempt that failed. ``stopping``: it will wait for its prefetch.
+
+        Raises:
+            CacheClosed: the cache was closed during the attempt.
+            CacheFull: the lease is not to wait, or nothing is under way that could end its waiting.
+            RuntimeError: this task holds a lease, whose pages may be those that it would wait for.
+        """
+        head = self._head
+        if head.driver.closed is not None:
+            head.driver.refuse()
+        if not self._wait:
+            raise CacheFull("the pages cannot be had without waiting")
+        if not stopping and head.idle() and not head.driver.line.must_wait(ticket):
+            raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
+        if head.holds(asyncio.current_task()):
+            raise RuntimeError("this task holds a lease and would wait for another: release it first")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -281,9 +439,9 @@ class Lease:
         """Take over the grant, in the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
-        parts = self._parts
-        task = asyncio.current_task(parts.loop)
-        parts.holders[grant.lease] = None if task is None else weakref.ref(task)
+        head = self._head
+        task = asyncio.current_task(head.loop)
+        head.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -297,27 +455,27 @@ class Lease:
             ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
                 held.
         """
-        parts = self._parts
-        parts.driver.check_thread()
+        head = self._head
+        head.driver.check_thread()
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
-        event = parts.engine.event("release: after", after)
+        event = head.batches.event("release: after", after)
         self._state = RELEASED
         events = self._to_commit if event is None else [event, *self._to_commit]
-        _give_back(parts, self._core, self._commits() if events else self._publishing, events, ended)
+        _give_back(head, self._core, self._commits() if events else self._publishing, events, ended)
 
     def __del__(self) -> None:
         """Have the loop give back what the lease holds. The garbage collector calls this in any thread and at any
         moment, also within a call of the core."""
-        parts = self._parts
-        if self._state is not HELD or parts.driver.closed is not None:
+        head = self._head
+        if self._state is not HELD or head.driver.closed is not None:
             return
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
             publishing = self._commits() if self._to_commit else self._publishing
-            parts.loop.call_soon_threadsafe(_give_back, parts, self._core, publishing, self._to_commit, False)
+            head.loop.call_soon_threadsafe(_give_back, head, self._core, publishing, self._to_commit, False)
             warnings.warn(
                 f"{what}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
@@ -326,7 +484,7 @@ class Lease:
     def abort(self) -> None:
         """Give up: cancel the task that waits to enter the lease, or release a lease that was entered. Idempotent,
         synchronous."""
-        self._parts.driver.check_thread()
+        self._head.driver.check_thread()
         entering, self._entering = self._entering, None
         if entering is not None:
             entering.cancel()
@@ -343,7 +501,7 @@ class Lease:
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
-            self._publishing = Publishing(self._parts, self._core, self._ask, chain)
+            self._publishing = Publishing(self._head, self._core, self._ask, chain)
         return self._publishing
 
     # what it holds
@@ -361,12 +519,12 @@ class Lease:
     def page_table(self, component: str) -> Pages:
         """The page table of ``"full"`` or ``"swa"``; -1 where it has no page (SWA outside the window)."""
         kind = _COMPONENT.get(text("component", component))
-        if kind is None or (kind and not self._parts.has_swa):
+        if kind is None or (kind and not self._head.has_swa):
             raise ConfigError(f"component={component!r}: no component with a page table is called so")
         return self._table(kind)
 
     def _table(self, component: int) -> Pages:
-        return np.frombuffer(self._parts.driver.core.pages(self._held(), component), np.int32)
+        return np.frombuffer(self._head.driver.core.pages(self._held(), component), np.int32)
 
     @property
     def states(self) -> Pages:
@@ -378,7 +536,7 @@ class Lease:
         """The length at which the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone
         matched, so that the next request with this prefix hits. 0: none is wanted but at the prompt's end."""
         core = self._core
-        return core.full if self._parts.default_states and core.full > core.cached else 0
+        return core.full if self._head.default_states and core.full > core.cached else 0
 
     @property
     def hits(self) -> Hits:
@@ -403,7 +561,7 @@ class Lease:
     @property
     def loading(self) -> bool:
         """True if ``loaded`` would have to wait."""
-        ops = self._parts.driver.ops
+        ops = self._head.driver.ops
         return any(op in ops for op in self._held().loads)
 
     async def loaded(self) -> None:
@@ -413,12 +571,12 @@ class Lease:
             LoadFailed: a load failed, or a batch that was to compute pages of the lease; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
-        self._parts.driver.check_thread()
+        self._head.driver.check_thread()
         core = self._held()
         self._asked += 1
         try:
             for op in core.loads:
-                await first_ended(self._parts.driver.ops, (op,))
+                await first_ended(self._head.driver.ops, (op,))
         except BaseException:
             self._asked -= 1
             raise
@@ -429,8 +587,8 @@ class Lease:
         cache is closed and ``core`` has loads, raise why it is closed: nobody knows then what has arrived."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
-        if core.loads and self._parts.driver.closed is not None:
-            self._parts.driver.refuse()
+        if core.loads and self._head.driver.closed is not None:
+            self._head.driver.refuse()
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device, and with it all layers before ``i``; for engines
@@ -441,7 +599,7 @@ class Lease:
             CacheClosed: the cache was closed, and nobody knows what has arrived.
             ConfigError: the model has no layer ``i``.
         """
-        self._parts.driver.check_thread()
+        self._head.driver.check_thread()
         i = self._check_layer(i)
         core = self._held()
         asks = self._asks(i)
@@ -449,7 +607,7 @@ class Lease:
         try:
             for op in core.loads:
                 try:
-                    await self._parts.worker.layer(op, i)
+                    await self._head.worker.layer(op, i)
                 except CopyFailed:
                     await self.loaded()
         except BaseException:
@@ -470,16 +628,16 @@ class Lease:
                 not wait.
         """
         i = self._check_layer(i)
-        self._parts.worker.wait_layers(stream, self._held().loads, i)
+        self._head.worker.wait_layers(stream, self._held().loads, i)
         self._asked += self._asks(i)
 
     def _asks(self, i: int) -> bool:
         """Return True if to wait for layer ``i`` is to wait for all of them: the last one arrives last."""
-        return i == self._parts.worker.layers - 1
+        return i == self._head.worker.layers - 1
 
     def _check_layer(self, i: object) -> int:
         """Return ``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
-        return integer("i", i, 0, self._parts.worker.layers - 1)
+        return integer("i", i, 0, self._head.worker.layers - 1)
 
     # growing and shrinking
 
@@ -495,13 +653,13 @@ class Lease:
             CacheClosed: the cache is closed.
             ConfigError: an argument is unusable; nothing was reserved.
         """
-        core, parts, driver = self._held(), self._parts, self._parts.driver
+        core, head, driver = self._held(), self._head, self._head.driver
         driver.check_thread()
-        tokens, states, wait = integer("tokens", tokens, 0), parts.check_states(states), flag("wait", wait)
+        tokens, states, wait = integer("tokens", tokens, 0), head.check_states(states), flag("wait", wait)
 
         def grow() -> Plan | More | Wait:
             reserve = core.reserved + tokens
-            return driver.core.extend(core, reserve, reserve if parts.has_swa else 0, states)
+            return driver.core.extend(core, reserve, reserve if head.has_swa else 0, states)
 
         waiter: asyncio.Future[None] | None = None
 
@@ -533,10 +691,10 @@ class Lease:
         Raises:
             ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
         """
-        self._parts.driver.check_thread()
+        self._head.driver.check_thread()
         position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
-        driver = self._parts.driver
+        driver = self._head.driver
         driver.perform(driver.unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
@@ -548,16 +706,16 @@ class Lease:
         Raises:
             ConfigError: ``length`` is less than what is committed.
         """
-        self._parts.driver.check_thread()
+        self._head.driver.check_thread()
         length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
-        driver = self._parts.driver
+        driver = self._head.driver
         driver.perform(driver.unlocked(driver.core.truncate, self._core, length))
 
     def _fence(self, name: str, after: object | None) -> None:
-        batch = self._parts.engine.batch(name, after)
+        batch = self._head.batches.batch(name, after)
         if batch is not None:
-            self._parts.engine.fence(self._held(), batch)
+            self._head.batches.fence(self._held(), batch)
 
     # committing
 
@@ -592,13 +750,13 @@ class Lease:
                 published, and ``ready`` was not taken, unless another commit of the lease was under way.
         """
         key, saved = as_key(tokens), None if checkpoint is None else _as_pair(checkpoint)
-        event = self._parts.engine.event("commit: ready", ready)
+        event = self._head.batches.event("commit: ready", ready)
         if event is not None:
             self._to_commit.append(event)
         return self._commit(key, event, saved)
 
     async def _commit(self, key: bytes, event: object | None, checkpoint: tuple[int, int] | None) -> Pages:
-        self._parts.driver.check_thread()
+        self._head.driver.check_thread()
         try:
             core = self._held()
             if core.loads and not self._asked:
@@ -606,7 +764,7 @@ class Lease:
                 raise RuntimeError(_NOT_AWAITED)
             commits = self._commits()
             commits.check(key, checkpoint)
-            batch = None if event is None else self._parts.worker.batch(event)
+            batch = None if event is None else self._head.worker.batch(event)
             if batch is not None:
                 commits.expect(batch)
         finally:
@@ -623,13 +781,13 @@ class Lease:
     def _still_valid(self) -> bool:
         """Return True if the lease's namespace was not invalidated since the lease was entered. Otherwise the lease
         finishes undisturbed and publishes nothing."""
-        return self._parts.namespaces.valid(self._extra_key, self._since)
+        return self._head.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
         """Note that the engine uses the page table that the last ``commit`` returned. The pages that it used before are
         free once ``after`` (an event as for ``release``) has fired. The next commit and the release imply this call."""
-        self._parts.driver.check_thread()
-        batch = self._parts.engine.batch("adopt: after", after)
+        self._head.driver.check_thread()
+        batch = self._head.batches.batch("adopt: after", after)
         if self._publishing is not None:
             self._publishing.adopt(batch)
 
@@ -653,12 +811,12 @@ def _place(code: CodeType, at: int) -> str:
 
 
 def _give_back(
-    parts: LeaseParts, core: CoreLease, publishing: Publishing | None, events: Sequence[object], ended: bool
+    head: Head, core: CoreLease, publishing: Publishing | None, events: Sequence[object], ended: bool
 ) -> None:
     """Give back all that a lease holds, when ``events`` have fired. ``publishing``: that of the lease; it may be None
     if there are no events and the lease has made no commit."""
-    del parts.holders[core]
+    del head.holders[core]
     if publishing is None:
-        parts.driver.release(core, ended)
+        head.driver.release(core, ended)
     else:
-        publishing.release([parts.worker.batch(event) for event in events], ended)
+        publishing.release([head.worker.batch(event) for event in events], ended)

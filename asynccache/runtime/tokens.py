@@ -29,7 +29,7 @@ from asynccache.config import CacheConfig
 from asynccache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asynccache.runtime.announcing import Announcing
+    from asynccache.runtime.announcer import Announcer
 
 TOKEN_BYTES = 4
 SIGN_BYTE = TOKEN_BYTES - 1
@@ -246,7 +246,7 @@ class Namespaces:
     invalidations there have been, each of one namespace or of all. A caller that finds ``changes`` as it was before
     need not ask ``valid``."""
 
-    def __init__(self, config: CacheConfig, names: Announcing | None) -> None:
+    def __init__(self, config: CacheConfig, names: Announcer | None) -> None:
         self.changes = 0
         self._reset_at = 0
         self._outdated_at: dict[str | bytes | None, int] = {}
@@ -265,7 +265,7 @@ class Namespaces:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
         if extra_key is None:
-            if not self._epochs:                       # what most requests ask for
+            if not self._epochs:  # what most requests ask for
                 return self._plain
         else:
             checks.namespace("extra_key", extra_key)

@@ -133,7 +133,7 @@ def test_one_flipped_bit_on_the_device_is_a_mismatch(tmp_path: Path, monkeypatch
         await loaded(self)
         if self.cached and not hits:
             hits.append(self.cached)
-            pool = self._parts.worker.pools["full"]
+            pool = self._head.worker.pools["full"]
             pool.layer(2)[int(self.pages[0]), 5] ^= 16
 
     monkeypatch.setattr(Lease, "loaded", flipping)

@@ -246,7 +246,7 @@ class World:
 
     async def audit_idle(self) -> None:
         """The books when nothing is in flight: nothing is held, and no task is left but the cache's own."""
-        parts(self.cache).claims.drop_all()
+        parts(self.cache).prefetches.drop_claims()
         await settled(self.cache)
         for _ in range(100):
             if asyncio.all_tasks() <= self._tasks:

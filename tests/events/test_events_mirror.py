@@ -93,7 +93,7 @@ class Reader:
         self.notices: list[Notice] = []
 
     def read(self, cache: AsyncCache) -> Blocks:
-        events = parts(cache).announcing
+        events = parts(cache).announcer
         assert events is not None
         events.hand_on()
         for event in self.announcer.announce(self.notices):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynccache.events import Notice, Opened
-from asynccache.runtime import announcing
+from asynccache.runtime import announcer
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 LIMIT = 16
@@ -15,7 +15,7 @@ LIMIT = 16
 async def test_names_of_namespaces_do_not_pile_up_and_those_with_pages_keep_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(announcing, "NAMES", LIMIT)
+    monkeypatch.setattr(announcer, "NAMES", LIMIT)
     told: list[Notice] = []
     async with opened(settings(device=64), on_event=told.append) as cache:
         for tenant in ("first", "second"):
@@ -23,7 +23,7 @@ async def test_names_of_namespaces_do_not_pile_up_and_those_with_pages_keep_thei
         for number in range(20 * LIMIT):
             await cache.explain(text(1), extra_key=f"passing {number}")
         await until(lambda: bool(told))
-        found = parts(cache).announcing
+        found = parts(cache).announcer
         assert found is not None
         assert len(found._named) + len(found._named_before) <= 2 * LIMIT + 2
         (begun,) = [notice for notice in told if isinstance(notice, Opened)]

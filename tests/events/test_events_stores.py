@@ -143,7 +143,7 @@ async def test_many_keys_that_leave_are_told_in_slices() -> None:
     backend = MemoryBackend()
     async with opened(device=16, host=32) as (cache, reader):
         await cache.attach_storage(backend)
-        keys = next(iter(parts(cache).announcing._keys.values()))  # type: ignore[union-attr]
+        keys = next(iter(parts(cache).announcer._keys.values()))  # type: ignore[union-attr]
         keys.update(i.to_bytes(32, "big") for i in range(10_000))
         reader.notices.clear()
         await cache.detach_storage(drain=False)

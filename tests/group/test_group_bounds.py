@@ -23,7 +23,7 @@ def test_batches_that_commits_named_are_forgotten_when_they_are_over_also_withou
             for seed in range(100):
                 await world.serve(text(1, seed=seed))
                 await cache.batch_ended(seed + 1)
-            assert len(cache._opened().engine._ready) < 70
+            assert len(cache._opened().batches._ready) < 70
         await world.aclose()
 
     play(main)

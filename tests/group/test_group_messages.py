@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from asynccache import BatchFailed, RankFailure, Sidecar
 from asynccache.core.plan import BackupStorage, StoredPages
-from asynccache.runtime import fetching
+from asynccache.runtime import prefetch as prefetch_module
 from asynccache.worker import Topology
 from asynccache.worker import link as links
 from asynccache.worker import messages as m
@@ -64,7 +64,7 @@ def test_no_message_is_too_long_for_a_frame_however_many_pages_it_is_about(monke
 def test_no_message_is_too_long_for_a_frame_however_many_pools_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked about, read and written, in 34 pools with the same pages, and in windows besides."""
     monkeypatch.setattr(links, "MOST_FRAME", 20_000)  # one pool's pages fit, those of all pools do not
-    monkeypatch.setattr(fetching, "BATCH_PAGES", 8)  # so many pages of all pools have to fit, as 128 do in 3,000 pools
+    monkeypatch.setattr(prefetch_module, "BATCH_PAGES", 8)  # so many of all pools have to fit, as 128 do in 3,000 pools
 
     async def main(loop: SimulatedLoop) -> None:
         beside = tuple(Sidecar(name=f"side{i}", indices_from="full", bytes_per_page=16, layers=2) for i in range(33))

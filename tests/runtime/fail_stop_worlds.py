@@ -35,7 +35,7 @@ from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import P2c
 from asynccache.core.settings import CoreConfig
 from asynccache.memory.host_copies import Faults
-from asynccache.runtime import cache_parts as parts_module
+from asynccache.runtime import head as parts_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
 from tests.runtime.fail_stop_kit import Injected, Injector, armed
@@ -379,7 +379,7 @@ async def push_away(here: Here) -> None:
 
 def begun(cache: AsyncCache, handle: PrefetchHandle) -> bool:
     """Whether a fetch is under way, or nothing is to be waited for any more."""
-    return handle.done() or bool(parts(cache).prefetching.operations())
+    return handle.done() or bool(parts(cache).prefetches.operations())
 
 
 async def fetching(here: Here) -> None:
@@ -771,7 +771,7 @@ async def look(cache: AsyncCache, grains: int) -> str:
         return "closed" if "Injected" in cache.closed else f"closed without a reason: {cache.closed}"
     try:
         await settled(cache)  # what is being fetched may be claimed then
-        parts(cache).claims.drop_all()
+        parts(cache).prefetches.drop_claims()
         await settled(cache)
         while parts(cache).core.world.ledger.count[COMPUTE]:  # nothing else tells that the engine's last batch is over
             await asyncio.sleep(0.01)

@@ -16,8 +16,8 @@ from asynccache.core.audit import check
 from asynccache.core.ledger import COMPUTE
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Device, Event
-from asynccache.runtime.cache_parts import CacheParts
-from asynccache.runtime.driving import first_ended, holding
+from asynccache.runtime.core_calls import first_ended, holding
+from asynccache.runtime.head import Head
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.tokens import extend_chain, namespace_digest
 from asynccache.storage import StorageBackend
@@ -47,9 +47,9 @@ def settings(
     return CacheConfig(model="test", components=tuple(components), page_size=PAGE, **more)
 
 
-def parts(cache: AsyncCache) -> CacheParts:
-    assert cache._parts is not None
-    return cache._parts
+def parts(cache: AsyncCache) -> Head:
+    assert cache._head is not None
+    return cache._head
 
 
 def local(cache: AsyncCache) -> LocalWorker:
@@ -62,7 +62,7 @@ def local(cache: AsyncCache) -> LocalWorker:
 def fence_all(cache: AsyncCache, event: Event) -> None:
     """From now on every copy into a page of the device waits for ``event``."""
     slots = {int(c.kind): np.arange(c.device, dtype=np.int32).tobytes() for c in cache.core.config.components}
-    parts(cache).engine.fences.add(local(cache).batch(event), slots)
+    parts(cache).batches.fences.add(local(cache).batch(event), slots)
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ async def opened(
         async with AsyncCache(config, device=device or own, storage=storage, **more) as cache:
             yield cache
             if idle:
-                parts(cache).claims.drop_all()
+                parts(cache).prefetches.drop_claims()
                 await settled(cache)
                 await until(lambda: not parts(cache).core.world.ledger.count[COMPUTE])
                 check(parts(cache).core, idle=True)

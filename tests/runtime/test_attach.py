@@ -15,8 +15,8 @@ from asynccache import AsyncCache, CacheClosed, PrefetchStatus
 from asynccache.config import CacheConfig
 from asynccache.core.audit import check
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.runtime import attaching
-from asynccache.runtime.driving import holding
+from asynccache.runtime import stores as stores_module
+from asynccache.runtime.core_calls import holding
 from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage import opening as opening_module
 from asynccache.storage.checked import store_layout
@@ -153,7 +153,7 @@ async def test_requests_go_on_while_a_store_is_filled(scheme: Scheme) -> None:
         await cache.attach_storage("gated:")
         scheme.opened[0].gate.clear()
         await turns()
-        assert 0 < len(parts(cache).driver.ops) <= attaching.BACKFILL_OPS + 1
+        assert 0 < len(parts(cache).driver.ops) <= stores_module.BACKFILL_OPS + 1
         async with asyncio.timeout(60):
             assert await serve(cache, text(2, seed=3, extra=1)) == 2 * PAGE
             assert await serve(cache, text(4, seed=99)) == 0

@@ -265,7 +265,7 @@ async def test_a_subscriber_that_raises_at_the_very_end_leaves_nothing_open() ->
     def announce_late(worker: asyncio.Task[object]) -> None:
         nonlocal ended
         ended = True
-        events = parts(cache).announcing
+        events = parts(cache).announcer
         assert events is not None
         events.put(Cleared())  # as an ack does that is applied in the turn in which the worker is cancelled
 

@@ -7,7 +7,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
 from asynccache.memory.cpu import CpuDevice
-from asynccache.runtime import closing
+from asynccache.runtime import head as head_module
 from asynccache.storage import CheckedStore
 from asynccache.worker import local
 from tests.runtime.runtime_kit import settings
@@ -42,7 +42,7 @@ async def test_an_unexpected_error_while_saving_leaves_no_worker_behind(monkeypa
     async def failing(driver: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(closing, "drain", failing)
+    monkeypatch.setattr(head_module, "drain", failing)
     cache = AsyncCache(settings(host=16))
     await cache.__aenter__()
     with pytest.raises(ValueError, match="a bug"):

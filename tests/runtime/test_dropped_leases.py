@@ -176,8 +176,8 @@ async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other() -> Non
     ended.close()
     async with opened(settings(device=8), idle=False) as cache:
         lease = await cache.lease(text(8)).__aenter__()
-        lease._parts = copy.copy(lease._parts)
-        lease._parts.loop = ended
+        lease._head = copy.copy(lease._head)
+        lease._head.loop = ended
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             del lease

@@ -320,7 +320,7 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
             await settled(cache)
         await push_out(cache, 12)
         first, ready = device.gate(), device.gate()
-        fences = parts(cache).engine.fences
+        fences = parts(cache).batches.fences
         fence_all(cache, first)
         async with cache.lease(text(3, seed=1, extra=1)) as one:
             await turns(100)

@@ -8,7 +8,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache
-from asynccache.runtime.explaining import Where
+from asynccache.runtime.explain import Where
 from asynccache.storage import Result
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, settled, text
 

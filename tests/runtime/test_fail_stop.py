@@ -20,8 +20,8 @@ from asynccache import AsyncCache, CacheClosed, core
 from asynccache.core.cache import CacheCore
 from asynccache.core.passes import Survey, Unsaved
 from asynccache.core.plan import EMPTY, More, Plan
+from asynccache.runtime.core_calls import drive
 from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import drive
 from tests.runtime.fail_stop_kit import POINTS, Injected, Injector, points
 from tests.runtime.fail_stop_worlds import PLAYS, grained, run
 from tests.runtime.runtime_kit import parts, serve, settings, text, turns

@@ -15,7 +15,7 @@ from asynccache.core.plan import Medium, Publish
 from asynccache.events import Notice, StorageReport
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.signals import HostGate
-from asynccache.runtime.driving import holding
+from asynccache.runtime.core_calls import holding
 from tests.runtime.runtime_kit import (
     PAGE,
     compute,
@@ -214,7 +214,7 @@ async def test_a_batch_that_is_not_over_lets_others_have_room_and_no_room_is_exp
         ready = device.gate()
         async with cache.lease(text(4)) as lease:
             await lease.commit(text(4), ready=ready)
-        assert not cache._opened().lease_parts.holders
+        assert not cache._opened().holders
         async with asyncio.timeout(5):
             async with cache.lease(text(8, seed=3)) as other:
                 assert other.pages.size == 8

@@ -83,7 +83,7 @@ async def test_a_foreign_event_is_refused_before_anything_changes(
             assert repr(event) in str(told.value)
             await turns()
             assert (lease.pages.tolist(), lease.page_table("swa").tolist(), repr(lease)) == before
-        assert not len(parts(cache).engine.fences), "a refused event became a fence"
+        assert not len(parts(cache).batches.fences), "a refused event became a fence"
         gate = device.gate()
         await call(lease, gate)
         gate.open()

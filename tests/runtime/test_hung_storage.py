@@ -93,7 +93,7 @@ def test_a_lease_goes_in_without_a_prefetch_that_hangs(verb: str, policy: str, w
             await asyncio.sleep(1.0)
             await cache.flush()
             assert backend.holding == 0
-            parts(cache).claims.drop_all()
+            parts(cache).prefetches.drop_claims()
             check(parts(cache).core, idle=True)
         await device.aclose()
 
@@ -124,7 +124,7 @@ def test_while_storage_is_away_nobody_joins_a_fetch_that_hangs() -> None:
             backend.hung.set()
             await serve(cache, [*text(10, seed=1), 7])
             assert breaker.opened == 1
-            parts(cache).claims.drop_all()
+            parts(cache).prefetches.drop_claims()
             for extra in range(3):
                 began = loop.time()
                 await serve(cache, text(10, seed=1) + text(10, seed=70 + extra))

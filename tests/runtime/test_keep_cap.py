@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynccache.runtime.driving import holding
+from asynccache.runtime.core_calls import holding
 from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text, turns
 
 

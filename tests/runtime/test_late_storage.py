@@ -17,8 +17,8 @@ import pytest
 from asynccache import AsyncCache, CacheFull, PrefetchHandle, PrefetchStatus
 from asynccache.core.audit import check
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.outbox import PATIENCE, Lateness, StoreCall
 from asynccache.runtime.prefetch import GRACE
+from asynccache.runtime.save import PATIENCE, Lateness, StoreCall
 from asynccache.storage import CheckedStore
 from asynccache.storage.checked import store_layout
 from tests.runtime.runtime_kit import PAGE, parts, settings, text
@@ -53,7 +53,7 @@ def play(body: Body, verb: str, deaf: float = FOREVER, device: int = 20, host: i
             await asyncio.sleep(1.0)
             assert backend.holding == 0
             await cache.flush()
-            parts(cache).claims.drop_all()
+            parts(cache).prefetches.drop_claims()
             check(parts(cache).core, idle=True)
         await store.aclose()
         await copies.aclose()

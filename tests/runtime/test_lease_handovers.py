@@ -12,7 +12,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import CacheClosed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
-from asynccache.runtime.driving import acquire, holding
+from asynccache.runtime.core_calls import acquire, holding
 from asynccache.runtime.tokens import as_key
 from tests.runtime.runtime_kit import (
     PAGE,

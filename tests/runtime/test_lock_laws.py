@@ -14,8 +14,8 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheFull
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Plan
+from asynccache.runtime.core_calls import holding
 from asynccache.runtime.driver import TreeLock
-from asynccache.runtime.driving import holding
 from asynccache.runtime.lease import Lease
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 

@@ -13,8 +13,8 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.signals import HostGate
-from asynccache.runtime import cache as cache_module
-from asynccache.runtime.cache_parts import CacheParts
+from asynccache.runtime import head as head_module
+from asynccache.runtime.head import Head
 from asynccache.worker import local as worker_module
 from tests.runtime.runtime_kit import fence_all, local, push_out, serve, settings, settled, text, turns
 
@@ -130,11 +130,11 @@ async def test_what_ends_an_opening_again_does_not_interrupt_its_clean_up(
     monkeypatch.setattr(worker_module, "open_device", lambda name: device)
     started = asyncio.Event()
 
-    async def start(parts: CacheParts) -> None:
+    async def start(parts: Head) -> None:
         started.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(CacheParts, "start", start)
+    monkeypatch.setattr(Head, "start", start)
     cache = AsyncCache(settings(device=8, host=8), storage=backend)
     opening = asyncio.create_task(cache.__aenter__())
     await started.wait()
@@ -201,7 +201,7 @@ async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> No
 @pytest.mark.asyncio
 async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
-    monkeypatch.setattr(cache_module, "MOMENT", 0.05)
+    monkeypatch.setattr(head_module, "MOMENT", 0.05)
     config = settings(device=8, host=16, close_deadline=0.05)
     async with AsyncCache(config, device=device) as cache:
         lease, _ = await held(cache, device)

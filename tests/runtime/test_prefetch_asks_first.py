@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from asynccache import AsyncCache, PrefetchStatus
-from asynccache.runtime import prefetching
-from asynccache.runtime.fetching import Fetch
+from asynccache.runtime import prefetch as prefetch_module
+from asynccache.runtime.prefetch import Fetch
 from asynccache.storage import PageKey, Result
-from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import opened, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend
 
 PAGES = 6
@@ -130,10 +130,10 @@ async def test_pages_that_the_tree_lost_after_the_question_are_asked_for(monkeyp
     async with warm(host=8, device=8, prefetch_quota=1.0) as (cache, _):
         await serve(cache, text(3))
         await cache.flush()
-        usual = parts(cache).prefetching._open
+        usual = Fetch._begin
         late: list[Fetch] = []
 
-        async def open_late(fetch: Fetch, key: bytes, ticket: int) -> bool:
+        async def begin_late(fetch: Fetch, end: int) -> bool:
             if not late:
                 late.append(fetch)
                 assert fetch.shape.anchor == 3 * 4
@@ -141,9 +141,9 @@ async def test_pages_that_the_tree_lost_after_the_question_are_asked_for(monkeyp
                     await serve(cache, text(8, seed))
                     await cache.flush()
                 assert (await cache.match(text(PAGES))).host == 0
-            return await usual(fetch, key, ticket)
+            return await usual(fetch, end)
 
-        monkeypatch.setattr(parts(cache).prefetching, "_open", open_late)
+        monkeypatch.setattr(Fetch, "_begin", begin_late)
         handle = cache.prefetch(text(PAGES))
         await handle
         assert (await cache.match(text(PAGES))).host == 4 * PAGES
@@ -154,7 +154,7 @@ async def test_pages_that_the_tree_lost_after_the_question_are_asked_for(monkeyp
 async def test_behind_a_fetch_that_hangs_with_the_quota_a_prefetch_begins_after_its_patience(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefetching, "PATIENCE", 0.02)
+    monkeypatch.setattr(prefetch_module, "PATIENCE", 0.02)
     async with warm(prefetch_quota=0.25) as (cache, storage):
         storage.hold()
         hung = cache.prefetch(text(PAGES))

@@ -11,7 +11,7 @@ import pytest
 
 from asynccache import AsyncCache, CacheFull, PrefetchStatus
 from asynccache.core.cache import Begin, More, PrefetchBegun, Skip, Wait
-from asynccache.runtime import prefetching as prefetch
+from asynccache.runtime import prefetch as prefetch_module
 from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend
 
@@ -165,7 +165,7 @@ async def test_an_invalidated_handle_keeps_nothing() -> None:
 
 @pytest.mark.asyncio
 async def test_the_head_of_the_line_waits_for_room_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "PATIENCE", 0.02)
+    monkeypatch.setattr(prefetch_module, "PATIENCE", 0.02)
     async with warm(host=8, device=12) as (cache, _):
         async with cache.lease(text(12, seed=9)):
             handle = cache.prefetch(text(PAGES, extra=1))
@@ -208,7 +208,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         assert tries == [], "who waits does not ask"
         storage.let()
         assert [(await handle).tokens for handle in (first, second, small, again)] == [24, 24, 8, 24]
-        keys = [parts(cache).prefetching.own(handle).key for handle in (second, small, again)]
+        keys = [handle._prefetch.key for handle in (second, small, again)]
         assert [key for key in tries if key != keys[2]][:2] == keys[:2]
     await storage.aclose()
 

@@ -12,8 +12,8 @@ import pytest
 from asynccache import AsyncCache, CacheClosed, CacheConfig, PrefetchHandle, PrefetchStatus
 from asynccache.core.plan import Plan, Wait
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime.core_calls import holding
 from asynccache.runtime.driver import FetchCommit
-from asynccache.runtime.driving import holding
 from tests.runtime.runtime_kit import opened, parts, settings, settled, text, turns
 from tests.runtime.test_prefetching import stored
 

@@ -10,7 +10,7 @@ import pytest
 
 from asynccache import PrefetchPolicy, PrefetchStatus
 from asynccache.core.plan import EMPTY, Wait
-from asynccache.runtime.driving import holding
+from asynccache.runtime.core_calls import holding
 from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns
@@ -29,7 +29,7 @@ async def test_a_handle_that_is_told_while_it_waits_for_the_lock_reads_nothing(
         async with holding(parts(cache).driver.lock):
             handle = cache.prefetch(text(6))
             await turns()
-            parts(cache).prefetching.own(handle).tell(wish)
+            handle._prefetch.tell(wish)
         await turns()
         ended, result = handle.done(), handle.result
         await settled(cache)
@@ -48,7 +48,7 @@ async def test_a_handle_that_ends_while_another_asks_for_it_stops_nobody_elses_f
         async with holding(parts(cache).driver.lock):
             first, second = cache.prefetch(text(6)), cache.prefetch(text(6))
             await turns()
-            parts(cache).prefetching.own(second).tell(wish)
+            second._prefetch.tell(wish)
             await turns()
             assert second.done()
         assert (await first).tokens == 24
@@ -66,6 +66,7 @@ class Buggy(HeldBackend):
         raise ValueError("a bug")
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_a_prefetch_gives_up_when_what_it_hangs_on_does_not_stay_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +80,7 @@ async def test_a_prefetch_gives_up_when_what_it_hangs_on_does_not_stay_on_the_ho
         return Wait(EMPTY, (1 << 40,))
 
     async with stored() as storage, opened(settings(device=16, host=32), storage=storage) as cache:
-        monkeypatch.setattr(parts(cache).prefetching, "_try", gone_again)
+        monkeypatch.setattr(parts(cache).core, "prefetch_open", gone_again)
         async with asyncio.timeout(5.0):
             result = await cache.prefetch(text(6))
         assert result.status is PrefetchStatus.SKIPPED

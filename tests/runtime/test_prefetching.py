@@ -11,7 +11,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheFull, PrefetchPolicy, PrefetchResult, PrefetchStatus
-from asynccache.runtime import fetching as fetch
+from asynccache.runtime import prefetch as prefetch_module
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
     PAGE,
@@ -75,7 +75,7 @@ async def stored(pages: int = 6, pools: tuple[str, ...] = ("full",), **more: Any
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "BATCH_PAGES", 2)
+    monkeypatch.setattr(prefetch_module, "BATCH_PAGES", 2)
 
 
 def policy(name: PrefetchPolicy, **more: Any) -> Any:
@@ -211,7 +211,7 @@ async def test_timeout_stops_when_its_time_is_over() -> None:
         await until(lambda: storage.waiting == 1)
         storage.let(1)
         await until(lambda: storage.waiting == 1)
-        handle = next(iter(parts(cache).prefetching.handles))
+        handle = next(iter(parts(cache).prefetches.unended))
         await until(lambda: handle.wish > 0)
         storage.let()
         lease = await entering
@@ -375,7 +375,7 @@ async def test_whoever_shares_a_fetch_has_its_pages_from_storage_however_soon_th
         storage.hold()
         handles = [cache.prefetch(text(6)) for _ in range(3)]
         await until(lambda: storage.waiting == 1)
-        (op,) = parts(cache).prefetching.operations()
+        (op,) = parts(cache).prefetches.operations()
         storage.let()
         await until(lambda: op not in parts(cache).driver.ops)
         for handle in handles:

@@ -9,7 +9,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import PrefetchStatus
 from asynccache.memory.cpu import CpuDevice
-from asynccache.runtime.driving import holding
+from asynccache.runtime.core_calls import holding
 from tests.runtime.runtime_kit import local, opened, parts, serve, settings, settled, text, turns, until
 
 

@@ -243,12 +243,12 @@ async def test_load_back_counts_what_came_from_the_host_and_no_private_copy() ->
 def spy_on_clones(cache: AsyncCache) -> list[Clone]:
     """The private copies that are started from now on."""
     clones: list[Clone] = []
-    driver = parts(cache).driver
-    copy = driver.copy
+    head = parts(cache)
+    copy = head.copy
 
     def spy(copies: Sequence[Copy]) -> None:
         clones.extend(effect for effect in copies if isinstance(effect, Clone))
         copy(copies)
 
-    driver.copy = spy
+    head.copy = spy  # type: ignore[method-assign]
     return clones

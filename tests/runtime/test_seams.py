@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from asynccache.core.plan import Outcome
-from asynccache.runtime.cache_parts import FREEZE_EVERY, Freezer
-from asynccache.runtime.driving import acquire, holding
+from asynccache.runtime.core_calls import acquire, holding
+from asynccache.runtime.head import FREEZE_EVERY
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 
@@ -52,19 +52,20 @@ async def test_the_ack_task_drains_everything_at_once() -> None:
         assert len(calls) == 1
 
 
-def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> None:
-    commits = [0]
-    freezer = Freezer(lambda: commits[0])
-    try:
-        before = gc.get_freeze_count()
-        for commits[0] in range(0, FREEZE_EVERY, 100):
-            freezer.look()
-        assert gc.get_freeze_count() <= before  # less: what was frozen may be freed
-        commits[0] = FREEZE_EVERY
-        freezer.look()
-        assert gc.get_freeze_count() > before
-    finally:
-        gc.unfreeze()
+@pytest.mark.asyncio
+async def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> None:
+    async with opened(settings(freeze_gc=True)) as cache:
+        head = parts(cache)
+        try:
+            before = gc.get_freeze_count()
+            for head.commits in range(0, FREEZE_EVERY, 100):
+                head._freeze()
+            assert gc.get_freeze_count() <= before  # less: what was frozen may be freed
+            head.commits = FREEZE_EVERY
+            head._freeze()
+            assert gc.get_freeze_count() > before
+        finally:
+            gc.unfreeze()
 
 
 def test_torch_comes_with_the_first_cache_and_not_before() -> None:

@@ -15,8 +15,8 @@ from asynccache.core.plan import BackupHost, Outcome
 from asynccache.core.world import World
 from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime.core_calls import acquire, holding
 from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import acquire, holding
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from asynccache.runtime.core_calls import acquire, holding
 from asynccache.runtime.driver import TreeLock
-from asynccache.runtime.driving import acquire, holding
 from tests.runtime.runtime_kit import turns
 
 

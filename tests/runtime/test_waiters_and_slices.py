@@ -11,34 +11,33 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
-from asynccache.core.cache import CacheCore, Grant, LeaseRequest
+from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.plan import More, Status, Wait
 from asynccache.runtime import tokens as tokens_module
-from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import holding
-from asynccache.runtime.prefetch import GRACE, CachedOnArrival, HandleClaims, Prefetch, PrefetchHandle
-from asynccache.runtime.saving_and_forgetting import unsaved
+from asynccache.runtime.core_calls import holding
+from asynccache.runtime.prefetch import CachedOnArrival, Prefetch, PrefetchHandle
+from asynccache.runtime.save import unsaved
 from asynccache.runtime.tokens import Chain, namespace_digest
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
-    claims = HandleClaims(Driver(CacheCore(settings().core())))
-    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), CachedOnArrival(0, 0), 0.0, 1, lambda: None, claims, lambda: GRACE)
-    handle = PrefetchHandle(prefetch, b"", None)
+    async with opened(settings()) as cache:
+        prefetch = Prefetch(parts(cache).prefetches, b"", b"", CachedOnArrival(0, 0))
+        handle = PrefetchHandle(prefetch, b"", None)
 
-    async def wait() -> PrefetchResult:
-        return await handle
+        async def wait() -> PrefetchResult:
+            return await handle
 
-    one, two = asyncio.create_task(wait()), asyncio.create_task(wait())
-    await turns(3)
-    one.cancel()
-    await turns(3)
-    assert one.cancelled()
-    assert not two.done(), "the other one's future is its own"
-    prefetch.finish(PrefetchStatus.MISS)
-    assert await asyncio.wait_for(two, 60) == PrefetchResult(PrefetchStatus.MISS, 0)
+        one, two = asyncio.create_task(wait()), asyncio.create_task(wait())
+        await turns(3)
+        one.cancel()
+        await turns(3)
+        assert one.cancelled()
+        assert not two.done(), "the other one's future is its own"
+        prefetch.finish(PrefetchStatus.MISS)
+        assert await asyncio.wait_for(two, 60) == PrefetchResult(PrefetchStatus.MISS, 0)
 
 
 @pytest.mark.asyncio

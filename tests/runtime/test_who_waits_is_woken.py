@@ -12,8 +12,8 @@ import pytest
 from asynccache import AsyncCache, CacheClosed
 from asynccache.core.plan import Status
 from asynccache.memory.cpu import CpuDevice
-from asynccache.runtime.outbox import PATIENCE
 from asynccache.runtime.prefetch import GRACE, HELD_FOR
+from asynccache.runtime.save import PATIENCE
 from asynccache.storage import CheckedStore
 from asynccache.storage.checked import store_layout
 from tests.runtime.runtime_kit import PAGE, local, opened, parts, push_out, settings, settled, text, until

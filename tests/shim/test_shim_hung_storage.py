@@ -11,8 +11,8 @@ import pytest
 from asynccache_shim import NO_TOKEN, Batch, Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache import AsyncCache
-from asynccache.runtime.outbox import PATIENCE
 from asynccache.runtime.prefetch import GRACE
+from asynccache.runtime.save import PATIENCE
 from tests.runtime.runtime_kit import text
 from tests.runtime.test_hung_storage import Hangs, serve
 from tests.runtime.test_late_storage import DEAF, SOON, timed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.options import resolve_options
 from asynccache.cli.sizing import configure
-from asynccache.config import CacheConfig
+from asynccache.config import CacheConfig, PoolSpec
 from asynccache.errors import ConfigError
 from asynccache.memory import pools
-from asynccache.runtime.fetching import Fetch
+from asynccache.runtime.prefetch import Fetch
 
 pytestmark = pytest.mark.slow(0.6)
 
@@ -132,9 +133,11 @@ def test_a_sidecar_that_is_not_moved_is_noticed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_sidecar_that_is_not_read_from_storage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(fetch: Fetch, end: int) -> int:
-        return end
+    usual = Fetch._read_run
 
-    monkeypatch.setattr(Fetch, "_fetch_sidecars", nothing)
+    async def nothing(fetch: Fetch, specs: Sequence[PoolSpec], page: int, last: int) -> int:
+        return last if specs is fetch._pools.follow else await usual(fetch, specs, page, last)
+
+    monkeypatch.setattr(Fetch, "_read_run", nothing)
     report = stress(tmp_path, "--sidecars", "idx:full:8", "--host-tokens", "8192", status=1)
     assert report["verify"]["mismatches"] > 0

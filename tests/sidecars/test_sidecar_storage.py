@@ -13,12 +13,12 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.settings import ComponentKind
-from asynccache.runtime import fetching as fetch
+from asynccache.runtime import prefetch as prefetch_module
 from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result, StorageBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from asynccache.worker.pool_layout import PoolMap
-from tests.runtime.runtime_kit import parts, settled
+from tests.runtime.runtime_kit import settled
 from tests.sidecars.sidecar_kit import (
     STACKS,
     deepseek,
@@ -340,7 +340,7 @@ class Held:
 async def test_a_stop_leaves_a_prefix_that_is_complete_in_every_pool(
     stack: str, pool: str, at: int, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "BATCH_PAGES", 2)
+    monkeypatch.setattr(prefetch_module, "BATCH_PAGES", 2)
     config = STACKS[stack]()
     prompt = text(config, PAGES, extra=1)
     async with stored(config, [prompt]) as backend:
@@ -348,7 +348,7 @@ async def test_a_stop_leaves_a_prefix_that_is_complete_in_every_pool(
         async with opened(config, storage=backend) as cache:
             handle = cache.prefetch(prompt)
             await held.reached.wait()
-            parts(cache).prefetching.own(handle).tell(Wish.STOP)
+            handle._prefetch.tell(Wish.STOP)
             held.go.set()
             assert (await handle).tokens == pages * config.page_size
             assert (await cache.match(prompt)).host == pages * config.page_size

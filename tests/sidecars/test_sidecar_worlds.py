@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from asynccache.config import PoolSpec
 from asynccache.memory import pools
-from asynccache.runtime.fetching import Fetch
+from asynccache.runtime.prefetch import Fetch
 from tests.simulated.world import WrongBytes, draw_climate, play
 
 WORLDS = 60
@@ -39,10 +41,12 @@ def test_worlds_have_sidecars_of_every_component_chains_and_a_logical_full() -> 
 
 @pytest.mark.slow(3)
 def test_sidecars_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(fetch: Fetch, end: int) -> int:
-        return end
+    usual = Fetch._read_run
 
-    monkeypatch.setattr(Fetch, "_fetch_sidecars", nothing)
+    async def nothing(fetch: Fetch, specs: Sequence[PoolSpec], page: int, last: int) -> int:
+        return last if specs is fetch._pools.follow else await usual(fetch, specs, page, last)
+
+    monkeypatch.setattr(Fetch, "_read_run", nothing)
     assert notice() is not None
 
 

@@ -31,8 +31,8 @@ from unittest.mock import patch
 from asynccache.core.ledger import BACKUP_STORAGE, PREFETCH
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.runtime.lease import Lease, LeaseState
-from asynccache.runtime.outbox import PATIENCE
 from asynccache.runtime.prefetch import GRACE
+from asynccache.runtime.save import PATIENCE
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 T = TypeVar("T")
@@ -67,9 +67,9 @@ class Patience:
 
     def allowed(self, lease: Lease) -> float:
         """How long the policy and the stores let ``lease`` wait before it is granted."""
-        prefetching, handle = lease._parts.prefetching, lease._handle
-        policy, config, key = prefetching.policy, prefetching._config, lease._ask.key
-        asks = lease._wait and (handle is not None or lease._parts.worker.has_stores)
+        prefetches, handle = lease._head.prefetches, lease._handle
+        policy, config, key = prefetches.policy, prefetches._config, lease._ask.key
+        asks = lease._wait and (handle is not None or lease._head.worker.has_stores)
         if not asks or (self.questions and key[:TOKEN_BYTES] not in self._begun):
             return PATIENCE
         deadline = 0.0
@@ -133,7 +133,7 @@ class Patience:
 
     async def _look(self, lease: Lease) -> None:
         """Call ``grows`` when storage has work while ``lease`` waits to grow."""
-        count = lease._parts.driver.core.world.ledger.count
+        count = lease._head.driver.core.world.ledger.count
         for _ in range(50):
             await asyncio.sleep(0.0005)
             if count[BACKUP_STORAGE] or count[PREFETCH]:

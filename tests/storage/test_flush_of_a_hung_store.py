@@ -11,7 +11,7 @@ import pytest
 
 from asynccache import AsyncCache
 from asynccache.errors import Timeout
-from asynccache.runtime.saving_and_forgetting import HOPELESS_ROUNDS
+from asynccache.runtime.save import HOPELESS_ROUNDS
 from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage.checked import store_layout
 from asynccache.testing.wrapped_backend import WrappedBackend

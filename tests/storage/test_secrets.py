@@ -121,7 +121,7 @@ async def test_a_cache_says_nothing(vault: Any) -> None:
         await cache.flush()
         metrics = [(m.name, s.labels, s.value) for m in CacheCollector(cache).collect() for s in m.samples]
         explained = await cache.explain([1])
-        for shown in (cache, settings, cache._worker, cache._parts, cache.statistics(), metrics, explained):
+        for shown in (cache, settings, cache._worker, cache._head, cache.statistics(), metrics, explained):
             assert CANARY not in repr(shown)
     path, options = vault.GOT[0]
     assert (path, options) == (f"me:{CANARY}@host:6379/0", {"password": CANARY})

@@ -24,8 +24,7 @@ from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
 from asynccache.cli.workloads import RunRequest, Source
-from asynccache.runtime.prefetch import Prefetch
-from asynccache.runtime.prefetching import Prefetching
+from asynccache.runtime.prefetch import Prefetch, Prefetches
 from asynccache.storage import Breaker, BreakerState, Permit
 
 COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
@@ -44,7 +43,7 @@ class Moments:
 
     def watch(self) -> None:
         """Hear of all that happens from now on in this process."""
-        leased, prompt, enter, prefetch = Server._leased, Tally.prompt, Breaker._enter, Prefetching.begin
+        leased, prompt, enter, prefetch = Server._leased, Tally.prompt, Breaker._enter, Prefetches.begin
 
         async def came(server: Server, request: RunRequest, *rest: Any) -> None:
             self._came[request.number] = time.monotonic()
@@ -60,12 +59,12 @@ class Moments:
                 self.changes.append(time.monotonic())
             return enter(breaker, state)
 
-        def fetching(prefetching: Prefetching, space: bytes, key: bytes) -> Prefetch:
-            handle = prefetch(prefetching, space, key)
+        def fetching(prefetches: Prefetches, space: bytes, key: bytes) -> Prefetch:
+            handle = prefetch(prefetches, space, key)
             self.fetched += bool(len(self.changes) % 2) and not handle.done()
             return handle
 
-        Prefetching.begin = fetching  # type: ignore[assignment, method-assign]
+        Prefetches.begin = fetching  # type: ignore[assignment, method-assign]
         Server._leased, Tally.prompt, Breaker._enter = came, ready, entered  # type: ignore[assignment, method-assign]
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from asynccache.core.plan import Wait
 from asynccache.runtime import lease
+from asynccache.runtime.core_calls import drive
 from asynccache.runtime.driver import Driver
-from asynccache.runtime.driving import drive
-from asynccache.runtime.outbox import Lateness, StoreCall
+from asynccache.runtime.save import Lateness, StoreCall
 from tests.simulated.patience import Overdue
 from tests.worlds.hanging import play
 

@@ -14,7 +14,7 @@ from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime import learning
-from asynccache.runtime.prefetching import usable_by_a_lease
+from asynccache.runtime.prefetch import usable_by_a_lease
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
 from asynccache.worker.contract import Result, StoreQuestion
 from asynccache.worker.pool_layout import PoolLayout

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError
-from asynccache.runtime.driving import all_ended, drive, holding
-from asynccache.runtime.saving_and_forgetting import drain, longest_write, unsaved
+from asynccache.runtime.core_calls import all_ended, drive, holding
+from asynccache.runtime.forget import longest_write
+from asynccache.runtime.save import drain, unsaved
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
 if TYPE_CHECKING:
-    from asynccache.runtime.announcing import Announcing
+    from asynccache.runtime.announcer import Announcer
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.supervisor import Supervisor
 
@@ -36,11 +37,11 @@ class StoreAttachments:
     """Attaches and detaches stores. ``backlog``: how many pages of FULL may wait for storage."""
 
     def __init__(
-        self, driver: Driver, worker: Worker, announcing: Announcing | None, supervisor: Supervisor, backlog: int
+        self, driver: Driver, worker: Worker, announcer: Announcer | None, supervisor: Supervisor, backlog: int
     ) -> None:
         self._driver = driver
         self._worker = worker
-        self._announcing = announcing
+        self._announcer = announcer
         self._supervisor = supervisor
         self._backfill_pages = int(backlog * BACKFILL_SHARE)
 
@@ -50,8 +51,8 @@ class StoreAttachments:
     async def begin(self) -> None:
         """Use the stores that were opened with the cache. Cancelling it uses none."""
         for store in self._worker.stores.entries:
-            if self._announcing is not None:
-                await self._announcing.begin(store.number)
+            if self._announcer is not None:
+                await self._announcer.begin(store.number)
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
@@ -66,19 +67,19 @@ class StoreAttachments:
     ) -> str:
         """See ``AsyncCache.attach_storage``."""
         self._check_host()
-        driver, worker, announcing = self._driver, self._worker, self._announcing
+        driver, worker, announcer = self._driver, self._worker, self._announcer
         opened = await worker.stores.open(storage, options, position)
         try:
             driver.check_ready()
-            if announcing is not None:
-                await announcing.begin(opened.number)
+            if announcer is not None:
+                await announcer.begin(opened.number)
             await self._use(opened, position, backfill=backfill)
         finally:
             if not self._is_used(opened.number):
                 try:
-                    if announcing is not None:
-                        announcing.end(opened.number)
-                        await announcing.forget(opened.number)
+                    if announcer is not None:
+                        announcer.end(opened.number)
+                        await announcer.forget(opened.number)
                 finally:
                     await worker.stores.drop(opened.number)
         return opened.options.name
@@ -96,7 +97,7 @@ class StoreAttachments:
             self._worker.stores.use(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
             stores = backfill and options.write
-            if stores or self._announcing is not None:
+            if stores or self._announcer is not None:
                 walk = driver.core.backfill(store=stores)
                 self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
 
@@ -133,8 +134,8 @@ class StoreAttachments:
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
             self._worker.stores.leave(store.number)
-            if self._announcing is not None:
-                self._announcing.end(store.number)
+            if self._announcer is not None:
+                self._announcer.end(store.number)
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
             driver.perform(driver.locked(driver.core.detach_storage, self._access()))
         if closing is not None:
@@ -156,8 +157,8 @@ class StoreAttachments:
         """Close a detached store, unless the caller made its backend. An error is put into ``failed``, for the task
         that waits for the detaching, and ends nothing else."""
         try:
-            if self._announcing is not None:
-                await self._announcing.forget(store.number)
+            if self._announcer is not None:
+                await self._announcer.forget(store.number)
             await self._worker.stores.close(store.number)
         except Exception as error:  # whatever a plug-in raises while it closes
             failed.append(BackendError(f"{store.options.name}: closing it failed: {error!r}"))

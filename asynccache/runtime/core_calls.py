@@ -1,4 +1,4 @@
-"""The coroutines around the driver: holding the tree lock, core calls in slices, the ack task, sleeping in line.
+"""Core calls of tasks: holding the tree lock, calls in slices, the ack task, sleeping in line, waiting for operations.
 
 Laws:
 * Under the tree lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from asynccache.core.plan import More, Plan, Status
-from asynccache.runtime.driver import Driver, LinePlace, Operations, TreeLock, nothing
+from asynccache.runtime.driver import Driver, LinePlace, Operations, TreeLock
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ async def acquire(lock: TreeLock) -> None:
 
 
 async def slices(
-    driver: Driver, call: Callable[[], T | More], check: Callable[[], object] = nothing
+    driver: Driver, call: Callable[[], T | More], check: Callable[[], object] | None = None
 ) -> tuple[T, asyncio.CancelledError | None]:
     """Under the lock: make the core call ``call`` until it answers, with a turn of the loop between slices. ``check``
     is called before each slice, and raises if there is no point in the call any more.
@@ -59,7 +59,8 @@ async def slices(
     """
     cancelled: asyncio.CancelledError | None = None
     while True:
-        check()
+        if check is not None:
+            check()
         if not isinstance(result := driver.locked(call), More):
             return result, cancelled
         driver.perform(result.plan)
@@ -72,7 +73,7 @@ async def slices(
 
 
 async def drive(
-    driver: Driver, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = nothing
+    driver: Driver, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] | None = None
 ) -> T:
     """Take the lock, apply outcomes, make the core call ``call`` in slices, and return its answer. ``done`` is called
     with the answer under the lock, and performs its plan.
@@ -118,7 +119,7 @@ async def in_turns(driver: Driver, begin: Callable[[], Callable[[], T | More]], 
         await asyncio.sleep(0)
 
 
-async def run_acks(driver: Driver, then: Callable[[], object] = nothing) -> None:
+async def run_acks(driver: Driver, then: Callable[[], object]) -> None:
     """The ack task, which applies outcomes and makes the commits of fetches when nobody else comes by: for ever, wait
     for an ack, take the lock once, apply all that wait by then, and call ``then``. An acquisition for each ack would
     starve behind calls in slices. What the core leaves to the next slice is done after a turn of the loop.

@@ -1,6 +1,6 @@
 """The queue of KV events that ``on_event`` is called with, and those events that are not the core's.
 
-The core tells which pages came and went. ``Announcing`` adds that a cache begins and which keys its stores hold, and
+The core tells which pages came and went. ``Announcer`` adds that a cache begins and which keys its stores hold, and
 hands all of it to the subscriber: in order, and not within a call of the core.
 
 Laws:
@@ -25,7 +25,7 @@ NAMES = 1 << 15
 _SLICE = 4096
 
 
-class Announcing:
+class Announcer:
     """The queue of notices, and the task that hands them to ``on_event``. A subscriber that raises closes the cache.
     ``alive``: the namespaces that have pages. Mutable state: the queue, names, and the keys of each store that is
     watched."""
@@ -45,7 +45,7 @@ class Announcing:
         self.put(Opened(page_size, self._key_of, self.extra_key_of))
 
     def __repr__(self) -> str:
-        return f"Announcing({len(self._keys)} stores)"
+        return f"Announcer({len(self._keys)} stores)"
 
     async def run(self) -> None:
         """Hand on notices as they come, for ever. Cancelling it leaves the rest in the queue."""
