@@ -6,9 +6,10 @@ Each way is taken in one process, on the source of the core, with the CPU device
 * disk to device: ``prefetch`` of the same prompt in a fresh cache over the same folder; when it has ended, a lease that
   takes the handle, until ``loaded``.
 
-A file of asynccache or of the backends counts if one of its functions is called on a way, in any thread; Python's own
-profiler tells. Imports, opening and closing a cache, and making a configuration are not on a way. The files are printed
-in the order in which they are first called, each with its lines of code and the first of its functions that was called.
+A file, a class or a function of asynccache or of the backends counts if a function of it is called on a way, in any
+thread; Python's own profiler tells. Imports, opening and closing a cache, and making a configuration are not on a way.
+The files are printed in the order in which they are first called, both ways side by side: for each file how many of its
+functions were called. ``--functions`` prints these, too.
 """
 
 from __future__ import annotations
@@ -37,25 +38,44 @@ QUIET = 0.5
 
 
 class Way:
-    """The files called on one way: each with the first of its functions that was called, in order."""
+    """The functions called on one way, by file, in the order of their first calls."""
 
     def __init__(self) -> None:
-        self.first: dict[str, str] = {}
+        self.called: dict[str, dict[str, None]] = {}
 
     def note(self, frame: FrameType) -> None:
-        """Note the file whose function begins, if it is ours. Bodies of modules and classes are no functions."""
+        """Note the function that begins, if it is ours. Bodies of modules and classes are no functions; a lambda, a
+        comprehension or a function within a function counts as the function that it is in."""
         path, code = Path(frame.f_code.co_filename), frame.f_code
         if code.co_flags & CO_OPTIMIZED and path.is_relative_to(ROOT):
             name = path.relative_to(ROOT)
             if name.parts[0] in HOUSES:
-                self.first.setdefault(str(name), code.co_qualname)
+                function = code.co_qualname.partition(".<")[0]
+                self.called.setdefault(str(name), {})[function] = None
 
-    def tell(self, title: str) -> None:
-        """Print the files, and how many they are."""
-        sys.stdout.write(f"{title}: {len(self.first)} files\n")
-        for name, function in self.first.items():
-            sys.stdout.write(f"{code_lines(ROOT / name):6,}  {name:56} {function}\n")
-        sys.stdout.write("\n")
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many files, classes and functions were called."""
+        names = [(file, name) for file, functions in self.called.items() for name in functions]
+        classes = {(file, name.rpartition(".")[0]) for file, name in names if "." in name}
+        return len(self.called), len(classes), len(names)
+
+
+def tell(ways: dict[str, Way], *, functions: bool) -> None:
+    """Print both ways side by side, and how much was called on each."""
+    files = list(dict.fromkeys(name for way in ways.values() for name in way.called))
+    row = "{:>6}  {:56}" + "{:>16}" * len(ways)
+    lines = [row.format("lines", "file, and its functions", *ways)]
+    for name in files:
+        counts = [len(way.called.get(name, ())) or "" for way in ways.values()]
+        lines.append(row.format(code_lines(ROOT / name), name, *counts))
+        if functions:
+            called = dict.fromkeys(function for way in ways.values() for function in way.called.get(name, ()))
+            for function in called:
+                there = ["x" if function in way.called.get(name, ()) else "" for way in ways.values()]
+                lines.append(row.format("", f"    {function}", *there))
+    for i, what in enumerate(("files", "classes", "functions")):
+        lines.append(row.format("", what, *(way.counts()[i] for way in ways.values())))
+    sys.stdout.write("\n".join(line.rstrip() for line in lines) + "\n")
 
 
 class Ways:
@@ -115,8 +135,7 @@ def main() -> None:
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
             to_disk, to_device = asyncio.run(take(ways, folder))
-    to_disk.tell("commit to disk")
-    to_device.tell("disk to device")
+    tell({"commit to disk": to_disk, "disk to device": to_device}, functions="--functions" in sys.argv[1:])
 
 
 if __name__ == "__main__":
