@@ -42,7 +42,7 @@ from asynccache import checks
 from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError, Timeout
 from asynccache.settle import MOST_THREADS, ThreadPool
-from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
+from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -215,14 +215,14 @@ class CheckedStore:
             ConfigError: a key is unusable.
         """
         _check_keys(keys)
-        return await self._guard.answers(CallSort.ASK, keys, self.backend.exists)
+        return await self._guard.answers("ask", keys, self.backend.exists)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling
         it may leave any of them deleted. Raises as ``exists`` does."""
         _check_keys(keys)
         try:
-            call = self._guard.answers(CallSort.PUT, keys, self.backend.delete)
+            call = self._guard.answers("put", keys, self.backend.delete)
             return await self._guard.without_buffers("delete", call)
         except Timeout:
             return [Result.FAILED] * len(keys)
@@ -308,15 +308,15 @@ class CheckedStore:
             return [Result.FAILED] * len(keys)
         records = _records(payloads)
         await self._in_batches(seal, keys, records)
-        return await self._guard.answers(CallSort.PUT, keys, lambda keys: self.backend.put(keys, records))
+        return await self._guard.answers("put", keys, lambda keys: self.backend.put(keys, records))
 
     async def _get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         records = _records(payloads)
-        results = await self._guard.answers(CallSort.GET, keys, lambda keys: self.backend.get(keys, records))
+        results = await self._guard.answers("get", keys, lambda keys: self.backend.get(keys, records))
         await self._verify(keys, records, results)
         if Result.CORRUPT in results:
             bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
-            await self._guard.answers(CallSort.DROP, bad, self.backend.delete)
+            await self._guard.answers("drop", bad, self.backend.delete)
         return results
 
     async def _verify(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
