@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.settings import Settings
 from asynccache.storage import (
     HEADER_BYTES,
+    MOST_SIZE,
     Collected,
     PageKey,
     ParsedUrl,
     Record,
     Result,
+    Size,
     Stored,
     StoreLayout,
     Tell,
@@ -34,6 +37,12 @@ LISTED = 1000
 _Bytes = npt.NDArray[np.uint8]
 
 
+class MemorySettings(Settings, frozen=True):
+    """The options in a URL. ``capacity``: as for ``MemoryBackend``."""
+
+    capacity: Size = MOST_SIZE
+
+
 class _Kept(NamedTuple):
     """A stored record: its header and payload in one array, and the unix time at which it was stored."""
 
@@ -42,9 +51,10 @@ class _Kept(NamedTuple):
 
 
 class MemoryBackend:
-    """The store. ``capacity`` is the bytes of headers and payloads that it holds at most; None: no limit."""
+    """The store. ``capacity`` is the bytes of headers and payloads that it holds at most; by default
+    there is no limit."""
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int = MOST_SIZE) -> None:
         self._capacity = capacity
         self._stored: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
@@ -160,7 +170,7 @@ class MemoryBackend:
         self._stored[key] = _Kept(data, time.time())
         self._bytes += data.nbytes
         self._changed(True, (key,))
-        while self._capacity is not None and self._bytes > self._capacity:
+        while self._bytes > self._capacity:
             self._drop(next(iter(self._stored)))
             self._counts["evicted"] += 1
 
@@ -182,12 +192,9 @@ class MemoryBackend:
         await self._threads.spread(work, [data.nbytes for _, data in pairs], pairs)
 
 
-def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int | None:
-    """Return the capacity in ``url``, or None. Raises ConfigError if it does not hold one page."""
-    url.allow_only(("capacity",))
-    if "capacity" not in url.options:
-        return None
-    capacity = url.size("capacity", 0)
+def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int:
+    """Return the capacity in ``url``. Raises ConfigError if it does not hold one page."""
+    capacity = url.settings(MemorySettings).capacity
     needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
     if capacity < needed:
         raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")
