@@ -714,7 +714,9 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.storage.Breaker.abandon": of_breaker("abandon", {"permit": Integer(0)}, "permit"),
     "asynccache.storage.Breaker.shut_for": of_breaker("shut_for", {"now": Number()}, "now"),
-    "asynccache.storage.Pages": plain(Pages, {"opened": Thing()}),
+    "asynccache.storage.Pages": plain(
+        Pages, {"serving": Thing(), "pools": Unchecked("made by Pages.open")}, pools={}
+    ),
     "asynccache.storage.Pages.open": Case(
         _pages_open,
         {"storage": Depends(Text()), "memory": Thing(), "page_bytes": Depends(Integer(1)),
