@@ -64,10 +64,20 @@ class Announcer:
 
     def _events(self, notice: Notice) -> Iterator[BlockEvent]:
         match notice:
+            case Publish(medium=Medium.STORAGE):
+                for start, stop in self._new_runs(notice.hashes):
+                    yield self._block_stored(notice, start, stop)
+            case Publish(stored=True):
+                yield self._block_stored(notice, 0, len(notice.hashes) // HASH_BYTES)
             case Publish():
-                yield from self._published(notice)
+                yield BlockRemoved(block_hashes(notice.hashes), notice.medium.value)
+            case StorageReport(there=True):
+                self._stored_keys.update(notice.keys)
             case StorageReport():
-                yield from self._reported(notice)
+                self._stored_keys.difference_update(notice.keys)
+                gone = [self._announced.pop(key) for key in notice.keys if key in self._announced]
+                if gone:
+                    yield BlockRemoved(gone, Medium.STORAGE.value)
             case Cleared():
                 yield self.forget()
             case Opened():
@@ -76,25 +86,6 @@ class Announcer:
                 yield self.forget()
             case _:
                 assert_never(notice)
-
-    def _published(self, event: Publish) -> Iterator[BlockEvent]:
-        if event.medium is Medium.STORAGE:
-            for start, stop in self._new_runs(event.hashes):
-                yield self._block_stored(event, start, stop)
-        elif event.stored:
-            yield self._block_stored(event, 0, len(event.hashes) // HASH_BYTES)
-        else:
-            yield BlockRemoved(block_hashes(event.hashes), event.medium.value)
-
-    def _reported(self, report: StorageReport) -> Iterator[BlockEvent]:
-        if report.there:
-            self._stored_keys.update(report.keys)
-            return
-        self._stored_keys.difference_update(report.keys)
-        announced = self._announced
-        gone = [announced.pop(key) for key in report.keys if key in announced]
-        if gone:
-            yield BlockRemoved(gone, Medium.STORAGE.value)
 
     def _new_runs(self, hashes: bytes) -> Iterator[tuple[int, int]]:
         """Yield the runs of pages that are to be announced on STORAGE: for each the index of its first page, and the

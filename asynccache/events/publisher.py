@@ -225,22 +225,17 @@ class ZmqPublisher:
                 self._answer(self._router)
 
     def _send_all(self) -> None:
-        while notices := self._take(BATCH_EVENTS):
-            self._send(self._announcer.announce(notices))
-
-    def _take(self, count: int) -> list[Notice]:
         backlog = self._backlog
-        return [backlog.popleft() for _ in range(min(count, len(backlog)))]
-
-    def _send(self, events: Sequence[BlockEvent]) -> None:
-        if not events:
-            return
-        number, payload = self._number, self._encode(events)
-        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
-        self._history.add(number, payload)
-        self._number += 1
-        self._events += len(events)
-        self._bytes += len(payload)
+        while backlog:
+            events = self._announcer.announce([backlog.popleft() for _ in range(min(BATCH_EVENTS, len(backlog)))])
+            if not events:
+                continue
+            number, payload = self._number, self._encode(events)
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+            self._history.add(number, payload)
+            self._number += 1
+            self._events += len(events)
+            self._bytes += len(payload)
 
     def _encode(self, events: Sequence[BlockEvent]) -> bytes:
         return self._encoder.encode(EventBatch(self._clock(), list(events), self._rank))

@@ -42,26 +42,6 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """No block is known to be on any medium: the cache was opened or reset, or events were lost."""
 
 
-class _StoredArray(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockStored"):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None
-
-
-class _RemovedArray(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockRemoved"):
-    block_hashes: list[int]
-    medium: str | None
-
-
-class _ClearedArray(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="AllBlocksCleared"):
-    pass
-
-
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -74,12 +54,6 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class _ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[_StoredArray | _RemovedArray | _ClearedArray]
-    data_parallel_rank: int | None = None
-
-
 class EventLayout(Enum):
     """The encoding of an event: as a map, which is what vLLM does now, or as an array, which older versions of vLLM did
     and SGLang does."""
@@ -88,8 +62,18 @@ class EventLayout(Enum):
     ARRAY = "array"
 
 
-_ARRAYS: dict[type, type] = {BlockStored: _StoredArray, BlockRemoved: _RemovedArray, AllBlocksCleared: _ClearedArray}
-_MAPS = {array: struct for struct, array in _ARRAYS.items()}
+def _as_array(kind: Any, **types: Any) -> Any:
+    """Return a struct with the name and the fields of ``kind`` that is encoded as an array. ``types``: the types of
+    fields that have another one there."""
+    fields = [(one.name, types.get(one.name, one.type), one.default) for one in msgspec.structs.fields(kind)]
+    tag = kind.__struct_config__.tag
+    return msgspec.defstruct(kind.__name__, fields, array_like=True, omit_defaults=True, gc=False, tag=tag)
+
+
+_Stored, _Removed, _Cleared = map(_as_array, (BlockStored, BlockRemoved, AllBlocksCleared))
+_ArrayBatch = _as_array(EventBatch, events=list[_Stored | _Removed | _Cleared])  # type: ignore[valid-type]
+_ARRAYS: dict[type, type] = {BlockStored: _Stored, BlockRemoved: _Removed, AllBlocksCleared: _Cleared}
+_MAPS = {array: kind for kind, array in _ARRAYS.items()}
 
 
 class Encoder:

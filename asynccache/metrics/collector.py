@@ -25,14 +25,16 @@ from asynccache.metrics.lag import LoopLag
 from asynccache.runtime.learning import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION
-from asynccache.worker.stats import Histogram
+from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
+    from asynccache.core.cache import ShelfStatistics
     from asynccache.core.eviction import Learned
     from asynccache.runtime.cache import AsyncCache, CacheStatistics
 
 _PREFIX = "asynccache"
-MetricRows = Iterable[tuple[Sequence[str], float]]
+Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+"""The value of a metric, or the values by its labels; or by both of them, if it has two."""
 
 
 class PublisherFields(Protocol):
@@ -86,8 +88,8 @@ class CacheCollector(Collector):
         """Yield all metrics as they are now."""
         statistics = self._cache.statistics()
         why = self._cache.closed
-        yield self._gauge("closed", "1 if the cache takes no requests, and why; 0 if it does.", ("reason",),
-                          [((why or "",), why is not None)])  # fmt: skip
+        yield self._gauge("closed", "1 if the cache takes no requests, and why; 0 if it does.",
+                          {why or "": why is not None}, "reason")  # fmt: skip
         build = InfoMetricFamily(f"{_PREFIX}_build", "The version, and which core runs.", labels=("cache",))
         build.add_metric((self._name,), {"version": VERSION, "core": compiled.CORE})
         yield build
@@ -106,86 +108,85 @@ class CacheCollector(Collector):
 
     def _lookups(self, statistics: CacheStatistics) -> Iterator[Metric]:
         found = statistics.lookups
-        yield self._counter("requests", "Leases that were granted.", (), [((), found.requests)])
-        yield self._counter("prompt_tokens", "Tokens in whole pages that granted leases asked for.", (),
-                            [((), found.tokens)])  # fmt: skip
+        yield self._counter("requests", "Leases that were granted.", found.requests)
+        yield self._counter("prompt_tokens", "Tokens in whole pages that granted leases asked for.", found.tokens)
         yield self._counter("hit_tokens", "Prompt tokens that were cached, by the tier that had them on arrival.",
-                            ("tier",), _rows(found.hits))  # fmt: skip
-        yield self._counter("miss_tokens", "Prompt tokens that were not cached, by reason.", ("reason",),
-                            _rows(found.misses))  # fmt: skip
-        yield self._counter("miss_requests", "Granted leases with tokens that were not cached, by reason.", ("reason",),
-                            _rows(found.missed_requests))  # fmt: skip
-        yield self._counter("prefetches", "Prefetches, by how they ended.", ("status",), _rows(statistics.prefetches))
+                            found.hits, "tier")  # fmt: skip
+        yield self._counter("miss_tokens", "Prompt tokens that were not cached, by reason.", found.misses, "reason")
+        yield self._counter("miss_requests", "Granted leases with tokens that were not cached, by reason.",
+                            found.missed_requests, "reason")  # fmt: skip
+        yield self._counter("prefetches", "Prefetches, by how they ended.", statistics.prefetches, "status")
 
     def _tiers(self, statistics: CacheStatistics) -> Iterator[Metric]:
         tiers = (("device", statistics.device), ("host", statistics.host))
-        shelves = [(tier, pool, shelf) for tier, pools in tiers for pool, shelf in pools.items()]
-        labels = ("tier", "pool")
-        yield self._gauge("pool_slots", "Slots of the pool; each is for a page or a state.", labels,
-                          [((tier, pool), s.capacity) for tier, pool, s in shelves])  # fmt: skip
-        yield self._gauge("pool_free_slots", "Slots that hold nothing.", labels,
-                          [((tier, pool), s.free) for tier, pool, s in shelves])  # fmt: skip
-        yield self._gauge("pool_evictable_slots", "Slots that eviction could free now.", labels,
-                          [((tier, pool), s.evictable) for tier, pool, s in shelves])  # fmt: skip
-        yield self._gauge("pool_pinned_slots", "Slots that leases, kept prefixes or transfers pin.", labels,
-                          [((tier, pool), s.capacity - s.free - s.evictable) for tier, pool, s in shelves])  # fmt: skip
+        shelves = {(tier, pool): shelf for tier, pools in tiers for pool, shelf in pools.items()}
+        counts: tuple[tuple[str, str, Callable[[ShelfStatistics], int]], ...] = (
+            ("slots", "Slots of the pool; each is for a page or a state.", lambda s: s.capacity),
+            ("free_slots", "Slots that hold nothing.", lambda s: s.free),
+            ("evictable_slots", "Slots that eviction could free now.", lambda s: s.evictable),
+            ("pinned_slots", "Slots that leases, kept prefixes or transfers pin.",
+             lambda s: s.capacity - s.free - s.evictable),
+        )  # fmt: skip
+        for name, text, count in counts:
+            yield self._gauge(f"pool_{name}", text, {where: count(s) for where, s in shelves.items()}, "tier", "pool")
 
     def _stages(self, statistics: CacheStatistics) -> Iterator[Metric]:
-        stages, label = statistics.stages, ("stage",)
-        yield self._counter("stage_operations", "Operations, by stage.", label,
-                            [((n,), s.ops) for n, s in stages.items()])  # fmt: skip
-        yield self._counter("stage_tokens", "Tokens whose FULL pages moved.", label,
-                            [((n,), s.full_pages * self._page_size) for n, s in stages.items()])  # fmt: skip
-        yield self._counter("stage_pages", "Pages that moved, in all pools.", label,
-                            [((n,), s.pages) for n, s in stages.items()])  # fmt: skip
-        yield self._counter("stage_bytes", "Bytes that moved.", label, [((n,), s.bytes) for n, s in stages.items()])
-        yield self._counter("stage_errors", "Operations that failed; of the stage prefetch, pages.", label,
-                            [((n,), s.errors) for n, s in stages.items()])  # fmt: skip
+        counts: tuple[tuple[str, str, Callable[[StageStats], int]], ...] = (
+            ("operations", "Operations, by stage.", lambda s: s.ops),
+            ("tokens", "Tokens whose FULL pages moved.", lambda s: s.full_pages * self._page_size),
+            ("pages", "Pages that moved, in all pools.", lambda s: s.pages),
+            ("bytes", "Bytes that moved.", lambda s: s.bytes),
+            ("errors", "Operations that failed; of the stage prefetch, pages.", lambda s: s.errors),
+        )
+        for name, text, count in counts:
+            yield self._counter(f"stage_{name}", text, {n: count(s) for n, s in statistics.stages.items()}, "stage")
         yield self._histogram("stage_latency_seconds", "From an operation's entry into the queue to its outcome.",
-                              [((n,), h) for n, h in statistics.histograms.items()], label)  # fmt: skip
-        yield self._gauge("queue_depth", "How much waits in each queue.", ("queue",), _rows(statistics.queues))
+                              [((n,), h) for n, h in statistics.histograms.items()], ("stage",))  # fmt: skip
+        yield self._gauge("queue_depth", "How much waits in each queue.", statistics.queues, "queue")
 
     def _core(self, statistics: CacheStatistics) -> Iterator[Metric]:
         core = statistics.core
-        yield self._gauge("leases", "Leases that are held.", (), [((), statistics.leases)])
-        yield self._gauge("waiting_leases", "Leases in line for pages.", (), [((), statistics.waiting)])
-        yield self._gauge("kept_tokens", "Tokens pinned by keep().", (), [((), statistics.kept_tokens)])
-        yield self._gauge("tree_nodes", "Nodes of the radix tree.", (), [((), core.nodes)])
-        yield self._gauge("operations", "Operations in flight, by kind.", ("kind",), _rows(core.operations))
-        yield self._counter("evicted_pages", "Pages evicted, by tier.", ("tier",),
-                            [(("device",), core.evicted_device), (("host",), core.evicted_host)])  # fmt: skip
-        yield self._counter("lost_pages", "Pages whose only copy was dropped.", (), [((), core.lost_pages)])
+        yield self._gauge("leases", "Leases that are held.", statistics.leases)
+        yield self._gauge("waiting_leases", "Leases in line for pages.", statistics.waiting)
+        yield self._gauge("kept_tokens", "Tokens pinned by keep().", statistics.kept_tokens)
+        yield self._gauge("tree_nodes", "Nodes of the radix tree.", core.nodes)
+        yield self._gauge("operations", "Operations in flight, by kind.", core.operations, "kind")
+        yield self._counter("evicted_pages", "Pages evicted, by tier.",
+                            {"device": core.evicted_device, "host": core.evicted_host}, "tier")  # fmt: skip
+        yield self._counter("lost_pages", "Pages whose only copy was dropped.", core.lost_pages)
         yield self._counter("dropped_backups", "Backups to storage that were dropped because too much waited.",
-                            (), [((), statistics.dropped_backups)])  # fmt: skip
-        yield self._counter("failed_loads", "Loads from the host that failed.", (), [((), core.failed_loads)])
+                            statistics.dropped_backups)  # fmt: skip
+        yield self._counter("failed_loads", "Loads from the host that failed.", core.failed_loads)
 
     def _learned(self, learned: Learned) -> Iterator[Metric]:
         found = kinds(learned)
-        yield self._counter("eviction_requests", "Requests that the eviction policy has learned from.", (),
-                            [((), learned.requests)])  # fmt: skip
-        yield self._counter("eviction_lessons", "How often the policy has worked out what pages are worth.", (),
-                            [((), learned.lessons)])  # fmt: skip
-        yield self._gauge("eviction_ghosts", "Evicted nodes that the policy remembers.", (), [((), learned.ghosts)])
-        yield self._gauge("eviction_watched", "Nodes in the two small caches that are compared.", (),
-                          [((), learned.watched)])  # fmt: skip
-        yield self._gauge("eviction_leads", "1: what was learned chooses; 0: what was used least recently goes.", (),
-                          [((), int(learned.leads))])  # fmt: skip
-        yield self._counter("eviction_returned_blocks", "Blocks that came back while the policy remembered them.", (),
-                            [((), learned.returned)])  # fmt: skip
+        yield self._counter("eviction_requests", "Requests that the eviction policy has learned from.",
+                            learned.requests)  # fmt: skip
+        yield self._counter("eviction_lessons", "How often the policy has worked out what pages are worth.",
+                            learned.lessons)  # fmt: skip
+        yield self._gauge("eviction_ghosts", "Evicted nodes that the policy remembers.", learned.ghosts)
+        yield self._gauge("eviction_watched", "Nodes in the two small caches that are compared.", learned.watched)
+        yield self._gauge("eviction_leads", "1: what was learned chooses; 0: what was used least recently goes.",
+                          int(learned.leads))  # fmt: skip
+        yield self._counter("eviction_returned_blocks", "Blocks that came back while the policy remembered them.",
+                            learned.returned)  # fmt: skip
         yield self._gauge("eviction_kind_blocks", "Blocks from which a kind of page is known; older ones count less.",
-                          ("kind",), [((kind.name,), kind.blocks) for kind in found])  # fmt: skip
+                          {kind.name: kind.blocks for kind in found}, "kind")  # fmt: skip
+        again = {(kind.name, f"{age:g}"): v for kind in found for age, v in zip(AGES, kind.again, strict=True)}
+        worth = {(kind.name, f"{age:g}"): v for kind in found for age, v in zip(AGES, kind.worth, strict=True)}
         yield self._gauge("eviction_reuse_share", "Share of a kind that is used again within so many seconds.",
-                          ("kind", "within"), _by_age((kind.name, kind.again) for kind in found))  # fmt: skip
+                          again, "kind", "within")  # fmt: skip
         yield self._gauge("eviction_worth", "What a block is worth so many seconds after its last use; the least goes.",
-                          ("kind", "age"), _by_age((kind.name, kind.worth) for kind in found))  # fmt: skip
+                          worth, "kind", "age")  # fmt: skip
 
     def _storage(self, statistics: CacheStatistics) -> Iterator[Metric]:
         stores = statistics.stores
         if not stores:
             return
-        figures = [(name, figure, value) for name, counts in stores.items() for figure, value in counts.items()]
-        yield self._gauge("storage", "The counters of each store, by name.", ("backend", "figure"),
-                          [((name, figure), value) for name, figure, value in figures if figure != "breaker"])
+        yield self._gauge("storage", "The counters of each store, by name.", {
+            (name, figure): value for name, counts in stores.items() for figure, value in counts.items()
+            if figure != "breaker"
+        }, "backend", "figure")  # fmt: skip
         breaker = StateSetMetricFamily(f"{_PREFIX}_storage_breaker", "The state of the store's breaker.",
                                        labels=("cache", "backend"))  # fmt: skip
         for name, counts in stores.items():
@@ -197,24 +198,23 @@ class CacheCollector(Collector):
         for name, text in (("promoted_pages", "Pages of a farther store that were copied to a nearer one."),
                            ("unpromoted_pages", "Pages of a farther store that were not copied: there was no memory, "
                                                 "or the nearer store did not take them.")):  # fmt: skip
-            yield self._counter(name, text, (), [((), statistics.storage.get(name, 0))])
+            yield self._counter(name, text, statistics.storage.get(name, 0))
 
     def _events(self, stats: PublisherFields) -> Iterator[Metric]:
-        yield self._counter("event_batches", "Batches of KV events sent.", (), [((), stats.batches)])
-        yield self._counter("events", "KV events sent.", (), [((), stats.events)])
-        yield self._counter("events_lost", "KV events dropped before they were sent.", (), [((), stats.lost)])
-        yield self._gauge("events_waiting", "KV events that wait to be sent.", (), [((), stats.waiting)])
+        yield self._counter("event_batches", "Batches of KV events sent.", stats.batches)
+        yield self._counter("events", "KV events sent.", stats.events)
+        yield self._counter("events_lost", "KV events dropped before they were sent.", stats.lost)
+        yield self._gauge("events_waiting", "KV events that wait to be sent.", stats.waiting)
 
-    def _counter(self, name: str, text: str, labels: Sequence[str], rows: MetricRows) -> Metric:
-        family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=("cache", *labels))
-        for values, value in rows:
-            family.add_metric((self._name, *values), value)
-        return family
+    def _counter(self, name: str, text: str, values: Values, *labels: str) -> Metric:
+        return self._filled(CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=("cache", *labels)), values)
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str], rows: MetricRows) -> Metric:
-        family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=("cache", *labels))
-        for values, value in rows:
-            family.add_metric((self._name, *values), value)
+    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=("cache", *labels)), values)
+
+    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+        for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            family.add_metric((self._name, *(key if isinstance(key, tuple) else (key,))), value)
         return family
 
     def _histogram(
@@ -224,14 +224,6 @@ class CacheCollector(Collector):
         for values, histogram in rows:
             family.add_metric((self._name, *values), _buckets(histogram), histogram.total_ms / 1e3)
         return family
-
-
-def _by_age(values: Iterable[tuple[str, Sequence[float]]]) -> MetricRows:
-    return [((name, f"{age:g}"), value) for name, row in values for age, value in zip(AGES, row, strict=True)]
-
-
-def _rows(values: Mapping[str, float]) -> MetricRows:
-    return [((name,), value) for name, value in values.items()]
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -28,6 +28,7 @@ from asynccache.storage.opening import CheckableClass, backend_class, check_stor
 from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.url import (
+    MOST_SIZE,
     HostPort,
     ParsedUrl,
     Size,
@@ -41,7 +42,7 @@ from asynccache.storage.weights import weights_digest
 from asynccache.storage.wrapping import Tell, Watchable
 
 __all__ = [
-    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",
+    "HEADER_BYTES", "KEY_BYTES", "MOST_SIZE", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",
     "CheckedStore", "Closed", "Collectable", "Collected", "HostPort", "Listable", "OpenCalls", "PageKey", "Pages",
     "ParsedUrl", "Part", "Permit", "Probeable", "Record", "Result", "Scrubbable", "Scrubbed", "StorageBackend",
     "Size", "StoreLayout", "StoreOptions", "Stored", "Tell", "ThreadPool", "Verify", "Watchable", "backend_class",

@@ -45,8 +45,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from enum import Enum, IntEnum
-from typing import Any, NewType, TypeVar
+from enum import IntEnum
+from typing import Any, Literal, NewType, TypeVar
 
 from asynccache import checks
 from asynccache.errors import BackendError, Timeout
@@ -99,12 +99,11 @@ class Breaker:
     ) -> None:
         self.state = BreakerState.CLOSED
         self.opened = 0
-        self.changed: Callable[[], object] = _nobody
+        self.changed: Callable[[], object] = lambda: None
         self._threshold = checks.integer("threshold", threshold, 1)
-        self._first_backoff = backoff = checks.number("backoff", backoff, above=0)
+        self._backoff = self._first_backoff = checks.number("backoff", backoff, above=0)
         self._max_backoff = checks.number("max_backoff", max_backoff, above=0)
         self._jitter = checks.function("jitter", jitter)
-        self._backoff = backoff
         self._failures: Counter[str] = Counter()
         self._blamed: str | None = None
         self._retry_at = 0.0
@@ -136,7 +135,8 @@ class Breaker:
     def success(self, permit: Permit, now: float | None = None, kind: str = "") -> None:
         """Note that the call succeeded. ``now`` is used only for the sum that ``shut_for`` returns; without it the
         time since the probe began is not added."""
-        permit, now = _permit(permit), None if now is None else checks.number("now", now)
+        permit = Permit(checks.integer("permit", permit, 0))
+        now = None if now is None else checks.number("now", now)
         kind = checks.text("kind", kind)
         if permit != self._period:
             return
@@ -147,49 +147,37 @@ class Breaker:
         self._failures[kind] = 0
         if kind == self._blamed:
             self._blamed = None
-            self._backoff = self._first_backoff
 
     def failure(self, permit: Permit, now: float, kind: str = "") -> None:
         """Note that the call failed as a whole, or took too long."""
-        permit, now, kind = _permit(permit), checks.number("now", now), checks.text("kind", kind)
+        permit = Permit(checks.integer("permit", permit, 0))
+        now, kind = checks.number("now", now), checks.text("kind", kind)
         if permit != self._period:
             return
-        if self.state is BreakerState.HALF_OPEN:
-            self._open_longer(now)
-            return
-        self._failures[kind] += 1
-        if kind == self._blamed:
-            self._shut(now)
-            self._open_longer(now)
-        elif self._failures.total() >= self._threshold:
+        longer = True
+        if self.state is BreakerState.CLOSED:
+            self._failures[kind] += 1
+            longer = kind == self._blamed
+            if not longer and self._failures.total() < self._threshold:
+                return
             self._blamed = kind
-            self._backoff = self._first_backoff
-            self._shut(now)
-            self._open(now + self._backoff * self._jitter())
+            self._failures.clear()
+            self.opened += 1
+            self._shut_at = now
+        self._backoff = min(self._backoff * 2, self._max_backoff) if longer else self._first_backoff
+        self._retry_at = now + self._backoff * self._jitter()
+        self._enter(BreakerState.OPEN)
 
     def abandon(self, permit: Permit) -> None:
         """Note that the call was cancelled, so that it says nothing about the backend. If it was the probe, the next
         call may probe at once."""
-        if _permit(permit) == self._period and self.state is BreakerState.HALF_OPEN:
-            self._open(self._retry_at)
+        if checks.integer("permit", permit, 0) == self._period and self.state is BreakerState.HALF_OPEN:
+            self._enter(BreakerState.OPEN)
 
     def shut_for(self, now: float) -> float:
         """Return for how many seconds, all in all, the breaker has not been CLOSED."""
         now = checks.number("now", now)
         return self._shut_for + (0.0 if self.state is BreakerState.CLOSED else now - self._shut_at)
-
-    def _shut(self, now: float) -> None:
-        self.opened += 1
-        self._shut_at = now
-        self._failures.clear()
-
-    def _open_longer(self, now: float) -> None:
-        self._backoff = min(self._backoff * 2, self._max_backoff)
-        self._open(now + self._backoff * self._jitter())
-
-    def _open(self, retry_at: float) -> None:
-        self._enter(BreakerState.OPEN)
-        self._retry_at = retry_at
 
     def _enter(self, state: BreakerState) -> Permit:
         self.state = state
@@ -198,60 +186,12 @@ class Breaker:
         return self._period
 
 
-def _nobody() -> None:
-    pass
-
-
-def _permit(permit: Permit) -> Permit:
-    return Permit(checks.integer("permit", permit, 0))
-
-
-class CallReport:
-    """Reports the outcome of one permitted call to the breaker. Only the first report counts: a call that was reported
-    as too slow may still succeed, and that changes nothing."""
-
-    __slots__ = ("_breaker", "_kind", "_permit")
-
-    def __init__(self, breaker: Breaker, permit: Permit, kind: str) -> None:
-        self._breaker = breaker
-        self._permit = permit
-        self._kind = kind
-
-    def success(self, now: float) -> None:
-        """Report that the call succeeded."""
-        self._breaker.success(self._take_permit(), now, self._kind)
-
-    def failure(self, now: float) -> None:
-        """Report that the call failed, or has taken too long by now."""
-        self._breaker.failure(self._take_permit(), now, self._kind)
-
-    def abandon(self) -> None:
-        """Report that the call was cancelled."""
-        self._breaker.abandon(self._take_permit())
-
-    def _take_permit(self) -> Permit:
-        permit, self._permit = self._permit, REFUSED
-        return permit
-
-
 _T = TypeVar("_T")
 
 BackendCall = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
-
-
-class CallSort(Enum):
-    """The sorts of calls. ``failure_kind``: under which kind the breaker counts its failures. ``reads``: whether it
-    takes the place of a read or of a write."""
-
-    ASK = "ask", True
-    GET = "get", True
-    DROP = "drop", True  # the deletion of what a get found to be corrupt: the caller of that get is waiting
-    PUT = "put", False
-    OTHER = "other", False
-
-    def __init__(self, failure_kind: str, reads: bool) -> None:
-        self.failure_kind = failure_kind
-        self.reads = reads
+CallKind = Literal["ask", "get", "drop", "put", "other"]
+"""What a call does, under which the breaker counts its failures. ``drop`` is the deletion of what a get found to be
+corrupt: it takes a read's place, since the caller of that get is waiting. Only a ``put`` takes a write's."""
 
 
 LET_GO = 0.5
@@ -284,7 +224,7 @@ class CallGuard:
         self._clock = clock
         self._counts: Counter[str] = Counter()
         self._probing: asyncio.Task[list[Result]] | None = None
-        self._left: set[asyncio.Task[Any]] = set()
+        self._unbuffered: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         return f"CallGuard({self.breaker!r}, {self.reads!r}, {self.writes!r})"
@@ -300,12 +240,12 @@ class CallGuard:
         }
 
     async def aclose(self) -> None:
-        """Cancel the probe, if there is one, and wait for its end and that of the calls that were left behind.
-        Cancelling it does not shorten that."""
+        """Cancel the probe, if there is one, and wait for its end and that of calls without buffers, such as
+        those that were left behind. Cancelling it does not shorten that."""
         if self._probing is not None:
             self._probing.cancel()
             await settled([self._probing])
-        await settled(list(self._left))
+        await settled(list(self._unbuffered))
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
         """Return True if the breaker refuses a call for these keys now. If so the call is counted as refused, and a
@@ -315,27 +255,29 @@ class CallGuard:
         if self._probing is None or self._probing.done():  # while a probe hangs no other is begun
             permit = self.breaker.allow(self._now())
             if permit != REFUSED:
-                self._begin_probe(permit, keys[:1])
+                timeout = min(self._timeout, self._slow or self._timeout)
+                probe = self._answered("ask", permit, keys[:1], self._ask, timeout)
+                self._probing = asyncio.get_running_loop().create_task(probe, name="asynccache-probe")
         self._counts["refused_calls"] += 1
         return True
 
-    async def answers(self, call: CallSort, keys: Sequence[PageKey], act: BackendCall) -> list[Result]:
+    async def answers(self, kind: CallKind, keys: Sequence[PageKey], act: BackendCall) -> list[Result]:
         """Make the call ``act(keys)`` and return its answers. Returns FAILED for every key if the call is refused, gets
-        no place in time, raises, misses its deadline, or answers something else than a result for each key.
+        no place in time, raises, misses its deadline, or answers something else than a result for each key. The
+        breaker counts its failures under ``kind``.
 
         Cancelling it returns at once while it waits for a place, and otherwise when the backend has let go of the
         call's buffers.
         """
         if not keys:
             return []
-        places = self.reads if call.reads else self.writes
+        places = self.writes if kind == "put" else self.reads
         if self.refuses(keys) or not await self._takes(places):
             return [Result.FAILED] * len(keys)
         try:
             if self.refuses(keys):
                 return [Result.FAILED] * len(keys)
-            permit = self.breaker.allow(self._now())
-            return await self._answered(CallReport(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
+            return await self._answered(kind, self.breaker.allow(self._now()), keys, act, self._timeout)
         finally:
             places.release()
 
@@ -346,7 +288,24 @@ class CallGuard:
         Raises:
             BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
-        return await self.without_buffers(name, self._on_request(name, act))
+
+        async def made() -> _T:
+            if not await self._takes(self.writes):
+                raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
+            try:
+                closed = self.breaker.state is BreakerState.CLOSED  # else a permit would make this call the probe
+                permit = self.breaker.allow(self._now()) if closed else REFUSED
+                return await self._made("other", permit, lambda: _answer(act()), self._timeout)
+            except BackendError:
+                raise
+            except TimeoutError as error:
+                raise Timeout(f"{name}: no answer in {self._timeout} s") from error
+            except Exception as error:
+                raise BackendError(f"{name}: {error!r}") from error
+            finally:
+                self.writes.release()
+
+        return await self.without_buffers(name, made())
 
     async def without_buffers(self, name: str, work: Coroutine[Any, Any, _T]) -> _T:
         """Make the call ``work``, which uses no buffer of its caller, and return what it returns. If the backend does
@@ -357,32 +316,22 @@ class CallGuard:
             Timeout: the call was left behind.
         """
         task = asyncio.get_running_loop().create_task(work, name=f"asynccache-{name}")
+        self._unbuffered.add(task)
+        task.add_done_callback(self._ended)
         try:
             await asyncio.wait([task], timeout=2 * self._timeout + LET_GO)
         except asyncio.CancelledError:
             task.cancel()
-            self._left.add(task)
-            task.add_done_callback(self._ended)
             await asyncio.wait([task], timeout=LET_GO)
             raise
         if not task.done():
-            self._left.add(task)
-            task.add_done_callback(self._ended)
             raise Timeout(f"{name}: the store has not let go of the call after {2 * self._timeout} s")
         return task.result()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._left.discard(task)
+        self._unbuffered.discard(task)
         if not task.cancelled():
             task.exception()  # else asyncio would log the error of a call that was left behind
-
-    async def _on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        if not await self._takes(self.writes):
-            raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
-        try:
-            return await self._in_time(name, act)
-        finally:
-            self.writes.release()
 
     async def _takes(self, places: asyncio.Semaphore) -> bool:
         """Wait for a place and take it; False if none came free in time."""
@@ -397,69 +346,50 @@ class CallGuard:
         return True
 
     async def _answered(
-        self, report: CallReport, keys: Sequence[PageKey], act: BackendCall, timeout: float
+        self, kind: CallKind, permit: Permit, keys: Sequence[PageKey], act: BackendCall, timeout: float
     ) -> list[Result]:
-        watch = self._watch(report)
+        async def results() -> list[Result]:
+            found = list(await _answer(act(keys)))
+            if len(found) != len(keys) or sum(map(found.count, RESULTS)) != len(keys):
+                raise BackendError(f"{self._name!r} answered {len(found)} for {len(keys)} keys, or no results at all")
+            return found
+
         try:
-            results = await self._made(report, lambda: self._results(act(keys), len(keys)), timeout)
+            answers = await self._made(kind, permit, results, timeout, self._slow)
         except Exception:  # whatever a plug-in raises is a failed call, and the cache goes on without storage
             return [Result.FAILED] * len(keys)
-        finally:
-            if watch is not None:
-                watch.cancel()
-        self._counts["failed_pages"] += results.count(Result.FAILED)
-        return results
+        self._counts["failed_pages"] += answers.count(Result.FAILED)
+        return answers
 
-    async def _results(self, call: Awaitable[list[Result]], count: int) -> list[Result]:
-        results = list(await _answer(call))
-        if len(results) != count or sum(map(results.count, RESULTS)) != count:
-            raise BackendError(f"{self._name!r} answered {len(results)} for {count} keys, or no results at all")
-        return results
+    async def _made(
+        self, kind: CallKind, permit: Permit, act: Callable[[], Awaitable[_T]], timeout: float, slow: float = 0.0
+    ) -> _T:
+        """Make the call ``act()`` within ``timeout`` seconds, and report to the breaker how it has ended, or after
+        ``slow`` seconds that it failed; only the first report counts. Raises what the call raises."""
 
-    async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        closed = self.breaker.state is BreakerState.CLOSED  # asking it for a permit would make this call the probe
-        permit = self.breaker.allow(self._now()) if closed else REFUSED
-        report = CallReport(self.breaker, permit, CallSort.OTHER.failure_kind)
-        try:
-            return await self._made(report, lambda: _answer(act()), self._timeout)
-        except BackendError:
-            raise
-        except TimeoutError as error:
-            raise Timeout(f"{name}: no answer in {self._timeout} s") from error
-        except Exception as error:
-            raise BackendError(f"{name}: {error!r}") from error
+        def too_slow() -> None:
+            nonlocal permit
+            self._counts["slow_calls"] += 1
+            late, permit = permit, REFUSED
+            self.breaker.failure(late, self._now(), kind)
 
-    async def _made(self, report: CallReport, act: Callable[[], Awaitable[_T]], timeout: float) -> _T:
-        """Make the call ``act()`` within ``timeout`` seconds, and report how it has ended. Raises what it raises."""
+        watch = asyncio.get_running_loop().call_later(slow, too_slow) if slow else None
         try:
             async with asyncio.timeout(timeout):
                 result = await act()
         except Exception as error:
-            self._failed(report, error)
+            self.last_error = _without_frames(error)
+            self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
+            self.breaker.failure(permit, self._now(), kind)
             raise
         except BaseException:
-            report.abandon()
+            self.breaker.abandon(permit)
             raise
-        report.success(self._now())
+        finally:
+            if watch is not None:
+                watch.cancel()
+        self.breaker.success(permit, self._now(), kind)
         return result
-
-    def _watch(self, report: CallReport) -> asyncio.TimerHandle | None:
-        return asyncio.get_running_loop().call_later(self._slow, self._too_slow, report) if self._slow else None
-
-    def _too_slow(self, report: CallReport) -> None:
-        self._counts["slow_calls"] += 1
-        report.failure(self._now())
-
-    def _failed(self, report: CallReport, error: Exception) -> None:
-        self.last_error = _without_frames(error)
-        self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
-        report.failure(self._now())
-
-    def _begin_probe(self, permit: Permit, keys: Sequence[PageKey]) -> None:
-        report = CallReport(self.breaker, permit, CallSort.ASK.failure_kind)
-        timeout = min(self._timeout, self._slow or self._timeout)
-        work = self._answered(report, keys, self._ask, timeout)
-        self._probing = asyncio.get_running_loop().create_task(work, name="asynccache-probe")
 
     def _now(self) -> float:
         if self._clock is None:

@@ -34,7 +34,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
@@ -42,7 +41,7 @@ from asynccache import checks
 from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError, Timeout
 from asynccache.settle import MOST_THREADS, ThreadPool
-from asynccache.storage.call_guard import Breaker, CallGuard, CallSort
+from asynccache.storage.call_guard import Breaker, CallGuard
 from asynccache.storage.contract import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -119,8 +118,6 @@ def pool_digest(
 PART_PAGES = 1024
 """Pages in one call of the backend, at most. A longer call is made in parts, so that it does not hold up the loop."""
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
-
-_T = TypeVar("_T")
 
 
 class CheckedStore:
@@ -215,14 +212,14 @@ class CheckedStore:
             ConfigError: a key is unusable.
         """
         _check_keys(keys)
-        return await self._guard.answers(CallSort.ASK, keys, self.backend.exists)
+        return await self._guard.answers("ask", keys, self.backend.exists)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling
         it may leave any of them deleted. Raises as ``exists`` does."""
         _check_keys(keys)
         try:
-            call = self._guard.answers(CallSort.PUT, keys, self.backend.delete)
+            call = self._guard.answers("put", keys, self.backend.delete)
             return await self._guard.without_buffers("delete", call)
         except Timeout:
             return [Result.FAILED] * len(keys)
@@ -307,36 +304,27 @@ class CheckedStore:
         if self._guard.refuses(keys):  # asked first, to spare the checksums of pages that would not be stored
             return [Result.FAILED] * len(keys)
         records = _records(payloads)
-        await self._in_batches(seal, keys, records)
-        return await self._guard.answers(CallSort.PUT, keys, lambda keys: self.backend.put(keys, records))
+        await self._threads.spread(seal, [payload.nbytes for payload in payloads], keys, records)
+        return await self._guard.answers("put", keys, lambda keys: self.backend.put(keys, records))
 
     async def _get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         records = _records(payloads)
-        results = await self._guard.answers(CallSort.GET, keys, lambda keys: self.backend.get(keys, records))
-        await self._verify(keys, records, results)
-        if Result.CORRUPT in results:
-            bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
-            await self._guard.answers(CallSort.DROP, bad, self.backend.delete)
-        return results
-
-    async def _verify(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
-        """Replace every HIT in ``results`` that does not verify by CORRUPT."""
+        results = await self._guard.answers("get", keys, lambda keys: self.backend.get(keys, records))
         hit = Result.HIT  # looking up an Enum's member takes 0.2 µs, more than all else that is done for a page here
         hits = [i for i, result in enumerate(results) if result is hit]
         good = await self._verdicts([keys[i] for i in hits], [records[i] for i in hits])
-        for i, ok in zip(hits, good, strict=True):
-            if not ok:
+        for i, verified in zip(hits, good, strict=True):
+            if not verified:
                 results[i] = Result.CORRUPT
+        if Result.CORRUPT in results:
+            bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
+            await self._guard.answers("drop", bad, self.backend.delete)
+        return results
 
     async def _verdicts(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
         """Return for each record whether it verifies."""
-        return [good for batch in await self._in_batches(verify, keys, records) for good in batch]
-
-    async def _in_batches(
-        self, work: Callable[[Sequence[PageKey], Sequence[Record]], _T], keys: Sequence[PageKey],
-        records: Sequence[Record],
-    ) -> list[_T]:  # fmt: skip
-        return await self._threads.spread(work, [record.payload.nbytes for record in records], keys, records)
+        batches = await self._threads.spread(verify, [record.payload.nbytes for record in records], keys, records)
+        return [good for batch in batches for good in batch]
 
     def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, writable: bool) -> None:
         """Raise ConfigError if keys or payloads cannot be used. ``writable``: whether pages will be read into the

@@ -22,10 +22,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum
+from dataclasses import dataclass, field
 from functools import partial
 from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from asynccache.errors import ConfigError, Timeout, Unavailable, forget_frames
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
@@ -41,48 +41,26 @@ let go when it answers, but a thread of its own may be just about to drop its la
 _T = TypeVar("_T")
 
 
-class StoreVerb(Enum):
-    """The method of the stores that a call is for."""
-
-    EXISTS = "exists"
-    GET = "get"
-    PUT = "put"
+StoreVerb = Literal["exists", "get", "put"]
 
 
-class CallState(Enum):
-    """The state of a call. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
-    cancelled at its deadline or by ``close``, and the stores have not let go yet. ``DONE``: the stores have
-    answered."""
-
-    WAITING = "waiting"
-    ASKING = "asking"
-    ENDED = "ended"
-    DONE = "done"
-
-
+@dataclass(slots=True, eq=False)
 class PendingCall:
     """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS has none. ``until`` is its
-    deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has."""
+    deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has.
+    ``asking``: whether the stores are working on it and were not told to give up."""
 
-    __slots__ = ("future", "keys", "known", "loan", "rows", "slots", "state", "task", "timer", "until", "verb")
-
-    def __init__(
-        self, verb: StoreVerb, keys: Sequence[PageKey], rows: Rows, slots: Sequence[int], until: float | None
-    ) -> None:
-        self.future: Future[list[Result]] = Future()
-        self.verb = verb
-        self.keys = keys
-        self.rows = rows
-        self.slots = slots
-        self.until = until
-        self.state = CallState.WAITING
-        self.known: list[Result] = []
-        self.loan: RowLoan | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.task: asyncio.Task[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"PendingCall({self.verb.value}, {len(self.keys)} pages of {self.rows.pool!r}, {self.state.value})"
+    verb: StoreVerb
+    keys: Sequence[PageKey]
+    rows: Rows
+    slots: Sequence[int]
+    until: float | None
+    future: Future[list[Result]] = field(default_factory=Future)
+    asking: bool = False
+    known: list[Result] = field(default_factory=list)
+    loan: RowLoan | None = None
+    timer: asyncio.TimerHandle | None = None
+    task: asyncio.Task[None] | None = None
 
     def so_far(self) -> list[Result]:
         """Return the results of a call that is cut short now: HIT and CORRUPT as the stores have answered, FAILED for
@@ -132,7 +110,12 @@ class StoreThread:
         """
         self._begin = storages, layout, options, memory
         try:
-            self._begin_thread()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._loop.close()
+                self._forget()
+                raise NoThread(f"no thread can be started to serve the stores: {error}") from None
             self._opened.result()
         except NoThread:
             raise
@@ -202,20 +185,12 @@ class StoreThread:
 
     def held(self) -> int:
         """Return how many pages there are whose memory a store may be using now."""
-        return sum(len(call.keys) for call in list(self._under_way) if call.verb is not StoreVerb.EXISTS)
+        return sum(len(call.keys) for call in list(self._under_way) if call.verb != "exists")
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters of the stores and of this instance. To be called on the loop only."""
         counts = {name: self.counts[name] for name in ("late_calls", "kept_pages")}
         return {**self.tiers.stats(), "calls_in_flight": len(self._under_way), **counts}
-
-    def _begin_thread(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._loop.close()
-            self._forget()
-            raise NoThread(f"no thread can be started to serve the stores: {error}") from None
 
     def _check_open(self) -> None:
         if self._refusing:
@@ -289,7 +264,7 @@ class StoreThread:
         for call in self._under_way:
             if not call.future.done():
                 self.counts["abandoned_pages"] += len(call.keys)
-            if call.verb is StoreVerb.EXISTS:
+            if call.verb == "exists":
                 self._answer(call, call.so_far())
             self._end(call)
 
@@ -325,40 +300,39 @@ class StoreThread:
             self.counts["late_calls"] += 1
             self._answer(call, call.so_far())
             return
-        if call.verb is not StoreVerb.EXISTS:
+        if call.verb != "exists":
             try:
                 call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
                 forget_frames(error)
                 self._end_future(partial(call.future.set_exception, error))
                 return
-        call.state = CallState.ASKING
+        call.asking = True
         self._under_way[call] = None
         call.task = self._loop.create_task(self._serve(call))
         if left is not None:
             call.timer = self._loop.call_later(left, self._late, call)
 
     async def _serve(self, call: PendingCall) -> None:
-        results: list[Result] | None = None
+        results = None
         try:
-            results = await self._asked(call)
+            if call.loan is not None and call.verb == "put":
+                results = await self.tiers.put(call.keys, call.loan.views)
+            else:
+                call.known = [Result.MISS] * len(call.keys)
+                if call.loan is not None:
+                    results = await self.tiers.get(call.keys, call.loan.views, call.known)
+                else:
+                    results = await self.tiers.exists(call.keys, call.known)
         except BaseException as error:  # it was cancelled, or a plug-in raised what no store has a right to raise
             forget_frames(error)
         if call.timer is not None:
             call.timer.cancel()
-        call.state = CallState.DONE
+        call.asking = False
         if call.loan is not None:
             await self._let_go(call.loan, len(call.keys))
         del self._under_way[call]
         self._answer(call, call.so_far() if results is None else results)
-
-    async def _asked(self, call: PendingCall) -> list[Result]:
-        if call.loan is not None and call.verb is StoreVerb.PUT:
-            return await self.tiers.put(call.keys, call.loan.views)
-        call.known = [Result.MISS] * len(call.keys)
-        if call.loan is not None:
-            return await self.tiers.get(call.keys, call.loan.views, call.known)
-        return await self.tiers.exists(call.keys, call.known)
 
     def _late(self, call: PendingCall) -> None:
         """End a call whose deadline is over. An EXISTS call has no memory, so it is answered at once and goes on
@@ -366,14 +340,14 @@ class StoreThread:
         if call.future.done():
             return
         self.counts["late_calls"] += 1
-        if call.verb is StoreVerb.EXISTS:
+        if call.verb == "exists":
             self._answer(call, call.so_far())
         else:
             self._end(call)
 
     def _end(self, call: PendingCall) -> None:
-        if call.state is CallState.ASKING and call.task is not None:
-            call.state = CallState.ENDED
+        if call.asking and call.task is not None:
+            call.asking = False
             call.task.cancel()
 
     async def _let_go(self, loan: RowLoan, pages: int) -> None:

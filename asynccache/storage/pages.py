@@ -56,14 +56,6 @@ class _StoredPool(NamedTuple):
     digest: bytes
 
 
-class OpenParts(NamedTuple):
-    """The arguments that ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by
-    name."""
-
-    serving: StoreThread
-    pools: Mapping[str, _StoredPool]
-
-
 class Pages:
     """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
 
@@ -77,9 +69,10 @@ class Pages:
     In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """
 
-    def __init__(self, opened: OpenParts) -> None:
+    def __init__(self, serving: StoreThread, pools: Mapping[str, _StoredPool]) -> None:
         """Not for users: call ``Pages.open``."""
-        self._serving, self._pools = checks.instance("opened", opened, OpenParts)
+        self._serving = checks.instance("serving", serving, StoreThread)
+        self._pools = pools
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -110,10 +103,15 @@ class Pages:
             Unavailable: a store cannot be opened now.
         """
         try:
-            return cls(_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
+            storages, space, more = _storages(storage), _namespace(namespace), _options(options)
+            pools = _pools(memory, page_bytes, space)
+            layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
+            serving = StoreThread("asynccache-pages")
+            serving.start(storages, layout, more, [pool.rows for pool in pools.values()])
         except BaseException as error:
             forget_frames(error)  # its frames refer to the memory, which a caller who keeps the error could not close
             raise
+        return cls(serving, pools)
 
     # calls
 
@@ -131,7 +129,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        return self._serving.submit(PendingCall(StoreVerb.EXISTS, _page_keys(keys, chosen), chosen.rows, (), until))
+        return self._serving.submit(PendingCall("exists", _page_keys(keys, chosen), chosen.rows, (), until))
 
     def put(
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
@@ -146,7 +144,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        return self._serving.submit(self._page_call(StoreVerb.PUT, keys, slots, chosen, until))
+        return self._serving.submit(self._page_call("put", keys, slots, chosen, until))
 
     def get(
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
@@ -159,7 +157,7 @@ class Pages:
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        call = self._page_call(StoreVerb.GET, keys, slots, chosen, until)
+        call = self._page_call("get", keys, slots, chosen, until)
         if len(set(call.slots)) < len(call.slots):
             twice = next(slot for slot in call.slots if call.slots.count(slot) > 1)
             raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
@@ -338,16 +336,6 @@ def _namespace(namespace: Any) -> bytes:
             f"all else that must match"
         )
     return data
-
-
-def _opened(
-    storages: Sequence[str | StorageBackend], memory: Any, page_bytes: Any, namespace: bytes, options: Mapping[str, str]
-) -> OpenParts:
-    pools = _pools(memory, page_bytes, namespace)
-    layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
-    serving = StoreThread("asynccache-pages")
-    serving.start(storages, layout, options, [pool.rows for pool in pools.values()])
-    return OpenParts(serving, pools)
 
 
 def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _StoredPool]:

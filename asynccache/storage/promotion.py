@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,21 +39,10 @@ class PromotionTarget(Protocol):
 
 
 class LackingPages(NamedTuple):
-    """The pages that ``target`` lacks, as positions in the ``keys`` of ``Promotions.offer`` or of the batch."""
+    """The pages that ``target`` lacks, as positions in the ``keys`` of ``Promotions.offer``."""
 
     target: PromotionTarget
     pages: Sequence[int]
-
-
-class PromotionBatch(NamedTuple):
-    """Copied pages that are being promoted. All their copies together take ``size`` bytes. ``promoted`` has for each
-    store that has answered how many of them it took."""
-
-    keys: Sequence[PageKey]
-    copies: Sequence[memoryview]
-    wanted: Sequence[LackingPages]
-    size: int
-    promoted: list[int]
 
 
 class Promotions:
@@ -68,7 +59,7 @@ class Promotions:
         self.held = 0
         self._room = room
         self._threads = ThreadPool(threads, "asynccache-promotion")
-        self._batches: dict[asyncio.Task[None], PromotionBatch] = {}
+        self._batches: dict[asyncio.Task[None], Sequence[PageKey]] = {}
         self._writing: WeakKeyDictionary[PromotionTarget, asyncio.Lock] = WeakKeyDictionary()
         self._pauses = 0
         self._deletions = 0
@@ -93,15 +84,19 @@ class Promotions:
         Returns when the pages are copied. Cancelling it returns when nobody reads the payloads any more; then none of
         them is promoted.
         """
-        count = self._fitting(payloads) if self._allowed(deletions) else 0
+        ends = [0, *accumulate(payload.nbytes for payload in payloads)]
+        most = (self._room - self.held) // mmap.PAGESIZE * mmap.PAGESIZE  # a mapping takes whole pages of memory
+        count = bisect_right(ends, most) - 1 if self._allowed(deletions) else 0
         self.counts["unpromoted"] += len(payloads) - count
         if not count:
             return
-        size = _taken(sum(payload.nbytes for payload in payloads[:count]))
+        size = -(-ends[count] // mmap.PAGESIZE) * mmap.PAGESIZE
         self.held += size
         begun = False
         try:
-            copies = await self._copied(payloads[:count], size)
+            memory = memoryview(mmap.mmap(-1, size))  # aligned, as direct I/O needs it
+            copies = [memory[start:end] for start, end in pairwise(ends[: count + 1])]
+            await self._threads.spread(_copy, [copy.nbytes for copy in copies], payloads[:count], copies)
             begun = self._allowed(deletions)
         except (OSError, MemoryError):
             pass  # there is no memory for the copies; the caller has its pages all the same
@@ -110,51 +105,38 @@ class Promotions:
                 self.counts["unpromoted"] += count
                 self.held -= size
         if begun:
-            batch = PromotionBatch(keys[:count], copies, [_up_to(count, want) for want in wanted], size, [])
-            task = asyncio.get_running_loop().create_task(self._promote(batch), name="asynccache-promotion")
-            self._batches[task] = batch
-            task.add_done_callback(self._ended)
+            parts = [LackingPages(target, [page for page in pages if page < count]) for target, pages in wanted]
+            self._begin(keys[:count], copies, parts, size)
 
     def _allowed(self, deletions: int) -> bool:
         return deletions == self._deletions and not self._pauses and not self._closed
 
-    def _fitting(self, payloads: Sequence[memoryview]) -> int:
-        """Return for how many of the payloads, from the first on, there is room."""
-        size, room = 0, self._room - self.held
-        for count, payload in enumerate(payloads):
-            size += payload.nbytes
-            if _taken(size) > room:
-                return count
-        return len(payloads)
+    def _begin(
+        self, keys: Sequence[PageKey], copies: Sequence[memoryview], wanted: Sequence[LackingPages], size: int
+    ) -> None:
+        """Write copied pages to the stores that lack them. All the copies together take ``size`` bytes."""
+        promoted: list[int] = []
 
-    async def _copied(self, payloads: Sequence[memoryview], size: int) -> list[memoryview]:
-        memory, copies, at = memoryview(mmap.mmap(-1, size)), [], 0  # aligned, as direct I/O needs it
-        for payload in payloads:
-            copies.append(memory[at : at + payload.nbytes])
-            at += payload.nbytes
-        await self._threads.spread(_copy, [payload.nbytes for payload in payloads], payloads, copies)
-        return copies
+        async def write(target: PromotionTarget, pages: Sequence[int]) -> None:
+            async with self._writing.setdefault(target, asyncio.Lock()):  # after the batches before
+                with suppress(BackendError):  # counted in the end, as where the store answers FAILED
+                    answers = await target.put([keys[i] for i in pages], [copies[i] for i in pages])
+                    promoted.append(answers.count(Result.HIT))
 
-    async def _promote(self, batch: PromotionBatch) -> None:
-        async with asyncio.TaskGroup() as writing:
-            for want in batch.wanted:
-                writing.create_task(self._write(batch, want))
+        async def write_all() -> None:
+            async with asyncio.TaskGroup() as writing:
+                for target, pages in wanted:
+                    writing.create_task(write(target, pages))
 
-    async def _write(self, batch: PromotionBatch, want: LackingPages) -> None:
-        """Write to one store the pages of a batch that it lacks, after the batches before."""
-        keys, copies = [batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages]
-        async with self._writing.setdefault(want.target, asyncio.Lock()):
-            with suppress(BackendError):  # counted in the end, as where the store answers FAILED
-                batch.promoted.append((await want.target.put(keys, copies)).count(Result.HIT))
+        def ended(task: asyncio.Task[None]) -> None:  # also called if the task was cancelled before it began
+            del self._batches[task]
+            self.held -= size
+            self.counts["promoted"] += sum(promoted)
+            self.counts["unpromoted"] += sum(len(pages) for _, pages in wanted) - sum(promoted)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Count what became of a batch, and free its memory. Called when its task has ended, even if that was cancelled
-        before it began."""
-        batch = self._batches.pop(task)
-        self.held -= batch.size
-        promoted = sum(batch.promoted)
-        self.counts["promoted"] += promoted
-        self.counts["unpromoted"] += sum(len(want.pages) for want in batch.wanted) - promoted
+        task = asyncio.get_running_loop().create_task(write_all(), name="asynccache-promotion")
+        self._batches[task] = keys
+        task.add_done_callback(ended)
 
     async def idle(self) -> None:
         """Wait until no page is being promoted. Cancelling it only stops the waiting."""
@@ -184,7 +166,7 @@ class Promotions:
     async def _cancel(self, keys: frozenset[PageKey] | None, patience: float | None = None) -> bool:
         """Cancel every batch that has one of ``keys`` (None: every batch), and wait until these have ended, for
         ``patience`` seconds at most. Returns True if one of them has not."""
-        ending = [task for task, batch in self._batches.items() if keys is None or not keys.isdisjoint(batch.keys)]
+        ending = [task for task, pages in self._batches.items() if keys is None or not keys.isdisjoint(pages)]
         for task in ending:
             task.cancel()
         if not ending:
@@ -200,15 +182,6 @@ class Promotions:
             await self._cancel(None)
         finally:
             self._threads.close()
-
-
-def _taken(size: int) -> int:
-    """Return how many bytes of memory a mapping of ``size`` bytes takes: whole pages of the machine's memory."""
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _up_to(count: int, want: LackingPages) -> LackingPages:
-    return LackingPages(want.target, [page for page in want.pages if page < count])
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

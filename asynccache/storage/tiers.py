@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from asynccache import checks
 from asynccache.errors import ConfigError, Timeout
@@ -24,7 +25,7 @@ from asynccache.storage.contract import PageKey, Result, is_shared
 from asynccache.storage.promotion import ROOM_BYTES, LackingPages, Promotions
 from asynccache.storage.url import StoreOptions, check_name
 
-StoreCall = Callable[[CheckedStore], Awaitable[list[Result]]]
+_T = TypeVar("_T")
 
 # Which of several stores' answers for a page counts: the one with the highest figure here, by the result's number. If
 # one store answers MISS and another FAILED, the page may be in the store that failed, so FAILED counts.
@@ -51,26 +52,17 @@ class AttachedStore:
         there = "detached" if self.calls.closed else "there"
         return f"AttachedStore({self.options.name!r}, {self.calls.running} calls, {there})"
 
-    async def ask(self, count: int, call: StoreCall, absent: Result) -> list[Result]:
-        """Make ``call`` with this store, a call of ``count`` keys, and return its results. If the store was detached,
-        return ``absent`` for each key. Cancelling it cancels the call."""
+    async def ask(self, call: Callable[[CheckedStore], Awaitable[_T]], absent: _T) -> _T:
+        """Make ``call`` with this store and return what it returns; ``absent`` if the store was detached. Cancelling it
+        cancels the call."""
         if self.calls.closed:
-            return [absent] * count
+            return absent
         with self.calls:
             return await call(self.store)
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         """The same as ``CheckedStore.put``; FAILED for each key if the store was detached."""
-        return await self.ask(len(keys), lambda store: store.put(keys, payloads), Result.FAILED)
-
-    async def act(self, call: Callable[[CheckedStore], Awaitable[None]]) -> None:
-        """Make a call that has no keys with this store. Does nothing if the store was detached."""
-
-        async def acted(store: CheckedStore) -> list[Result]:
-            await call(store)
-            return []
-
-        await self.ask(0, acted, Result.MISS)
+        return await self.ask(lambda store: store.put(keys, payloads), [Result.FAILED] * len(keys))
 
 
 class TieredStore:
@@ -206,7 +198,7 @@ class TieredStore:
         """
         stores = self._stores
         if len(stores) == 1:
-            return await stores[0].ask(len(keys), lambda store: store.get(keys, payloads), Result.MISS)
+            return await stores[0].ask(lambda store: store.get(keys, payloads), [Result.MISS] * len(keys))
         results = [Result.MISS] * len(keys) if known is None else known
         deletions = self.promotions.deletions
         asked: list[tuple[AttachedStore, Sequence[int], list[Result]]] = []
@@ -214,7 +206,9 @@ class TieredStore:
             part = _missing(results)
             if not part:
                 break
-            answers = await _get_part(attached, keys, payloads, part)
+            wanted, buffers = [keys[at] for at in part], [payloads[at] for at in part]
+            get = partial(CheckedStore.get, keys=wanted, payloads=buffers)
+            answers = await attached.ask(get, [Result.MISS] * len(part))
             _take_over(results, part, answers)
             found = [at for at in part if results[at] is Result.HIT]
             if found and asked:
@@ -240,14 +234,14 @@ class TieredStore:
         else MISS. ``known``: as for ``get``. Cancelling it changes nothing."""
         stores = self._stores
         if len(stores) == 1:
-            return await stores[0].ask(len(keys), lambda store: store.exists(keys), Result.MISS)
+            return await stores[0].ask(lambda store: store.exists(keys), [Result.MISS] * len(keys))
         results = [Result.MISS] * len(keys) if known is None else known
         for attached in stores:
             part = _missing(results)
             if not part:
                 break
-            asked = [keys[at] for at in part]
-            _take_over(results, part, await attached.ask(len(asked), _exists(asked), Result.MISS))
+            exists = partial(CheckedStore.exists, keys=[keys[at] for at in part])
+            _take_over(results, part, await attached.ask(exists, [Result.MISS] * len(part)))
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -255,9 +249,8 @@ class TieredStore:
         else MISS. Cancelling it may leave any of them deleted."""
         try:
             async with self.promotions.paused(self._patience, keys):
-                answers = await _all([
-                    attached.ask(len(keys), lambda store: store.delete(keys), Result.MISS) for attached in self._stores
-                ])  # fmt: skip
+                absent = [Result.MISS] * len(keys)
+                answers = await _all([one.ask(lambda store: store.delete(keys), absent) for one in self._stores])
         except Timeout:
             return [Result.FAILED] * len(keys)
         failed = [Result.FAILED in found for found in zip(*answers, strict=True)] or [False] * len(keys)
@@ -296,7 +289,7 @@ class TieredStore:
             BackendError: one of them failed; the others were cleared.
         """
         async with self.promotions.paused(self._patience):
-            await _all([attached.act(lambda store: store.clear()) for attached in self._stores])
+            await _all([attached.ask(CheckedStore.clear, None) for attached in self._stores])
 
     async def flush(self) -> None:
         """Return once all pages stored so far would survive a power loss, as far as the stores promise that. If it is
@@ -306,7 +299,7 @@ class TieredStore:
             BackendError: one of them failed; the others were asked all the same.
         """
         written = [one for one in self._stores if one.options.write or one.promoted_to]
-        await _all([attached.act(lambda store: store.flush()) for attached in written])
+        await _all([attached.ask(CheckedStore.flush, None) for attached in written])
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the sums of the stores' counters. ``breaker`` is the best state among them (see ``best_off``). The
@@ -336,17 +329,6 @@ class TieredStore:
             self.detach(attached)
         await self.promotions.aclose()
         await _all([self.aclose_detached(attached) for attached in tuple(self._leaving)])
-
-
-async def _get_part(
-    attached: AttachedStore, keys: Sequence[PageKey], payloads: Sequence[memoryview], part: Sequence[int]
-) -> list[Result]:
-    wanted, buffers = [keys[at] for at in part], [payloads[at] for at in part]
-    return await attached.ask(len(part), lambda store: store.get(wanted, buffers), Result.MISS)
-
-
-def _exists(keys: Sequence[PageKey]) -> StoreCall:
-    return lambda store: store.exists(keys)
 
 
 def _missing(results: Sequence[Result]) -> list[int]:

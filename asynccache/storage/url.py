@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
-from math import inf, nan
 from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
@@ -29,11 +28,9 @@ _S = TypeVar("_S", bound=Settings)
 
 MOST_SIZE = 1 << 62
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
-_PERMISSIONS = re.compile(r"0?7[0-7]{2}")
 _HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _LONGEST_NAME = 253
-_OWNER, _EVERYBODY = 0o700, 0o777
 
 
 def parse_size(name: str, text: str) -> int:
@@ -142,12 +139,6 @@ class ParsedUrl:
                 known = f"one of {', '.join(sorted(names))}" if names else "it has none"
                 raise ConfigError(f"storage={where!r}: unknown option {name!r}; {known}")
 
-    def size(self, name: str, default: int) -> int:
-        """Return the option ``name`` as a size in bytes (see ``parse_size``), or ``default`` if it is not given."""
-        text = self.options.get(checks.text("name", name))
-        default = checks.integer("default", default, 0, MOST_SIZE)
-        return default if text is None else parse_size(f"storage option {name}", text)
-
     def whole_number(self, name: str, default: int, least: int, most: int) -> int:
         """Return the option ``name`` as a whole number from ``least`` to ``most``, or ``default`` if it is not
         given."""
@@ -158,32 +149,6 @@ class ParsedUrl:
         if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
             raise ConfigError(f"storage option {name}={text!r}: expected a whole number from {least} to {most}")
         return int(text)
-
-    def number(self, name: str, default: float, least: float = 0.0) -> float:
-        """Return the option ``name`` as a number of at least ``least``, or ``default`` if it is not given."""
-        text, default = self.options.get(checks.text("name", name)), checks.number("default", default)
-        least = checks.number("least", least)
-        if text is None:
-            return default
-        try:
-            value = float(text)
-        except ValueError:
-            value = nan
-        if not least <= value < inf:
-            raise ConfigError(f"storage option {name}={text!r}: expected a number of at least {least:g}")
-        return value
-
-    def permissions(self, name: str, default: int) -> int:
-        """Return the option ``name`` as permissions of a folder, or ``default`` if it is not given. They are written in
-        octal as for ``chmod``, and the owner must have all of them, as in ``0750``."""
-        text = self.options.get(checks.text("name", name))
-        default = checks.integer("default", default, _OWNER, _EVERYBODY)
-        if text is None:
-            return default
-        if _PERMISSIONS.fullmatch(text) is None:
-            wanted = f"who may use the folder, in octal as chmod has it and 7 for the owner, as in {name}=0750"
-            raise ConfigError(f"storage option {name}={text!r}: expected {wanted}")
-        return int(text, 8)
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
         """Return the option ``name``, which must be one of ``choices``; the first of them if it is not given."""

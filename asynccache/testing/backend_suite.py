@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from hashlib import sha256
 from random import Random
 
 import pytest
+import pytest_asyncio
 
 from asynccache.errors import BackendError
 from asynccache.storage import (
@@ -97,37 +98,37 @@ class BackendSuite:
         """The function that opens the backend under test. Called again after ``aclose`` it must open the same store."""
         raise NotImplementedError("override the fixture open_backend")
 
-    @pytest.mark.asyncio
-    async def test_an_empty_store_misses(self, open_backend: OpenBackend) -> None:
+    @pytest_asyncio.fixture
+    async def backend(self, open_backend: OpenBackend) -> AsyncIterator[StorageBackend]:
+        """The backend under test, which is closed after the test."""
         backend = await open_backend()
+        yield backend
+        await backend.aclose()
+
+    @pytest.mark.asyncio
+    async def test_an_empty_store_misses(self, backend: StorageBackend) -> None:
         keys = keys_of(3)
         assert await backend.exists(keys) == [Result.MISS] * 3
         assert (await get_all(backend, keys))[0] == [Result.MISS] * 3
         assert await backend.delete(keys) == [Result.MISS] * 3
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_empty_calls_answer_nothing(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_empty_calls_answer_nothing(self, backend: StorageBackend) -> None:
         assert await backend.exists([]) == await backend.get([], []) == await backend.put([], []) == []
         assert await backend.delete([]) == []
-        await backend.aclose()
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("pool", sorted(LAYOUT.page_bytes))
-    async def test_what_was_put_comes_back(self, open_backend: OpenBackend, pool: str) -> None:
-        backend = await open_backend()
+    async def test_what_was_put_comes_back(self, backend: StorageBackend, pool: str) -> None:
         keys = keys_of(7, pool)
         stored = await put_all(backend, keys)
         assert await backend.exists(keys) == [Result.HIT] * 7
         results, fetched = await get_all(backend, keys)
         assert results == [Result.HIT] * 7
         assert same(stored, fetched)
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_answers_are_in_the_order_of_the_keys(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_answers_are_in_the_order_of_the_keys(self, backend: StorageBackend) -> None:
         keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(30)]
         stored = await put_all(backend, keys[::2])
         shuffled = Random(5).sample(range(30), 30)
@@ -135,50 +136,39 @@ class BackendSuite:
         assert results == [Result.MISS if i % 2 else Result.HIT for i in shuffled]
         for i, record in zip(shuffled, fetched, strict=True):
             assert i % 2 or same([stored[i // 2]], [record])
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_many_pages_in_one_call(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_many_pages_in_one_call(self, backend: StorageBackend) -> None:
         keys = keys_of(300, "swa")
         stored = await put_all(backend, keys)
         results, fetched = await get_all(backend, keys[::-1])
         assert results == [Result.HIT] * 300
         assert same(stored[::-1], fetched)
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_a_key_that_exists_keeps_its_record(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_a_key_that_exists_keeps_its_record(self, backend: StorageBackend) -> None:
         key = page_key("kept")
         stored = await put_all(backend, [key])
         other = record_of(page_key("other"))
         assert await backend.put([key], [other]) == [Result.HIT]
         assert same(stored, (await get_all(backend, [key]))[1])
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_a_key_twice_in_one_put(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_a_key_twice_in_one_put(self, backend: StorageBackend) -> None:
         key = page_key("twice")
         stored = await put_all(backend, [key, key])
         assert same(stored[:1], (await get_all(backend, [key]))[1])
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_puts_of_one_key_at_the_same_time(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_puts_of_one_key_at_the_same_time(self, backend: StorageBackend) -> None:
         keys = keys_of(5)
         records = await asyncio.gather(*(put_all(backend, keys) for _ in range(4)))
         results, fetched = await get_all(backend, keys)
         assert results == [Result.HIT] * 5
         assert same(records[0], fetched)
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_calls_at_the_same_time_do_not_mix(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
-
+    async def test_calls_at_the_same_time_do_not_mix(self, backend: StorageBackend) -> None:
         async def use(i: int) -> None:
             keys = [page_key(f"{i}/{j}", ("full", "odd")[i % 2]) for j in range(5)]
             stored = await put_all(backend, keys)
@@ -187,11 +177,9 @@ class BackendSuite:
             assert same(stored, fetched)
 
         await asyncio.gather(*(use(i) for i in range(20)))
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_deleted_keys_miss_and_can_be_put_again(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_deleted_keys_miss_and_can_be_put_again(self, backend: StorageBackend) -> None:
         keys = keys_of(6)
         await put_all(backend, keys)
         assert await backend.delete([keys[1], keys[4], page_key("never")]) == [Result.HIT, Result.HIT, Result.MISS]
@@ -200,31 +188,25 @@ class BackendSuite:
         other = record_of(page_key("other"))
         assert await backend.put(keys[1:2], [other]) == [Result.HIT]
         assert same([other], (await get_all(backend, keys[1:2]))[1])
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_clear_forgets_everything(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_clear_forgets_everything(self, backend: StorageBackend) -> None:
         keys = keys_of(6)
         await put_all(backend, keys)
         await backend.clear()
         assert await backend.exists(keys) == [Result.MISS] * 6
         await put_all(backend, keys[:2])
         assert await backend.exists(keys) == [Result.HIT] * 2 + [Result.MISS] * 4
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_a_record_of_another_length_is_no_hit(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_a_record_of_another_length_is_no_hit(self, backend: StorageBackend) -> None:
         key = page_key("long")
         await put_all(backend, [key])
         small = Record(aligned(HEADER_BYTES), aligned(4096))
         assert await backend.get([key], [small]) == [Result.CORRUPT]
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_buffers_at_odd_addresses(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_buffers_at_odd_addresses(self, backend: StorageBackend) -> None:
         keys, memory = keys_of(4), aligned(9 * 16384)
         places = [memory[i * 16384 + 13 : (i + 1) * 16384 + 13] for i in range(8)]
         put = [Record(record_of(key).header, place) for key, place in zip(keys, places, strict=False)]
@@ -234,22 +216,18 @@ class BackendSuite:
         fetched = [Record(aligned(HEADER_BYTES), place) for place in places[4:]]
         assert await backend.get(keys, fetched) == [Result.HIT] * 4
         assert same(put, fetched)
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_no_byte_beside_a_buffer_is_touched(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_no_byte_beside_a_buffer_is_touched(self, backend: StorageBackend) -> None:
         keys, memory = keys_of(3, "odd"), aligned(8000)
         await put_all(backend, keys)
         fetched = [Record(aligned(HEADER_BYTES), memory[at : at + 1000]) for at in (500, 2500, 4500)]
         assert await backend.get(keys, fetched) == [Result.HIT] * 3
         gaps = (memory[:500], memory[1500:2500], memory[3500:4500], memory[5500:])
         assert not any(any(gap) for gap in gaps)
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_a_cancelled_get_has_let_go(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_a_cancelled_get_has_let_go(self, backend: StorageBackend) -> None:
         keys = keys_of(40)
         await put_all(backend, keys)
         for turns in range(4):
@@ -259,11 +237,9 @@ class BackendSuite:
                 record.payload[:] = bytes(record.payload.nbytes)
             assert (await get_all(backend, keys))[0] == [Result.HIT] * 40
             assert not any(any(record.payload) for record in records)
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_a_cancelled_put_has_let_go(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_a_cancelled_put_has_let_go(self, backend: StorageBackend) -> None:
         for turns in range(4):
             keys = [page_key(f"{turns}/{i}") for i in range(40)]
             records = [record_of(key) for key in keys]
@@ -274,18 +250,15 @@ class BackendSuite:
             assert set(results) <= {Result.HIT, Result.MISS}
             for key, result, record in zip(keys, results, fetched, strict=True):
                 assert result is Result.MISS or same([record], [record_of(key)])
-        await backend.aclose()
 
     @pytest.mark.asyncio
-    async def test_stats_count_pages_and_bytes(self, open_backend: OpenBackend) -> None:
-        backend = await open_backend()
+    async def test_stats_count_pages_and_bytes(self, backend: StorageBackend) -> None:
         before = backend.stats()
         assert (before["pages"], before["bytes"], before["errors"]) == (0, 0, 0)
         await put_all(backend, keys_of(5))
         after = backend.stats()
         assert after["pages"] == 5
         assert after["bytes"] >= 5 * LAYOUT.page_bytes["full"]
-        await backend.aclose()
 
     @pytest.mark.asyncio
     async def test_a_closed_backend_says_so(self, open_backend: OpenBackend) -> None:

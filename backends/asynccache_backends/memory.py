@@ -7,22 +7,23 @@ it grows without limit. Large copies are made in threads, in batches, so that th
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.settings import Settings
 from asynccache.storage import (
     HEADER_BYTES,
-    Collected,
+    MOST_SIZE,
     PageKey,
     ParsedUrl,
     Record,
     Result,
+    Size,
     Stored,
     StoreLayout,
     Tell,
@@ -34,21 +35,21 @@ LISTED = 1000
 _Bytes = npt.NDArray[np.uint8]
 
 
-class _Kept(NamedTuple):
-    """A stored record: its header and payload in one array, and the unix time at which it was stored."""
+class MemorySettings(Settings, frozen=True):
+    """The options in a URL. ``capacity``: as for ``MemoryBackend``."""
 
-    data: _Bytes
-    written: float
+    capacity: Size = MOST_SIZE
 
 
 class MemoryBackend:
-    """The store. ``capacity`` is the bytes of headers and payloads that it holds at most; None: no limit."""
+    """The store. ``capacity`` is the bytes of headers and payloads that it holds at most; by default
+    there is no limit."""
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int = MOST_SIZE) -> None:
         self._capacity = capacity
-        self._stored: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._stored: OrderedDict[bytes, _Bytes] = OrderedDict()
         self._bytes = 0
-        self._counts: Counter[str] = Counter()
+        self._evicted = 0
         self._threads = ThreadPool(2, "asynccache-memory")
         self._closed = False
         self._tell: Tell | None = None
@@ -75,7 +76,7 @@ class MemoryBackend:
         """Copy each stored record into the given buffers. Cancelling it returns after the copies have ended."""
         self._check_open()
         results = [self._lookup(key, record) for key, record in zip(keys, records, strict=True)]
-        pairs = [(records[i], self._stored[keys[i].key].data) for i, r in enumerate(results) if r is Result.HIT]
+        pairs = [(records[i], self._stored[keys[i].key]) for i, r in enumerate(results) if r is Result.HIT]
         await self._copy(_copy_out, pairs)
         return results
 
@@ -111,28 +112,16 @@ class MemoryBackend:
 
     def stats(self) -> Mapping[str, int | float]:
         """Return how many pages and bytes are stored, and how many records were evicted."""
-        return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._counts["evicted"]}
+        return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._evicted}
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
         """Yield all stored pages, the least recently used first. Cancelling it changes nothing."""
         self._check_open()
         keys = list(self._stored)
         for at in range(0, len(keys), LISTED):
-            found = [(key, self._stored[key]) for key in keys[at : at + LISTED] if key in self._stored]
-            yield [Stored(key, kept.data.nbytes, kept.written) for key, kept in found]
+            part = keys[at : at + LISTED]
+            yield [Stored(key, self._stored[key].nbytes, 0.0) for key in part if key in self._stored]
             await asyncio.sleep(0)
-
-    async def collect(self, older_than: float | None) -> Collected:
-        """Delete records that were stored more than ``older_than`` seconds ago. There is no other waste. It never
-        waits."""
-        self._check_open()
-        if older_than is None:
-            return Collected()
-        before, until = self._bytes, time.time() - older_than
-        old = [key for key, kept in self._stored.items() if kept.written < until]
-        for key in old:
-            self._drop(key)
-        return Collected(pages=len(old), size=before - self._bytes)
 
     async def flush(self) -> None:
         """Do nothing: no record survives the process."""
@@ -148,27 +137,27 @@ class MemoryBackend:
             raise Unavailable("the memory store is closed")
 
     def _lookup(self, key: PageKey, record: Record) -> Result:
-        kept = self._stored.get(key.key)
-        if kept is None:
+        data = self._stored.get(key.key)
+        if data is None:
             return Result.MISS
         self._stored.move_to_end(key.key)
-        return Result.HIT if kept.data.nbytes == HEADER_BYTES + record.payload.nbytes else Result.CORRUPT
+        return Result.HIT if data.nbytes == HEADER_BYTES + record.payload.nbytes else Result.CORRUPT
 
     def _keep(self, key: bytes, data: _Bytes) -> None:
         if key in self._stored:
             return
-        self._stored[key] = _Kept(data, time.time())
+        self._stored[key] = data
         self._bytes += data.nbytes
         self._changed(True, (key,))
-        while self._capacity is not None and self._bytes > self._capacity:
+        while self._bytes > self._capacity:
             self._drop(next(iter(self._stored)))
-            self._counts["evicted"] += 1
+            self._evicted += 1
 
     def _drop(self, key: bytes) -> bool:
-        kept = self._stored.pop(key, None)
-        if kept is None:
+        data = self._stored.pop(key, None)
+        if data is None:
             return False
-        self._bytes -= kept.data.nbytes
+        self._bytes -= data.nbytes
         self._changed(False, (key,))
         return True
 
@@ -182,12 +171,9 @@ class MemoryBackend:
         await self._threads.spread(work, [data.nbytes for _, data in pairs], pairs)
 
 
-def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int | None:
-    """Return the capacity in ``url``, or None. Raises ConfigError if it does not hold one page."""
-    url.allow_only(("capacity",))
-    if "capacity" not in url.options:
-        return None
-    capacity = url.size("capacity", 0)
+def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int:
+    """Return the capacity in ``url``. Raises ConfigError if it does not hold one page."""
+    capacity = url.settings(MemorySettings).capacity
     needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
     if capacity < needed:
         raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")

@@ -714,7 +714,9 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.storage.Breaker.abandon": of_breaker("abandon", {"permit": Integer(0)}, "permit"),
     "asynccache.storage.Breaker.shut_for": of_breaker("shut_for", {"now": Number()}, "now"),
-    "asynccache.storage.Pages": plain(Pages, {"opened": Thing()}),
+    "asynccache.storage.Pages": plain(
+        Pages, {"serving": Thing(), "pools": Unchecked("made by Pages.open")}, pools={}
+    ),
     "asynccache.storage.Pages.open": Case(
         _pages_open,
         {"storage": Depends(Text()), "memory": Thing(), "page_bytes": Depends(Integer(1)),
@@ -737,18 +739,9 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.choice": of_url(
         "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")
     ),
-    "asynccache.storage.ParsedUrl.number": of_url(
-        "number", {"name": Text(), "default": Number(), "least": Number()}, name="capacity", default=1.0, least=0.0
-    ),
     "asynccache.storage.ParsedUrl.whole_number": of_url(
         "whole_number", {"name": Text(), "default": Integer(), "least": Integer(), "most": Integer()},
         name="capacity", default=1, least=1, most=9,
-    ),
-    "asynccache.storage.ParsedUrl.permissions": of_url(
-        "permissions", {"name": Text(), "default": Integer(0o700, 0o777)}, name="mode", default=0o700
-    ),
-    "asynccache.storage.ParsedUrl.size": of_url(
-        "size", {"name": Text(), "default": Integer(0, 1 << 62)}, name="capacity", default=0
     ),
     "asynccache.storage.ThreadPool.call": Case(
         _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}

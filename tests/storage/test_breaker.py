@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from asynccache.storage import REFUSED, Breaker, BreakerState, Permit
-from asynccache.storage.call_guard import CallReport, best_off
+from asynccache.storage.call_guard import best_off
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -136,18 +136,6 @@ def test_it_knows_how_often_and_how_long_it_was_not_closed() -> None:
     assert (breaker.opened, breaker.shut_for(30.0)) == (1, 7.0)
     breaker.failure(given(breaker, 40.0), 40.0)
     assert (breaker.opened, breaker.shut_for(41.0)) == (2, 8.0)
-
-
-def test_a_call_is_heard_once() -> None:
-    breaker = Breaker(threshold=2)
-    call = CallReport(breaker, given(breaker, 0.0), "read")
-    for _ in range(3):
-        call.failure(0.0)
-    call.success(0.0)
-    call.abandon()
-    assert_state(breaker, BreakerState.CLOSED)
-    CallReport(breaker, given(breaker, 0.0), "read").failure(0.0)
-    assert_state(breaker, BreakerState.OPEN)
 
 
 def test_an_abandoned_probe_leaves_room_for_the_next() -> None:

@@ -213,6 +213,16 @@ async def test_a_store_that_hangs_is_left_alone_before_its_deadline(loop: Simula
     assert (stats["slow_calls"], stats["timeouts"], stats["breaker_opened"]) == (4, 4, 1)
 
 
+@in_world
+async def test_a_slow_call_is_one_failure_however_it_ends(loop: SimulatedLoop) -> None:
+    for seconds in (2.0, 1e6):
+        store = store_on(Watched(get=seconds), slow=1.0, timeout=5.0, breaker=Breaker(threshold=2, backoff=60.0))
+        await get(store)
+        assert (store.breaker.state, store.stats()["slow_calls"]) == (BreakerState.CLOSED, 1)
+        await get(store)
+        assert store.breaker.opened == 1
+
+
 # probes
 
 

@@ -21,7 +21,6 @@ from typing import Any, Self
 from asynccache_backends.mooncake import MooncakeBackend
 from asynccache_backends.mooncake.client import MooncakeClient, library
 from asynccache_backends.mooncake.settings import settings_of
-from asynccache_backends.mooncake.transfers import CallAttempt
 
 from asynccache.cli.meter import run_delay
 from asynccache.errors import Unavailable
@@ -184,13 +183,13 @@ class Worker:
     async def leave_inside(self) -> dict[str, Any]:
         """A thread that nobody waits for, inside the client."""
         names = [f"inside{i}" for i in range(64)]
-        Thread(target=lambda: self.backend._transfers.exists(CallAttempt(), names), daemon=True).start()
+        Thread(target=lambda: self.backend._transfers.exists(names), daemon=True).start()
         await asyncio.sleep(0.05)
         return {}
 
     async def misuse(self, url: str) -> dict[str, Any]:
         """Call the real client after close, which it does not survive if anybody gets in."""
-        client, refused = MooncakeClient(settings_of(parse_url(url)).client, "127.0.0.1", library()), 0
+        client, refused = MooncakeClient(settings_of(parse_url(url)), "127.0.0.1", library()), 0
         for step in ("set up", "close"):
             if step == "close":
                 client.close()
@@ -199,7 +198,7 @@ class Worker:
                     assert store.is_exist("x") == 0
             except Unavailable:
                 refused += 1
-        return {"refused": refused, "state": client.state.name}
+        return {"refused": refused, "state": client.state}
 
 
 def _keys(count: int, name: str) -> list[PageKey]:

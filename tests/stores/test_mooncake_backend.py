@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.mooncake import MooncakeBackend, client
 from asynccache_backends.mooncake.client import acquire
-from asynccache_backends.mooncake.settings import ClientOptions, settings_of
+from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
 from asynccache_backends.mooncake.transfers import STAGE_BYTES
 
 from asynccache.errors import ConfigError, Timeout, Unavailable
@@ -264,12 +264,12 @@ async def test_other_options_are_refused_while_the_client_is_used(mooncake_maste
 @pytest.mark.asyncio
 async def test_the_client_is_shared_and_stays(mooncake_master: Any, namespace: str) -> None:
     settings = settings_of(parse_url(mooncake_master.url))
-    one, two = await acquire(settings.client), await acquire(settings.client)
+    one, two = await acquire(settings), await acquire(settings)
     assert one is two
     users = one.users
     one.release()
     two.release()
-    three = await acquire(settings.client)
+    three = await acquire(settings)
     assert three is one
     assert three.users == users - 1
     three.release()
@@ -298,11 +298,11 @@ async def test_a_master_that_never_answers_is_a_timeout() -> None:
 async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
     mooncake_master: Any, monkeypatch: pytest.MonkeyPatch, every: bool
 ) -> None:
-    options = settings_of(parse_url(mooncake_master.url)).client
+    options = settings_of(parse_url(mooncake_master.url))
     one = await acquire(options)
     users, begun, go_on, set_up = one.users, threading.Event(), threading.Event(), client._acquire
 
-    def slow(options: ClientOptions, host: str) -> client.MooncakeClient:
+    def slow(options: MooncakeSettings, host: str) -> client.MooncakeClient:
         begun.set()
         go_on.wait(10)
         return set_up(options, host)

@@ -83,7 +83,7 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def opened(library: Scripted) -> AsyncIterator[MooncakeBackend]:
     settings = settings_of(parse_url(f"mooncake://{HOST}:{free_port()}"))  # nobody listens there
     names = {"ReplicateConfig": ReplicateConfig, "MooncakeDistributedStore": staticmethod(lambda: library)}
-    backend = MooncakeBackend(settings, MooncakeClient(settings.client, HOST, type("Module", (), names)))
+    backend = MooncakeBackend(settings, MooncakeClient(settings, HOST, type("Module", (), names)))
     yield backend
     await backend.aclose()
 

@@ -15,9 +15,9 @@ KEY = bytes(range(32))
 
 def test_a_url_with_nothing_but_a_master_is_a_pure_client() -> None:
     settings = settings_of(parse_url("mooncake://10.0.0.1:51000"))
-    assert settings.client.master == HostPort("10.0.0.1", 51000)
-    assert (settings.client.segment, settings.client.buffer) == (0, 16 << 20)
-    assert (settings.client.protocol, settings.client.metadata) == ("tcp", "P2PHANDSHAKE")
+    assert settings.master == HostPort("10.0.0.1", 51000)
+    assert (settings.segment, settings.buffer) == (0, 16 << 20)
+    assert (settings.protocol, settings.metadata) == ("tcp", "P2PHANDSHAKE")
     assert (settings.replicas, settings.threads, settings.admin) == (1, 1, None)
 
 
@@ -28,11 +28,11 @@ def test_all_options() -> None:
             "&host=10.0.0.7&replicas=2&threads=3&namespace=team/a.&admin=10.0.0.1:9003"
         )
     )
-    assert str(settings.client.master) == "[::1]:50051"
-    assert (settings.client.segment, settings.client.buffer) == (512 << 20, 32 << 20)
-    assert (settings.client.protocol, settings.client.device) == ("rdma", "mlx5_0")
-    assert settings.client.metadata == "http://m:8080/metadata"
-    assert (settings.client.host, settings.admin) == ("10.0.0.7", HostPort("10.0.0.1", 9003))
+    assert str(settings.master) == "[::1]:50051"
+    assert (settings.segment, settings.buffer) == (512 << 20, 32 << 20)
+    assert (settings.protocol, settings.device) == ("rdma", "mlx5_0")
+    assert settings.metadata == "http://m:8080/metadata"
+    assert (settings.host, settings.admin) == ("10.0.0.7", HostPort("10.0.0.1", 9003))
     assert (settings.replicas, settings.threads) == (2, 3)
     assert settings.name(KEY).startswith("team/a.")
 

@@ -30,14 +30,14 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(option: str) -> None:
 @pytest.mark.parametrize(("url", "match"), [
     ("s3://bucket?colour=red", "unknown option 'colour'"),
     ("gs://bucket?region=us-east-1", "unknown option 'region'"),
-    ("s3://bucket?pack=1", "pack=1 must be"),
-    ("s3://bucket?pack=1TiB", "must be"),
+    ("s3://bucket?pack=1", "pack=1 must lie between"),
+    ("s3://bucket?pack=1TiB", "must lie between"),
     ("s3://bucket?capacity=5GiB", "there is no capacity: a lifetime rule of the bucket"),
     ("s3://bucket?refresh=often", "refresh='often'"),
-    ("s3://bucket?refresh=nan", "refresh='nan'"),
-    ("s3://bucket?refresh=-1", "refresh='-1'"),
-    ("s3://bucket?parallel=0", "parallel='0'"),
-    ("s3://bucket?request_timeout=0", "request_timeout='0'"),
+    ("s3://bucket?refresh=nan", "refresh=nan"),
+    ("s3://bucket?refresh=-1", "refresh=-1"),
+    ("s3://bucket?parallel=0", "parallel=0"),
+    ("s3://bucket?request_timeout=0", "request_timeout=0"),
 ])
 def test_options_that_are_refused(url: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):

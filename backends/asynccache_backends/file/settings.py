@@ -9,35 +9,46 @@ has the permissions of the folder.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal
+
+from msgspec import Meta, structs
 
 from asynccache.errors import ConfigError
-from asynccache.storage import ParsedUrl, StoreLayout
+from asynccache.settings import Settings
+from asynccache.storage import ParsedUrl, Size, StoreLayout
 from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.file.segments import BLOCK_BYTES, group_bytes
 
-DEFAULT_CAPACITY = 10 << 30
 LEAST_SEGMENT = 4 << 20
 USUAL_SEGMENT = 128 << 20
 FEWEST_SEGMENTS = 32
 MOST_SEGMENTS = 128
 
+_MODE = re.compile(r"0?7[0-7]{2}")
 
-class FileSettings(NamedTuple):
+
+def _permissions(name: str, text: str) -> int:
+    if _MODE.fullmatch(text) is None:
+        wanted = f"who may use the folder, in octal as chmod has it and 7 for the owner, as in {name}=0750"
+        raise ConfigError(f"{name}={text!r}: expected {wanted}")
+    return int(text, 8)
+
+
+class FileSettings(Settings, frozen=True):
     """The settings of a file store. Sizes are in bytes.
 
-    ``direct``: ``auto``, ``on`` or ``off``. ``mode``: permissions of the folder and, without the bits for execution, of
-    its files; None: those that the folder has. ``used``: whether pages may be stored. If not, the store is only looked
-    at, and must exist.
+    ``mode``: permissions of the folder and, without the bits for execution, of its files; None: those that the folder
+    has. ``used``: whether pages may be stored. If not, the store is only looked at, and must exist.
     """
 
     folder: Path
-    capacity: int
-    segment: int
-    direct: str
-    mode: int | None
     used: bool
+    capacity: Size = 10 << 30
+    segment: Size = 0
+    direct: Literal["auto", "on", "off"] = "auto"
+    mode: Annotated[int | None, Meta(extra={"parse": _permissions})] = None
 
 
 def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
@@ -47,19 +58,19 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
         ConfigError: an option is unknown or unusable, no folder is named, or the capacity does not hold three segments
             of at least one page each.
     """
-    url.allow_only(("capacity", "direct", "mode", "segment"))
     if not url.path or "\0" in url.path:
         raise ConfigError(f"storage={str(url)!r} names no folder")
-    capacity = url.size("capacity", DEFAULT_CAPACITY)
+    found = url.settings(FileSettings, folder=Path(url.path), used=bool(layout.page_bytes))
+    capacity, segment = found.capacity, found.segment
     least = group_bytes(max(layout.page_bytes.values(), default=1), 1) + BLOCK_BYTES  # a page, and the footer
-    segment = url.size("segment", max(least, usual_segment(capacity)))
+    if "segment" not in url.options:
+        segment = max(least, usual_segment(capacity))
     if segment % BLOCK_BYTES or segment < least:
         raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
     if capacity < 3 * segment:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
-    used = bool(layout.page_bytes)
-    mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
-    return FileSettings(Path(url.path), capacity, segment, url.choice("direct", ("auto", "on", "off")), mode, used)
+    mode = PRIVATE if found.mode is None and found.used else found.mode
+    return structs.replace(found, segment=segment, mode=mode)
 
 
 def usual_segment(capacity: int) -> int:

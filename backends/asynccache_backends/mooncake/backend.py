@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self
 
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import (
@@ -39,10 +39,7 @@ from asynccache_backends.mooncake.client import MooncakeClient, acquire, library
 from asynccache_backends.mooncake.master import greet, object_names
 from asynccache_backends.mooncake.regions import copy
 from asynccache_backends.mooncake.settings import MooncakeSettings, settings_of
-from asynccache_backends.mooncake.transfers import CallAttempt, ClientCalls
-
-Q = TypeVar("Q")
-T = TypeVar("T")
+from asynccache_backends.mooncake.transfers import ClientCalls
 
 MISS, HIT, CORRUPT, FAILED = Result
 
@@ -66,6 +63,7 @@ class MooncakeBackend:
         self._writing = ThreadPool(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
         self._operations = OpenCalls("the Mooncake store")
         self._counts: Counter[str] = Counter()
+        self._lost_master = False  # whether it did not answer in the last call that has ended
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
@@ -87,16 +85,16 @@ class MooncakeBackend:
         """
         settings = settings_of(url)
         await completed_in_thread(library)  # in a thread, since importing it takes long
-        return cls(settings, await acquire(settings.client))
+        return cls(settings, await acquire(settings))
 
     def __repr__(self) -> str:
-        return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._client!r})"
+        return f"MooncakeBackend({self._settings.master}, {self._settings.namespace!r}, {self._client!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """Return for each key whether it is stored: HIT or MISS. The store does not evict a page for some seconds after
         a HIT. Cancelling it waits for the answer."""
         with self._operations:
-            codes = await self._ask_names(self._transfers.exists, keys)
+            codes = await self._ask(self._reading, self._transfers.exists, self._names(keys))
             self._check_reached(codes)
             return [meaning.exists_result(code) for code in codes]
 
@@ -107,7 +105,7 @@ class MooncakeBackend:
             first = {key: i for i, (_, key) in reversed(list(enumerate(keys)))}
             wanted = sorted(first.values())
             names, into = self._names([keys[i] for i in wanted]), [records[i] for i in wanted]
-            codes = await self._get(names, into)
+            codes = await self._ask(self._reading, self._transfers.get, names, into)
             results = await self._get_results(names, into, codes)
             return _copy_to_repeated(keys, records, first, dict(zip(wanted, results, strict=True)))
 
@@ -117,15 +115,15 @@ class MooncakeBackend:
         Cancelling it returns when the client has let go of the records. Pages that were stored by then stay stored.
         """
         with self._operations:
-            names = self._names(keys)
-            codes = await self._put(names, records)
+            names, put = self._names(keys), self._transfers.put
+            codes = await self._ask(self._writing, put, names, records)
             for wait in FULL_WAITS:
                 full = [i for i, code in enumerate(codes) if code in meaning.FULL_CODES]
                 if not full:
                     break
                 self._counts["full_waits"] += 1
                 await asyncio.sleep(wait)
-                again = await self._put([names[i] for i in full], [records[i] for i in full])
+                again = await self._ask(self._writing, put, [names[i] for i in full], [records[i] for i in full])
                 for i, code in zip(full, again, strict=True):
                     codes[i] = code
             self._counts["full_pages"] += sum(code in meaning.FULL_CODES for code in codes)
@@ -140,7 +138,7 @@ class MooncakeBackend:
         """Remove objects, also those that the store protects because they were read just now. Cancelling it waits for
         the answer."""
         with self._operations:
-            codes = await self._ask_names(self._transfers.delete, keys)
+            codes = await self._ask(self._reading, self._transfers.delete, self._names(keys))
             self._check_reached(codes)
             results = [meaning.delete_result(code) for code in codes]
             self._counts["deleted"] += results.count(HIT)
@@ -156,7 +154,7 @@ class MooncakeBackend:
         """
         with self._operations:
             await self._greet()
-            removed = await self._in_thread(self._transfers.clear, self._settings.pattern)
+            removed = await self._reading.run(self._transfers.clear, self._settings.pattern)
             self._check_reached([min(removed, 0)])
             if removed < 0:
                 raise BackendError(f"mooncake: the store was not cleared ({removed})")
@@ -173,13 +171,13 @@ class MooncakeBackend:
         if self._settings.admin is None:
             raise ConfigError("mooncake: pages are listed by the master's metrics server: say where it is, by admin=")
         with self._operations:
-            found = await self._in_thread(object_names, self._settings.admin)
+            found = await self._reading.run(object_names, self._settings.admin)
         keys = {name: key for name in found if (key := self._settings.key_of(name)) is not None}
         names = list(keys)
         for at in range(0, len(names), LIST_PAGES):
             part = names[at : at + LIST_PAGES]
             with self._operations:
-                sizes = await self._in_thread(self._transfers.sizes, part)
+                sizes = await self._reading.run(self._transfers.sizes, part)
             yield [Stored(keys[n], size, 0.0) for n, size in zip(part, sizes, strict=True) if size is not None]
 
     def register(self, pool: str, memory: memoryview) -> None:
@@ -223,41 +221,46 @@ class MooncakeBackend:
     def _names(self, keys: Sequence[PageKey]) -> list[str]:
         return [self._settings.name(key) for _, key in keys]
 
-    async def _ask(self, threads: ThreadPool, call: Callable[[CallAttempt, slice], list[int]], count: int) -> list[int]:
-        """Make ``call`` in threads, for parts of ``count`` names. Returns a code for each name."""
+    async def _ask(self, threads: ThreadPool, call: Callable[..., list[int]], *columns: Sequence[Any]) -> list[int]:
+        """Make ``call`` in threads, for parts of the ``columns``, which have an item for each page. Returns a code for
+        each page. When one part has reached nobody, or this is cancelled, parts that have not begun are not made; those
+        that have begun are waited for."""
         await self._greet()
-        attempt = CallAttempt()
-        parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
-        answers = await _answers([threads.call(call, attempt, part) for part in parts], attempt)
-        codes = [code for answer in answers for code in answer]
+        given_up, count = False, len(columns[0])
+
+        def tried(part: slice) -> list[int]:
+            nonlocal given_up
+            if given_up:
+                return [meaning.NOT_TRIED] * len(range(count)[part])
+            codes = call(*(column[part] for column in columns))
+            given_up |= meaning.is_nobody(codes)
+            self._lost_master = meaning.lost_master(codes)
+            return codes
+
+        parts = [threads.call(tried, slice(at, at + PART_PAGES)) for at in range(0, count, PART_PAGES)]
+        try:
+            if parts:
+                await asyncio.wait(parts)
+        except asyncio.CancelledError:
+            given_up = True
+            raise
+        finally:
+            await settled(parts)
+            errors = [part.exception() for part in parts]  # all are read, or asyncio would log the others
+        for error in filter(None, errors):
+            raise error
+        codes = [code for part in parts for code in part.result()]
         if len(codes) != count:
             raise BackendError(f"mooncake: the client answered {len(codes)} codes for {count} pages")
         self._counts["errors"] += sum(code in meaning.NOBODY_CODES for code in codes)
         return codes
 
-    async def _ask_names(
-        self, call: Callable[[CallAttempt, Sequence[str]], list[int]], keys: Sequence[PageKey]
-    ) -> list[int]:
-        names = self._names(keys)
-        return await self._ask(self._reading, lambda attempt, part: call(attempt, names[part]), len(names))
-
-    async def _get(self, names: Sequence[str], records: Sequence[Record]) -> list[int]:
-        get = self._transfers.get
-        return await self._ask(self._reading, lambda at, part: get(at, names[part], records[part]), len(names))
-
-    async def _put(self, names: Sequence[str], records: Sequence[Record]) -> list[int]:
-        put = self._transfers.put
-        return await self._ask(self._writing, lambda at, part: put(at, names[part], records[part]), len(names))
-
-    async def _in_thread(self, function: Callable[[Q], T], arg: Q) -> T:
-        return (await _answers([self._reading.call(function, arg)], CallAttempt()))[0]
-
     async def _greet(self) -> None:
         """Ask the master for a sign of life, if it did not answer in an earlier call. Raises Unavailable if it gives
         none."""
-        if self._transfers.lost_master:
-            await greet(self._settings.client.master)
-            self._transfers.lost_master = False
+        if self._lost_master:
+            await greet(self._settings.master)
+            self._lost_master = False
 
     async def _get_results(self, names: Sequence[str], records: Sequence[Record], codes: Sequence[int]) -> list[Result]:
         """Return the results of a get. Where a page has another length than its buffers, the client's code does not say
@@ -268,7 +271,7 @@ class MooncakeBackend:
         ]
         doubtful = [i for i, code in enumerate(codes) if code in meaning.LENGTH_CODES]
         if doubtful:
-            sizes = await self._in_thread(self._transfers.sizes, [names[i] for i in doubtful])
+            sizes = await self._reading.run(self._transfers.sizes, [names[i] for i in doubtful])
             for i, size in zip(doubtful, sizes, strict=True):
                 if size is not None and size != HEADER_BYTES + records[i].payload.nbytes:
                     results[i] = CORRUPT
@@ -280,25 +283,7 @@ class MooncakeBackend:
         """Raise BackendError if a call with these codes reached nobody (see ``codes.is_nobody``)."""
         if meaning.is_nobody(codes):
             self._counts["lost_calls"] += 1
-            raise meaning.nobody_error(codes, str(self._settings.client.master))
-
-
-async def _answers(futures: Sequence[asyncio.Future[T]], attempt: CallAttempt) -> list[T]:
-    """Wait for the parts of ``attempt`` and return their results, or raise the first of their errors. If it is
-    cancelled, parts that have not begun are not made, and those that have begun are waited for."""
-    try:
-        if futures:
-            await asyncio.wait(futures)
-    except asyncio.CancelledError:
-        attempt.given_up = True
-        raise
-    finally:
-        await settled(futures)
-        errors = [future.exception() for future in futures]  # all are read, or asyncio would log the others
-    for error in errors:
-        if error is not None:
-            raise error
-    return [future.result() for future in futures]
+            raise meaning.nobody_error(codes, str(self._settings.master))
 
 
 def _copy_to_repeated(

@@ -18,7 +18,6 @@ import asyncio
 import atexit
 import os
 from collections.abc import Mapping
-from enum import Enum, auto
 from threading import Condition, Lock
 from types import TracebackType
 from typing import Any
@@ -28,7 +27,7 @@ from asynccache.extras import install
 from asynccache.storage import settled
 from asynccache_backends.mooncake.master import greet
 from asynccache_backends.mooncake.regions import Regions
-from asynccache_backends.mooncake.settings import ClientOptions
+from asynccache_backends.mooncake.settings import CLIENT_OPTIONS, MooncakeSettings
 
 ENVIRONMENT: Mapping[str, str] = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # set-up holds the GIL; by default it takes 90 s if the master is away
@@ -44,19 +43,11 @@ INSTALL = install("mooncake")
 LIBRARIES = "apt-get install libibverbs1 libnuma1"
 
 
-class ClientState(Enum):
-    """The state of a client."""
-
-    READY = auto()
-    CLOSING = auto()
-    CLOSED = auto()
-
-
 class MooncakeClient:
     """A client of the library, set up. Every call to the library's object is made inside ``with client as store:``.
     ``module`` is the library; ``regions``: the memory that is registered; ``users``: how many caches use the client."""
 
-    def __init__(self, options: ClientOptions, host: str, module: Any) -> None:
+    def __init__(self, options: MooncakeSettings, host: str, module: Any) -> None:
         """Connect to the master. The GIL is held meanwhile. Raises Unavailable if the client could not be set up."""
         self.options = options
         self.module = module
@@ -71,15 +62,15 @@ class MooncakeClient:
         )  # fmt: skip
         if code != 0:
             raise Unavailable(f"mooncake: the client could not be set up at master {options.master} ({code})")
-        self.state = ClientState.READY
+        self.state = "READY"
 
     def __repr__(self) -> str:
-        return f"MooncakeClient({self.options.master}, {self.state.name}, users={self.users}, calls={self._calls})"
+        return f"MooncakeClient({self.options.master}, {self.state}, users={self.users}, calls={self._calls})"
 
     def __enter__(self) -> Any:
         with self._changed:
-            if self.state is not ClientState.READY:
-                raise Unavailable(f"mooncake: the client is {self.state.name}")
+            if self.state != "READY":
+                raise Unavailable(f"mooncake: the client is {self.state}")
             self._calls += 1
             return self._store
 
@@ -92,12 +83,12 @@ class MooncakeClient:
         """Refuse new calls, wait until none is under way, and close the client, which holds the GIL. Calling it twice
         is fine."""
         with self._changed:
-            if self.state is not ClientState.READY:
+            if self.state != "READY":
                 return
-            self.state = ClientState.CLOSING
+            self.state = "CLOSING"
             self._changed.wait_for(lambda: self._calls == 0)
             self._store.close()
-            self.state = ClientState.CLOSED
+            self.state = "CLOSED"
 
     def release(self) -> None:
         """Note that one of the users has ended. The client stays."""
@@ -109,7 +100,7 @@ _lock = Lock()
 _current: MooncakeClient | None = None
 
 
-async def acquire(options: ClientOptions) -> MooncakeClient:
+async def acquire(options: MooncakeSettings) -> MooncakeClient:
     """Return the process's client, set up for the master of ``options``. The caller has to ``release`` it. Cancelling
     it waits for a set-up that has begun, and releases the client.
 
@@ -129,15 +120,15 @@ async def acquire(options: ClientOptions) -> MooncakeClient:
     return setup.result()
 
 
-def _acquire(options: ClientOptions, host: str) -> MooncakeClient:
+def _acquire(options: MooncakeSettings, host: str) -> MooncakeClient:
     global _current
     with _lock:
-        if _current is not None and _current.state is ClientState.READY:
-            if _current.options == options:
+        if _current is not None and _current.state == "READY":
+            different = [o for o in CLIENT_OPTIONS if getattr(options, o) != getattr(_current.options, o)]
+            if not different:
                 _current.users += 1
                 return _current
             if _current.users:
-                different = [o for o in options._fields if getattr(options, o) != getattr(_current.options, o)]
                 raise ConfigError(
                     f"mooncake: this process's client is in use at {_current.options.master} with another "
                     f"{', '.join(different)}; a process has one client"

@@ -33,22 +33,18 @@ async def greet(master: HostPort, within: float = GREET_WITHIN) -> str:
     """
     try:
         async with asyncio.timeout(within):
-            return await _exchange(master)
+            reader, writer = await asyncio.open_connection(master.host, master.port)
+            try:
+                host: str = writer.get_extra_info("sockname")[0]
+                writer.write(_HELLO)
+                await reader.read(1)  # any byte will do, and so will the end: the master has read the request
+                return host
+            finally:
+                writer.transport.abort()
     except TimeoutError as error:
         raise Timeout(f"mooncake: master {master} does not answer") from error
     except OSError as error:
         raise Unavailable(f"mooncake: master {master} cannot be reached: {error.strerror or error}") from error
-
-
-async def _exchange(master: HostPort) -> str:
-    reader, writer = await asyncio.open_connection(master.host, master.port)
-    try:
-        host: str = writer.get_extra_info("sockname")[0]
-        writer.write(_HELLO)
-        await reader.read(1)  # any byte will do, and so will the end of the connection: the master has read the request
-        return host
-    finally:
-        writer.transport.abort()
 
 
 def object_names(admin: HostPort) -> list[str]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -20,21 +20,8 @@ DEFAULT_PORT = 50051
 Few = Annotated[int, Meta(ge=1, le=16)]
 
 
-class ClientOptions(NamedTuple):
-    """The settings of a process's client. Caches of the process can share it only if all of these are equal.
-
-    ``host``: the name under which other machines reach this one; "" is the address from which it reaches the master.
-    ``segment``: bytes of memory that this process contributes to the store. ``buffer``: bytes of the client's own
-    buffer.
-    """
-
-    master: HostPort
-    metadata: str
-    host: str
-    segment: int
-    buffer: int
-    protocol: str
-    device: str
+CLIENT_OPTIONS = ("master", "metadata", "host", "segment", "buffer", "protocol", "device")
+"""The settings of a process's client. Caches of the process can share it only if all of these are equal."""
 
 
 def _host_port(what: str, text: str, default: int | None = None) -> HostPort:
@@ -53,10 +40,11 @@ def _host_port(what: str, text: str, default: int | None = None) -> HostPort:
 class MooncakeSettings(Settings, frozen=True, kw_only=True):
     """The settings in a URL, those of the client and those of one cache.
 
-    ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page. ``threads``:
-    how many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is best where
-    there are few cores. ``admin``: the master's metrics server, which is needed only to list pages. The others are
-    those of ``ClientOptions``.
+    ``host``: the name under which other machines reach this one; "" is the address from which it reaches the master.
+    ``segment``: bytes of memory that this process contributes to the store. ``buffer``: bytes of the client's own
+    buffer. ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page.
+    ``threads``: how many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is
+    best where there are few cores. ``admin``: the master's metrics server, which is needed only to list pages.
     """
 
     master: HostPort
@@ -70,11 +58,6 @@ class MooncakeSettings(Settings, frozen=True, kw_only=True):
     replicas: Few = 1
     threads: Few = 1
     admin: Annotated[HostPort | None, Meta(extra={"parse": _host_port})] = None
-
-    @property
-    def client(self) -> ClientOptions:
-        """The settings of the process's client."""
-        return ClientOptions(*(getattr(self, name) for name in ClientOptions._fields))
 
     def name(self, key: bytes) -> str:
         """Return the name of a page's object: the namespace and the key in hex."""

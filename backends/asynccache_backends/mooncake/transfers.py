@@ -10,38 +10,25 @@ transfer takes longer than the copy. The methods return the client's codes, one 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from threading import Lock, local
-from typing import Any, cast
 
 from asynccache.errors import BackendError
 from asynccache.storage import HEADER_BYTES, Record
 from asynccache_backends.mooncake.client import MooncakeClient
-from asynccache_backends.mooncake.codes import NOT_TRIED, is_nobody, lost_master
+from asynccache_backends.mooncake.codes import NOT_TRIED
 from asynccache_backends.mooncake.regions import Region, address_of, copy, region_of
 
 STAGE_BYTES = 8 << 20
 SHORT_BYTES = 128 << 10  # over TCP; with pages of 64 KiB the stage was twice as fast, with 256 KiB equally fast
 
 Names = Sequence[str]
-Move = Callable[..., list[int]]
-"""A call of the library. Its arguments are the library's object, the pages' names, and for each page the addresses of
-its buffers and their sizes. It returns a code for each page."""
-
-
-class CallAttempt:
-    """The state that the parts of one call share. ``given_up``: True if one of them has reached nobody, or the call was
-    cancelled. Then the parts that have not begun are not made."""
-
-    def __init__(self) -> None:
-        self.given_up = False
 
 
 class ClientCalls:
     """The calls of one cache to the shared client. Mutable state: the regions of this cache, and a stage for each
-    thread. ``lost_master``: whether the master did not answer in the last call that has ended. ``staged``: pages that
-    were copied through a stage. ``refused``: regions that the client has refused."""
+    thread. ``staged``: pages that were copied through a stage. ``refused``: regions that the client has refused."""
 
     def __init__(self, client: MooncakeClient, replicas: int) -> None:
         self._client = client
@@ -53,7 +40,6 @@ class ClientCalls:
         self._lock = Lock()
         self._short = SHORT_BYTES if client.options.protocol == "tcp" else 0
         self._own = local()  # a stage for each thread, so that no read waits for the stage of a write
-        self.lost_master = False
         self.staged = 0
         self.refused = 0
 
@@ -67,28 +53,22 @@ class ClientCalls:
         self._held.append(memory)
         self._coming.append(region_of(memory))
 
-    def put(self, attempt: CallAttempt, names: Names, records: Sequence[Record]) -> list[int]:
+    def put(self, names: Names, records: Sequence[Record]) -> list[int]:
         """Store objects. Those that exist are left as they are."""
-        def move(store: Any, *pages: object) -> list[int]:
-            return cast(list[int], store.batch_put_from_multi_buffers(*pages, self._config))
+        return self._moved(names, records, into=False)
 
-        return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=False))
-
-    def get(self, attempt: CallAttempt, names: Names, records: Sequence[Record]) -> list[int]:
+    def get(self, names: Names, records: Sequence[Record]) -> list[int]:
         """Read objects into records. No name may come twice: the client would fill one of the records and report
         both."""
-        def move(store: Any, *pages: object) -> list[int]:
-            return cast(list[int], store.batch_get_into_multi_buffers(*pages))
+        return self._moved(names, records, into=True)
 
-        return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=True))
-
-    def exists(self, attempt: CallAttempt, names: Names) -> list[int]:
+    def exists(self, names: Names) -> list[int]:
         """Ask whether objects exist. The code is 1 for those that do, and 0 for those that do not."""
-        return self._tried(attempt, len(names), lambda: self._called("batch_is_exist", names))
+        return self._call("batch_is_exist", names)
 
-    def delete(self, attempt: CallAttempt, names: Names) -> list[int]:
+    def delete(self, names: Names) -> list[int]:
         """Remove objects, also those that the store protects for some seconds because somebody has read them."""
-        return self._tried(attempt, len(names), lambda: self._called("batch_remove", names, True))
+        return self._call("batch_remove", names, True)
 
     def clear(self, pattern: str) -> int:
         """Remove all objects whose names match the regular expression. Returns how many, or a negative code."""
@@ -100,7 +80,8 @@ class ClientCalls:
         """Return the length of each object in bytes; None if it does not exist or is not in memory."""
         with self._client as store:
             found = store.batch_get_replica_desc(names)
-        return [_size(found.get(name, ())) for name in names]
+        memories = [next((r for r in found.get(name, ()) if r.is_memory_replica()), None) for name in names]
+        return [r and r.get_memory_descriptor().buffer_descriptor.size for r in memories]
 
     def close(self) -> None:
         """Unregister all memory of this cache. No call may be under way."""
@@ -109,21 +90,6 @@ class ClientCalls:
         for region in regions:
             self._client.regions.remove(region)
         self._held.clear()
-
-    def _tried(self, attempt: CallAttempt, count: int, call: Callable[[], list[int]]) -> list[int]:
-        if attempt.given_up:
-            return [NOT_TRIED] * count
-        if self._coming:
-            self._register()
-        codes = call()
-        attempt.given_up |= is_nobody(codes)
-        self.lost_master = lost_master(codes)
-        return codes
-
-    def _called(self, name: str, *args: object) -> list[int]:
-        with self._client as store:
-            codes: list[int] = getattr(store, name)(*args)
-        return codes
 
     def _register(self) -> None:
         with self._lock:
@@ -134,26 +100,27 @@ class ClientCalls:
                 else:
                     self.refused += 1
 
-    def _moved(self, names: Names, records: Sequence[Record], move: Move, *, into: bool) -> list[int]:
+    def _moved(self, names: Names, records: Sequence[Record], *, into: bool) -> list[int]:
         """Move pages, in one call those whose payloads go directly, and in others those that go through the stage."""
-        payloads = [address_of(record.payload) for record in records]
+        self._register()
         direct: list[int] = []
         staged: list[int] = []
-        for i, (place, record) in enumerate(zip(payloads, records, strict=True)):
-            (direct if self._goes_directly(place, record.payload.nbytes) else staged).append(i)
+        for i, record in enumerate(records):
+            size = record.payload.nbytes
+            directly = size >= self._short and self._client.regions.covers(address_of(record.payload), size)
+            (direct if directly else staged).append(i)
         codes = [NOT_TRIED] * len(names)
-        if direct:
-            answer = self._directly([names[i] for i in direct], [records[i] for i in direct], move, into)
-            _fill(codes, direct, answer)
-        if staged:
-            answer = self._staged([names[i] for i in staged], [records[i] for i in staged], move, into)
-            _fill(codes, staged, answer)
+        for which, move in ((direct, self._directly), (staged, self._staged)):
+            if not which:
+                continue
+            answer = move([names[i] for i in which], [records[i] for i in which], into)
+            if len(answer) != len(which):
+                raise BackendError(f"mooncake: the client answered {len(answer)} codes for {len(which)} pages")
+            for i, code in zip(which, answer, strict=True):
+                codes[i] = code
         return codes
 
-    def _goes_directly(self, place: int, size: int) -> bool:
-        return size >= self._short and self._client.regions.covers(place, size)
-
-    def _directly(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
+    def _directly(self, names: Names, records: Sequence[Record], into: bool) -> list[int]:
         """Move the payloads from or into where they lie, and the headers through the stage."""
         stage = self._stage_of(HEADER_BYTES * len(records))
         headers = [stage[i * HEADER_BYTES : (i + 1) * HEADER_BYTES] for i in range(len(records))]
@@ -161,34 +128,41 @@ class ClientCalls:
             for header, record in zip(headers, records, strict=True):
                 header[:] = record.header
         buffers = [(address_of(header), address_of(r.payload)) for header, r in zip(headers, records, strict=True)]
-        with self._client as store:
-            codes = move(store, names, buffers, [(HEADER_BYTES, record.payload.nbytes) for record in records])
+        codes = self._move(names, buffers, [(HEADER_BYTES, record.payload.nbytes) for record in records], into)
         if into:
             for header, record in zip(headers, records, strict=True):
                 record.header[:] = header
         return codes
 
-    def _staged(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
+    def _staged(self, names: Names, records: Sequence[Record], into: bool) -> list[int]:
         codes: list[int] = []
         for part in parts(records, STAGE_BYTES):
-            codes += self._through_stage(names[part], records[part], move, into)
+            lengths = [HEADER_BYTES + record.payload.nbytes for record in records[part]]
+            ends = list(accumulate(lengths))
+            stage = self._stage_of(ends[-1])
+            spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+            copies = [Record(stage[at : at + HEADER_BYTES], stage[at + HEADER_BYTES : end]) for at, end in spans]
+            if not into:
+                _copy(copies, records[part])
+            buffers = [(address_of(stage) + at,) for at, _ in spans]
+            codes += self._move(names[part], buffers, [(length,) for length in lengths], into)
+            if into:
+                _copy(records[part], copies)
         with self._lock:
             self.staged += len(records)
         return codes
 
-    def _through_stage(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
-        lengths = list(map(_length, records))
-        stage = self._stage_of(sum(lengths))
-        places = list(_laid_out(stage, records))
-        if not into:
-            _copy_all(places, records)
-        start = address_of(stage)
-        ends = list(accumulate(lengths))
-        buffers = [(start + end - length,) for end, length in zip(ends, lengths, strict=True)]
-        with self._client as store:
-            codes = move(store, names, buffers, [(length,) for length in lengths])
+    def _move(self, names: Names, buffers: Sequence[object], sizes: Sequence[object], into: bool) -> list[int]:
+        """Have the library move pages. For each page, ``buffers`` has the addresses of its buffers, and ``sizes`` their
+        sizes."""
         if into:
-            _copy_all(records, places)
+            return self._call("batch_get_into_multi_buffers", names, buffers, sizes)
+        return self._call("batch_put_from_multi_buffers", names, buffers, sizes, self._config)
+
+    def _call(self, name: str, *args: object) -> list[int]:
+        self._register()
+        with self._client as store:
+            codes: list[int] = getattr(store, name)(*args)
         return codes
 
     def _stage_of(self, size: int) -> memoryview:
@@ -206,42 +180,16 @@ def parts(records: Sequence[Record], limit: int) -> Iterator[slice]:
     """Cut ``records`` into runs of at most ``limit`` bytes, with at least one record each."""
     start = size = 0
     for i, record in enumerate(records):
-        if size and size + _length(record) > limit:
+        length = HEADER_BYTES + record.payload.nbytes
+        if size and size + length > limit:
             yield slice(start, i)
             start, size = i, 0
-        size += _length(record)
+        size += length
     if records:
         yield slice(start, len(records))
 
 
-def _fill(codes: list[int], which: Sequence[int], answer: Sequence[int]) -> None:
-    if len(answer) != len(which):
-        raise BackendError(f"mooncake: the client answered {len(answer)} codes for {len(which)} pages")
-    for i, code in zip(which, answer, strict=True):
-        codes[i] = code
-
-
-def _length(record: Record) -> int:
-    return HEADER_BYTES + record.payload.nbytes
-
-
-def _laid_out(stage: memoryview, records: Sequence[Record]) -> Iterator[Record]:
-    at = 0
-    for record in records:
-        end = at + _length(record)
-        yield Record(stage[at : at + HEADER_BYTES], stage[at + HEADER_BYTES : end])
-        at = end
-
-
-def _copy_all(to: Sequence[Record], source: Sequence[Record]) -> None:
+def _copy(to: Sequence[Record], source: Sequence[Record]) -> None:
     for target, origin in zip(to, source, strict=True):
         target.header[:] = origin.header
         copy(target.payload, origin.payload)
-
-
-def _size(replicas: Sequence[Any]) -> int | None:
-    for replica in replicas:
-        if replica.is_memory_replica():
-            size: int = replica.get_memory_descriptor().buffer_descriptor.size
-            return size
-    return None

@@ -113,8 +113,16 @@ class PackCatalog:
         async for metas in self._client.list(PACKS, after):
             for meta in metas:
                 newest = max(newest, meta.written)
-                kept.add(meta.name.removesuffix(DEAD))
-                self._sort(meta, fresh, tombs)
+                name = meta.name.removesuffix(DEAD)
+                kept.add(name)
+                if not is_name(name):
+                    continue
+                self.clock.seen(stamp_of(name))
+                if meta.name.endswith(DEAD):
+                    if name not in self.index.tombs:
+                        tombs.append(meta)
+                elif not self.index.has(name) and name not in self.unread:
+                    fresh.append(meta)
         self.counts["lists"] += 1
         await self._each(tombs, self._read_tomb)
         await self._each(fresh, self._read_footer)
@@ -189,18 +197,6 @@ class PackCatalog:
                 return found
             self.counts["bad_snapshots"] += 1
         return None
-
-    def _sort(self, meta: ListedObject, fresh: list[ListedObject], tombs: list[ListedObject]) -> None:
-        """Put a listed object into ``fresh`` or ``tombs`` if it is a pack or a tombstone that is still to be read."""
-        name = meta.name.removesuffix(DEAD)
-        if not is_name(name):
-            return
-        self.clock.seen(stamp_of(name))
-        if meta.name.endswith(DEAD):
-            if name not in self.index.tombs:
-                tombs.append(meta)
-        elif not self.index.has(name) and name not in self.unread:
-            fresh.append(meta)
 
     async def _read_tomb(self, meta: ListedObject) -> None:
         name = meta.name.removesuffix(DEAD)

@@ -17,12 +17,15 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from asynccache.errors import ConfigError
 from asynccache.redaction import is_secret
 from asynccache.redaction import redacted as redacted_url
-from asynccache.storage import ParsedUrl, parse_host_port
+from asynccache.settings import Seconds, Settings
+from asynccache.storage import ParsedUrl, parse_host_port, parse_size
 from asynccache_backends.object_store.client import ObjectClient, redacted, require_obstore
 
 OPTIONS = ("pack", "refresh", "parallel", "request_timeout")
@@ -32,35 +35,46 @@ PLACES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "az": ("AzureStore", {"endpoint": "endpoint", "account": "account_name"}),
 }
 """For each scheme the class of the client library, and the scheme's own options with the library's name for each."""
-LEAST_PACK = 64 << 10
-USUAL_PACK = 4 << 20
-MOST_PACK = 256 << 20
 
-_REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]{0,254}")
-_EXPECTED = {
-    "endpoint": "http:// or https://, a host and maybe a port, as in endpoint=http://127.0.0.1:9000",
-    "region": "its name, as in region=eu-west-1",
-    "account": "its name, of letters and digits",
-}
 _CONNECT = timedelta(seconds=5)
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1)}
 _RETRY = {"max_retries": 2, "backoff": _BACKOFF}
 _LINGER = 0.05
 
 
-class ObjectSettings(NamedTuple):
-    """The options of a URL.
+def _endpoint(name: str, text: str) -> str:
+    scheme, _, rest = text.partition("://")
+    host, _, path = rest.partition("/")
+    known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
+    if not known or not path.isprintable() or " " in path:
+        wanted = f"http:// or https://, a host and maybe a port, as in {name.split()[-1]}=http://127.0.0.1:9000"
+        raise ConfigError(f"{name}={redacted_url(text)!r}: expected {wanted}")
+    return text
+
+
+def _name(name: str, text: str) -> str:
+    if _NAME.fullmatch(text) is None:
+        raise ConfigError(f"{name}={redacted_url(text)!r}: expected a name of letters and digits, as in eu-west-1")
+    return text
+
+
+class ObjectSettings(Settings, frozen=True):
+    """The options of a URL. Those that ``PLACES`` has are for some schemes only.
 
     ``pack``: bytes of a full pack. ``refresh``: seconds between two looks for packs of other processes; 0: they are
     looked for only at opening. ``parallel``: how many requests of a kind are made at a time. ``request_timeout``:
     seconds that a request may take.
     """
 
-    pack: int
-    refresh: float
-    parallel: int
-    request_timeout: float
+    pack: Annotated[int, Meta(ge=64 << 10, le=256 << 20, extra={"parse": parse_size})] = 4 << 20
+    refresh: Seconds = 5.0
+    parallel: Annotated[int, Meta(ge=1, le=999_999)] = 16
+    request_timeout: Annotated[float, Meta(ge=0.1)] = 30.0
+    endpoint: Annotated[str, Meta(extra={"parse": _endpoint})] = ""
+    region: Annotated[str, Meta(extra={"parse": _name})] = ""
+    account: Annotated[str, Meta(extra={"parse": _name})] = ""
 
 
 def settings_of(url: ParsedUrl) -> ObjectSettings:
@@ -78,16 +92,7 @@ def settings_of(url: ParsedUrl) -> ObjectSettings:
     if "capacity" in url.options:
         raise ConfigError(f"storage={url.scheme}: there is no capacity: a lifetime rule of the bucket bounds its size")
     url.allow_only((*OPTIONS, *PLACES[url.scheme][1]))
-    for name, matches in (("endpoint", _is_endpoint), ("region", _REGION.fullmatch), ("account", _REGION.fullmatch)):
-        value = url.options.get(name)
-        if value is not None and not matches(value):
-            raise ConfigError(f"storage option {name}={redacted_url(value)!r}: expected {_EXPECTED[name]}")
-    pack = url.size("pack", USUAL_PACK)
-    if not LEAST_PACK <= pack <= MOST_PACK:
-        raise ConfigError(f"storage option pack={pack} must be {LEAST_PACK} to {MOST_PACK} bytes")
-    parallel = url.whole_number("parallel", 16, 1, 999_999)
-    timeout = url.number("request_timeout", 30, 0.1)
-    return ObjectSettings(pack, url.number("refresh", 5), parallel, timeout)
+    return url.settings(ObjectSettings)
 
 
 def connect(url: ParsedUrl, settings: ObjectSettings) -> ObjectClient:
@@ -101,7 +106,7 @@ def connect(url: ParsedUrl, settings: ObjectSettings) -> ObjectClient:
     place, prefix = place_of(url)
     timeout = timedelta(seconds=settings.request_timeout)
     client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
-    if url.options.get("endpoint", "").startswith("http://"):
+    if settings.endpoint.startswith("http://"):
         client["allow_http"] = True
     chosen = {names[name]: value for name, value in url.options.items() if name in names}
     try:
@@ -127,13 +132,6 @@ def place_of(url: ParsedUrl) -> tuple[str, str]:
     if prefix and ({"", ".", ".."} & set(prefix.split("/")) or not prefix.isprintable()):
         raise ConfigError(f"storage={str(url)!r}: the prefix has an empty part, '.', '..' or odd characters")
     return place, prefix
-
-
-def _is_endpoint(text: str) -> bool:
-    scheme, _, rest = text.partition("://")
-    host, _, path = rest.partition("/")
-    known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
-    return known and path.isprintable() and " " not in path
 
 
 @cache

@@ -57,7 +57,7 @@ class CatalogKeeper:
             await settled([task])
 
     async def _run(self) -> None:
-        wait = self._delay
+        loop, wait = asyncio.get_running_loop(), self._delay
         while True:
             await asyncio.sleep(wait)
             with suppress(TimeoutError):
@@ -66,18 +66,15 @@ class CatalogKeeper:
             self._due.clear()
             try:
                 async with self._catalog.lock:
-                    await self._once()
+                    if self._refresh:
+                        now = loop.time()
+                        full = now >= self._full_at
+                        await self._catalog.refresh(full)
+                        if full:
+                            self._full_at = now + FULL_EVERY
+                    if self._catalog.save_due:
+                        await self._catalog.save()
                 wait = self._delay
             except (Unavailable, FileNotFoundError):
                 self._catalog.counts["errors"] += 1
                 wait = min(2 * wait, LONGEST)
-
-    async def _once(self) -> None:
-        if self._refresh:
-            now = asyncio.get_running_loop().time()
-            full = now >= self._full_at
-            await self._catalog.refresh(full)
-            if full:
-                self._full_at = now + FULL_EVERY
-        if self._catalog.save_due:
-            await self._catalog.save()

@@ -160,8 +160,13 @@ class Uploads:
         await settled(tasks)
 
     def _start(self) -> None:
+        """Send packs, each with as many pieces from the head of the line as fit, as long as one may be sent now."""
         while self._line and len(self._sending) < self._parallel:
-            count, size = self._fit()
+            count = size = records = 0
+            for piece in self._line:
+                if count and (size + piece.size > self._pack or records + len(piece.keys) > MAX_RECORDS):
+                    break
+                count, size, records = count + 1, size + piece.size, records + len(piece.keys)
             partial = sum(upload.size < self._pack // 2 for upload in self._sending)
             if size < self._pack // 2 and partial >= PARTIAL:
                 return
@@ -169,24 +174,12 @@ class Uploads:
             for piece in upload.pieces:
                 piece.upload = upload
             self._sending.add(upload)
-            upload.task = asyncio.get_running_loop().create_task(self._carry(upload))
+            upload.task = asyncio.get_running_loop().create_task(self._send(upload))
             upload.task.add_done_callback(self._ended)
 
-    def _fit(self) -> tuple[int, int]:
-        """Return how many pieces from the head of the line go into the next pack, and how many bytes they have."""
-        count = size = records = 0
-        for piece in self._line:
-            if count and (size + piece.size > self._pack or records + len(piece.keys) > MAX_RECORDS):
-                break
-            count, size, records = count + 1, size + piece.size, records + len(piece.keys)
-        return count, size
-
-    async def _carry(self, upload: _Upload) -> None:
-        """Store one pack. ``_ended`` is called when this task has ended, even if it was cancelled before it began."""
-        self._stored(await self._send(upload))
-
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Tell the pieces of a pack how its task has ended, and send the next pack."""
+        """Tell the pieces of a pack how its task has ended, even if it was cancelled before it began, and send the next
+        pack."""
         upload = next(upload for upload in self._sending if upload.task is task)
         self._sending.discard(upload)
         error = Unavailable("the put was cancelled") if task.cancelled() else task.exception()
@@ -194,34 +187,27 @@ class Uploads:
             piece.end(error)
         self._start()
 
-    async def _send(self, upload: _Upload) -> Pack:
-        name, pieces = upload.name, upload.pieces
+    async def _send(self, upload: _Upload) -> None:
+        """Store one pack."""
+        pieces, path = upload.pieces, f"{PACKS}/{upload.name}"
         payloads = [payload for piece in pieces for payload in piece.payloads]
         lengths = [payload.nbytes for payload in payloads]
         keys, headers = [k for p in pieces for k in p.keys], [h for p in pieces for h in p.headers]
-        entries = pack_entries(keys, headers, lengths, stamp_of(name))
+        entries = pack_entries(keys, headers, lengths, stamp_of(upload.name))
         footer = entries + trailer_of(entries, self._schema)
-        path = f"{PACKS}/{name}"
         if upload.size >= LEAST_LENT * len(payloads):
-            await self._lend(path, payloads, footer)
+            buffers = RequestBuffers(payloads)
+            try:
+                await self._client.created(path, self._client.put(path, [*buffers.take(), footer]))
+            finally:
+                await buffers.free()
         else:
-            await self._client.create(path, await self._joined(upload, payloads, footer))
-        return Pack(name, upload.size + len(footer), entries)
-
-    async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
-        buffers = RequestBuffers(payloads)
-        try:
-            await self._client.created(path, self._client.put(path, [*buffers.take(), footer]))
-        finally:
-            await buffers.free()
-
-    async def _joined(self, upload: _Upload, payloads: list[memoryview], footer: bytes) -> memoryview:
-        """Return a copy of the whole pack in one buffer. The pieces are ``free`` then."""
-        data = await self._threads.run_for(upload.size, _copied, [*payloads, memoryview(footer)])
-        payloads.clear()
-        for piece in upload.pieces:
-            piece.release()
-        return data
+            whole = await self._threads.run_for(upload.size, _copied, [*payloads, memoryview(footer)])
+            payloads.clear()
+            for piece in pieces:
+                piece.release()
+            await self._client.create(path, whole)
+        self._stored(Pack(upload.name, upload.size + len(footer), entries))
 
 
 class RequestBuffers:
