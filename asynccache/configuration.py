@@ -238,7 +238,8 @@ def as_toml(values: tuple[Effective, ...]) -> str:
         if at[:-1] != table:
             table = at[:-1]
             lines += ["", f"[{'.'.join(map(_key, table))}]"]
-        written = f"{_key(at[-1])} = {json.dumps(shown(at[-1], value), ensure_ascii=False)}"
+        text = json.dumps(shown(at[-1], value), ensure_ascii=False).replace("\x7f", r"\u007f")  # as TOML wants it
+        written = f"{_key(at[-1])} = {text}"
         lines.append(f"# {_key(at[-1])}: none" if value is None else f"{written:<48} # {origin}")
     return "\n".join(lines) + "\n"
 

@@ -23,7 +23,8 @@ import numpy as np
 from asynccache.cli.output import Tell
 from asynccache.cli.text import size as spelled
 from asynccache.memory.cuda import choosing_paths, kernels
-from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError, Spans
+from asynccache.memory.cuda.cupy_driver import CupyDriver
+from asynccache.memory.cuda.libcuda import DriverError, Spans
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
@@ -76,7 +77,7 @@ class Memory:
     """A stream of its own, and ``SIZE`` bytes: pinned on the host, and twice on the device. ``pointer``: the stream's
     ``cudaStream_t``."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CupyDriver) -> None:
         driver.use_device()
         self.driver, self.stream = driver, driver.stream_create()
         self.pointer: int = getattr(self.stream, "ptr", self.stream)

@@ -25,8 +25,9 @@ from asynccache.cli.text import size as spelled
 from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind, HitPolicy
+from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import CudaDriver, Spans
+from asynccache.memory.cuda.libcuda import Spans
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.device import CopyDirection
 from asynccache.memory.pools import Mover
@@ -67,7 +68,7 @@ class Products:
         self._out = torch.empty_like(self._a)
         torch.cuda.synchronize(index)
 
-    def handle(self, driver: CudaDriver) -> Any:
+    def handle(self, driver: CupyDriver) -> Any:
         """Return the stream as ``driver`` names it."""
         return driver.stream_from(self.stream.cuda_stream)
 
@@ -137,7 +138,7 @@ class Launches(_Thread):
 class Copies(_Thread):
     """A thread that copies without end: four calls at a time. ``calls``: how many there were."""
 
-    def __init__(self, driver: CudaDriver, stream: Any, call: Callable[[], object]) -> None:
+    def __init__(self, driver: CupyDriver, stream: Any, call: Callable[[], object]) -> None:
         self._driver, self._stream, self._call = driver, stream, call
         self.calls = 0
 
@@ -291,7 +292,7 @@ def measure_beside(memory: Memory, products: Products, tell: Tell) -> list[Figur
     return rows
 
 
-def _products_and_tokens(driver: CudaDriver, products: Products, tokens: Spans) -> Figures:
+def _products_and_tokens(driver: CupyDriver, products: Products, tokens: Spans) -> Figures:
     stream, late = products.handle(driver), list[float]()
     seconds = products.seconds(PRODUCTS)
     for _ in range(TOKEN_COPIES):
@@ -304,7 +305,7 @@ def _products_and_tokens(driver: CudaDriver, products: Products, tokens: Spans) 
             "token_copy_p99_us": round(found.p99, 1)}  # fmt: skip
 
 
-def measure_pinning(driver: CudaDriver, index: int) -> Figures:
+def measure_pinning(driver: CupyDriver, index: int) -> Figures:
     """Return the seconds to touch and pin ``PINNED`` bytes and to unpin them, and how long another thread's launch took
     at most meanwhile."""
     with Launches(index) as launches:

@@ -2,14 +2,16 @@
 was computed with others.
 
 ``ModelIdentity`` names them. The weights as they are at first are part of the model's name. Everything that may change
-later gives a namespace: the active adapters, by their names, weights and scaling, and weights that were changed. It is
-found out anew for each request, so pages are missed, not served, when something is different, and hit again when it is
-as it was.
+later gives a namespace: the active adapters, by their names, weights and settings, and weights or a configuration that
+were changed. It is found out anew for each request, so pages are missed, not served, when something is different, and
+hit again when it is as it was. Weights that somebody has named are not read at first, so once they have changed they
+are not known again: what was cached before the change stays a miss.
 
-Law: two names are equal only if weights, buffers and adapters are. A tensor is read again only if it seems to have
-changed. Three things tell: torch's own count of changes in place, where its data lies, and a few of its numbers. The
-numbers find what is done through ``tensor.data``, which torch does not count; there a change that leaves all of these
-few alone stays unseen.
+Law: two names are equal only if weights, buffers, configuration and adapters are. A tensor is read again only if it
+seems to have changed. Three things tell: torch's own count of changes in place, where its data lies, and a few of its
+numbers. The numbers find what is done through ``tensor.data``, which torch does not count; there a change that leaves
+all of these few alone stays unseen. So do changes of what is neither: attributes of layers, hooks, and the frequencies
+of rotary embeddings that change theirs by themselves.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from transformers import PreTrainedConfig
 
 from asynccache import Adapter, ConfigError
 
@@ -85,7 +88,7 @@ def parts_of(model: Any) -> Parts:
             raise ConfigError(f"{who}, in which dropout makes other KV each time: call model.eval()")
         group += [tensor for tensor in own["_parameters"].values() if tensor is not None]
         if buffers := own["_buffers"]:
-            passing = own["_non_persistent_buffers_set"]  # rotary embeddings change theirs in any call
+            passing = own["_non_persistent_buffers_set"] if _follows_length(own) else ()
             group += [tensor for name, tensor in buffers.items() if tensor is not None and name not in passing]
         if not names:
             children = own["_modules"].items()
@@ -101,24 +104,58 @@ def parts_of(model: Any) -> Parts:
                     mine.append(each)
                 else:
                     left.append((f"{path}.{name}.{adapter}", each, mine, True))
-        if state := _state(module, found.active):
+        if state := _state(module, found):
             found.states.append((path, *state))
     return found
 
 
-def _state(layer: Any, active: set[str]) -> tuple[Any, ...]:
-    """How a layer of PEFT's uses its adapters: names, plain settings such as the scaling, and what is merged into the
-    weights. The names are added to ``active``."""
+def _follows_length(own: dict[str, Any]) -> bool:
+    """Whether a module is a rotary embedding that changes its buffers in any call, as the length demands."""
+    found = own.get("rope_type")
+    kinds = found.values() if isinstance(found, dict) else (found,)
+    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
+
+
+def _state(layer: Any, found: Parts) -> tuple[Any, ...]:
+    """How a layer of PEFT's uses its adapters: names, settings such as the scaling, and what is merged into the
+    weights. The names are added to ``found.active``, and settings that are tensors to the tensors of their adapter."""
     own = layer.__dict__
     held = {adapter for name in layer.adapter_layer_names for adapter in own["_modules"].get(name, ())}
     used = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in held]
-    active.update(used)
-    scales = []
+    found.active.update(used)
+    scales: list[tuple[str, str, Any]] = []
     for name in layer.other_param_names if used else ():
         values = own.get(name)
-        if isinstance(values, dict):
-            scales += [(name, who, values[who]) for who in used if isinstance(values.get(who), (int, float, str))]
+        for who in used if isinstance(values, dict) else ():
+            value = values.get(who)
+            if isinstance(value, torch.Tensor):
+                found.adapters.setdefault(who, []).append(value)
+            elif value is not None:
+                scales.append((name, who, _plain(value)))
     return (*used, *scales, *(("merged", name) for name in layer.merged_adapters))
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON can have it. Of an object only the kind is known, since its ``repr`` is another in each
+    process."""
+    if isinstance(value, (int, float, str)) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(one) for one in (value if isinstance(value, (list, tuple)) else sorted(value, key=repr))]
+    return str(value) if isinstance(value, (torch.dtype, torch.device)) else type(value).__qualname__
+
+
+def settings_of(config: Any) -> Any:
+    """Return all settings in a configuration, and in those within it. Continuous batching marks the attention while it
+    runs, which is no change."""
+    found = {}
+    for name, value in sorted(dict(vars(config)).items()):
+        if name == "_attn_implementation_internal" and isinstance(value, str):
+            value = value.removeprefix("paged|")
+        found[name] = settings_of(value) if isinstance(value, PreTrainedConfig) else _plain(value)
+    return found
 
 
 def stamp_of(tensors: Sequence[torch.Tensor]) -> Stamp:
@@ -162,6 +199,7 @@ class ModelIdentity:
         self.model = model
         self._warned = False
         parts = parts_of(model)
+        self._settings = settings_of(model.config)
         self.name = name or f"{type(model).__name__}-{self._weights_digest(parts)}"
         self._first = self.name
         self._place = model.dtype, model.device
@@ -185,9 +223,13 @@ class ModelIdentity:
                               "a new cache")  # fmt: skip
         weights = self._digest(None, parts)
         adapters = [(name, self._digest(name, parts)) for name in sorted(parts.active)]
-        if weights == self._first and not parts.states:
+        settings = settings_of(model.config)
+        edited = [] if settings == self._settings else [settings]
+        if edited:
+            self._warn("the model's configuration has changed")
+        if weights == self._first and not parts.states and not edited:
             return ""
-        return _short(json.dumps([weights, adapters, parts.states]).encode())
+        return _short(json.dumps([weights, adapters, parts.states, *edited]).encode())
 
     @staticmethod
     def within(now: str, extra_key: str | bytes | None) -> str | bytes | None:
@@ -207,14 +249,21 @@ class ModelIdentity:
         if adapter is None:
             digest = f"{type(self.model).__name__}-{self._weights_digest(parts)}"
         else:
-            own = frozenset(map(id, parts.adapters[adapter]))
-            digest = _short(*_contents(self.model, own.__contains__))
+            own = {id(tensor): tensor for tensor in parts.adapters[adapter]}
+            named = list(_contents(self.model, own.__contains__))
+            registered = {id(one) for every in (self.model.parameters(), self.model.buffers()) for one in every}
+            settings = [_content("", tensor) for key, tensor in own.items() if key not in registered]
+            digest = _short(*named, *settings)
         self._known[adapter] = stamp, digest
-        if before is not None and before[1] != digest and not self._warned:
-            self._warned = True
-            what = "the model's weights" if adapter is None else f"the weights of the adapter {adapter!r}"
-            _log.warning("asynccache: %s have changed, so what was cached with the old ones is not used any more", what)
+        if before is not None and before[1] != digest:
+            self._warn("the model's weights have changed" if adapter is None else
+                       f"the weights of the adapter {adapter!r} have changed")
         return digest
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("asynccache: %s, so what was cached before is not used any more", what)
 
     def _weights_digest(self, parts: Parts) -> str:
         config = self.model.config.to_dict()
@@ -229,15 +278,17 @@ def _contents(model: Any, chosen: Callable[[int], bool]) -> Iterator[bytes]:
     ``chosen``."""
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:
-            if not chosen(id(tensor)):
-                continue
-            try:
-                kept = tensor.detach().cpu().contiguous()
-                digest = xxhash.xxh3_128_digest(kept.reshape(-1).view(torch.uint8).numpy())
-            except Exception as error:  # kinds of tensors raise whatever they like
-                raise ConfigError(f"{name}: these weights cannot be read ({error}); give the model a name=") from error
-            place = name.replace(".base_layer.", ".")  # where PEFT keeps the layer that it has wrapped
-            yield f"{place} {kept.dtype} {tuple(kept.shape)} ".encode() + digest
+            if chosen(id(tensor)):
+                yield _content(name.replace(".base_layer.", "."), tensor)  # where PEFT keeps the layer it has wrapped
+
+
+def _content(name: str, tensor: torch.Tensor) -> bytes:
+    try:
+        kept = tensor.detach().cpu().contiguous()
+        digest = xxhash.xxh3_128_digest(kept.reshape(-1).view(torch.uint8).numpy())
+    except Exception as error:  # kinds of tensors raise whatever they like
+        raise ConfigError(f"{name}: these weights cannot be read ({error}); give the model a name=") from error
+    return f"{name} {kept.dtype} {tuple(kept.shape)} ".encode() + digest
 
 
 def _short(*contents: bytes) -> str:

@@ -198,3 +198,10 @@ def test_several_stores_in_every_way(tmp_path: Path) -> None:
         assert problem.startswith("storage=")
     (problem,) = read_config(file, env={}, storage_options={"a": "1"}).problems
     assert "options belong in their URLs" in problem
+
+
+def test_a_printed_file_is_toml_whatever_characters_its_texts_have() -> None:
+    text = "".join(map(chr, range(1, 0x100))) + "\u2028"
+    full = {"bytes_per_token": 64, "device_tokens": 160}
+    loaded = read_config(env={}, model=text, components={"full": full})
+    assert tomllib.loads(as_toml(loaded.values))["model"] == text

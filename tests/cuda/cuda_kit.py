@@ -71,7 +71,7 @@ def submitted(event: Event) -> None:
     """Return when the driver has all work up to ``event``, so that no later call of the host is ordered before that
     work."""
     assert isinstance(event, CudaEvent)
-    event.await_submitted()
+    event.await_recorded()
 
 
 def races(driver: SimulatedCuda) -> list[str]:

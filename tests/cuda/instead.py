@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.device import CudaDevice, open_device
-from asynccache.memory.cuda.driver_protocol import CudaDriver
 from asynccache.memory.host_copies import Faults
 from tests.cuda.simulated_cuda import SimulatedCuda
 
@@ -18,7 +18,7 @@ def device_class(name: str) -> type[CudaDevice]:
 
     class Real(CudaDevice):
         def __init__(self, name: str = "cpu", *, faults: Faults | None = None) -> None:
-            driver: CudaDriver = opened.driver
+            driver: CupyDriver = opened.driver
             super().__init__(driver, opened.name, faults=faults)
 
     return Real

@@ -28,7 +28,9 @@ from random import Random
 import numpy as np
 import torch
 
-from asynccache.memory.cuda.driver_protocol import DeviceIdentity, DriverError, Spans, Table
+from asynccache.memory.cuda.cupy_driver import CupyDriver, DeviceIdentity
+from asynccache.memory.cuda.kernels import Table
+from asynccache.memory.cuda.libcuda import DriverError, Spans
 from asynccache.memory.device import CopyDirection
 
 Clock = Counter[int]
@@ -75,7 +77,7 @@ class _Refusal:
     error: Exception
 
 
-class SimulatedCuda:
+class SimulatedCuda(CupyDriver):
     """``break_at``: the number of the piece of work that meets an illegal address. ``refuse_at``: numbers of calls for
     copies that the driver refuses, which harms nothing else. ``depth``: entries of a stream's queue, before a call
     blocks. ``free``: bytes of device memory; ``pinnable``: bytes that can be pinned."""

@@ -23,7 +23,7 @@ import torch
 from asynccache.errors import CacheClosed
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
-from asynccache.memory.cuda.driver_protocol import DriverError, Spans
+from asynccache.memory.cuda.libcuda import DriverError, Spans
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
 from benchmarks import cuda, cuda_copies, cuda_engine

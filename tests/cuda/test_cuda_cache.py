@@ -12,7 +12,7 @@ import torch
 from asynccache import AsyncCache
 from asynccache.errors import CopyFailed, LoadFailed
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import DriverError
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import SimulatedEngine, driver_of

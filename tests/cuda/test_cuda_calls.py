@@ -21,7 +21,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels
 from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver_protocol import DriverError, Spans
+from asynccache.memory.cuda.libcuda import DriverError, Spans
 from asynccache.memory.device import CopyDirection
 
 STREAM, EVENT = 0x77, 0x88

@@ -14,7 +14,7 @@ from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.cupy_driver import FoundCuda
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import DriverError
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.cuda.settings import CudaSettings
 from tests.cuda.conftest import Make
 from tests.cuda.simulated_cuda import SimulatedCuda

@@ -14,7 +14,8 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda import choosing_paths, kernels, pinned
 from asynccache.memory.cuda.choosing_paths import RowCopies, RowPaths, RowSide
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import Spans, Table
+from asynccache.memory.cuda.kernels import Table
+from asynccache.memory.cuda.libcuda import Spans
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.device import CopyDirection
 from asynccache.memory.pools import Mover

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import cupy_driver, kernels, libcuda
 from asynccache.memory.cuda.device import open_device
-from asynccache.memory.cuda.driver_protocol import DriverError, Spans
+from asynccache.memory.cuda.libcuda import DriverError, Spans
 from asynccache.memory.cuda.streams import stream_pointer
 from asynccache.memory.device import CopyDirection
 from tests.cuda.test_cuda_calls import FakeEvent, FakeStream
@@ -215,27 +216,20 @@ def test_an_event_that_failed_is_neither_done_nor_pending(library: FakeLibrary) 
     assert (told.value.code, told.value.sticky) == (700, True)
 
 
-@pytest.mark.parametrize("event", [8, 16, 24])
-def test_an_event_is_asked_for_beside_a_graph_that_its_thread_captures(library: FakeLibrary, event: int) -> None:
-    """Relaxed for the one call, and then as it was before, whatever the answer: the thread may be an engine's."""
-    library.mode = 1
-    with pytest.raises(DriverError) if event == 24 else nullcontext():
-        assert libcuda.LibCuda().event_query(event) is (event == 8)
-    assert library.modes == [2, 1]
-    assert library.mode == 1
-
-
 def test_a_thread_that_is_relaxed_for_good_is_not_asked_again(library: FakeLibrary) -> None:
     """Each of these calls may cost 5 ms beside a thread that computes in Python."""
     cuda = libcuda.LibCuda()
+
+    def ask() -> None:
+        with cuda.relaxed():
+            pass
+
     cuda.relax_thread()
     assert library.modes == [2]
-    cuda.event_query(8)
-    with cuda.relaxed():
-        pass
+    ask()
     assert library.modes == [2]
     library.mode = 0  # of a thread
-    other = threading.Thread(target=cuda.event_query, args=(8,))
+    other = threading.Thread(target=ask)
     other.start()
     other.join()
     assert library.modes == [2, 2, 0]
@@ -266,6 +260,7 @@ def driver_on(library: FakeLibrary) -> tuple[cupy_driver.CupyDriver, Runtime]:
     driver: Any = cupy_driver.CupyDriver.__new__(cupy_driver.CupyDriver)
     driver.index, driver.library, driver.runtime = 0, libcuda.LibCuda(), Runtime()
     driver.thread = SimpleNamespace(has_context=True)
+    driver.library.relax_thread()
     driver.batches, driver._proven = True, False
     return driver, driver.runtime
 
@@ -276,6 +271,23 @@ def test_a_driver_that_refuses_its_first_batch_copies_one_by_one_from_then_on(li
     assert driver.copy(STREAM, CopyDirection.OUT, spans(3)) == 3  # entries of the driver's queue
     assert driver.copy(STREAM, CopyDirection.IN, spans(2)) == 2
     assert [c[2:] for c in runtime.copies] == [(1, 2, 0x77), (2, 2, 0x77), (3, 2, 0x77), (1, 1, 0x77), (2, 1, 0x77)]
+
+
+def test_two_streams_whose_first_batches_are_refused_together_both_copy_one_by_one(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, runtime = driver_on(library)
+    together = threading.Barrier(2)
+
+    def refused(*arguments: object) -> None:
+        together.wait(30)
+        raise DriverError("not supported", 801)
+
+    monkeypatch.setattr(driver.library, "copy_batch", refused)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(driver.copy, STREAM, CopyDirection.OUT, spans(3)) for _ in range(2)]
+        assert [call.result(30) for call in calls] == [3, 3]
+    assert len(runtime.copies) == 6
 
 
 def test_a_driver_that_took_a_batch_once_fails_a_later_one(library: FakeLibrary) -> None:
@@ -411,32 +423,45 @@ def test_threads_of_the_device_do_not_spoil_a_graph_that_another_captures(
     assert library.modes == [2]
 
 
-TAKES_MEMORY: dict[str, Callable[[cupy_driver.CupyDriver], object]] = {
+CALLS: dict[str, Callable[[cupy_driver.CupyDriver], object]] = {
     "host_register": lambda driver: driver.host_register(1 << 20, 4096),
     "host_unregister": lambda driver: driver.host_unregister(1 << 20),
     "host_alloc": lambda driver: driver.host_alloc(4096), "host_free": lambda driver: driver.host_free(1 << 20),
     "free_memory": lambda driver: driver.free_memory(), "stream_create": lambda driver: driver.stream_create(),
     "opening": lambda driver: cupy_driver.CupyDriver(1),
-}
+    "event_create": lambda driver: driver.event_create(),
+    "event_record": lambda driver: driver.event_record(driver.event_create(), driver.stream_create()),
+    "stream_wait_event": lambda driver: driver.stream_wait_event(driver.stream_create(), driver.event_from(8)),
+    "event_query, happened": lambda driver: driver.event_query(driver.event_from(8)),
+    "event_query, not yet": lambda driver: driver.event_query(driver.event_from(16)),
+    "event_query, failed": lambda driver: driver.event_query(driver.event_from(24)),
+}  # fmt: skip
+CALLED = ("hostRegister", "hostUnregister", "hostAlloc", "freeHost", "memGetInfo", "streamCreate", "moduleLoadData",
+          "eventCreate", "eventRecord", "streamWaitEvent")  # fmt: skip
 
 
-@pytest.mark.parametrize("what", TAKES_MEMORY)
-def test_what_takes_memory_in_anybodys_thread_spoils_no_graph_either(
-    gpus: TwoGpus, library: FakeLibrary, what: str
-) -> None:
-    """torch captures in the mode in which such calls of other threads are refused, and end the capture."""
+@pytest.mark.parametrize("what", CALLS)
+def test_no_call_in_anybodys_thread_spoils_a_graph(gpus: TwoGpus, library: FakeLibrary, what: str) -> None:
+    """torch captures in the mode in which calls of other threads are refused, and end the capture."""
     driver = cupy_driver.CupyDriver(1)
-    library.mode, seen = 0, list[int]()
-    for name in ("hostRegister", "hostUnregister", "hostAlloc", "freeHost", "memGetInfo", "streamCreate",
-                 "moduleLoadData"):  # fmt: skip
+    library.mode, seen, ask = 0, list[int](), library.cuEventQuery
+    for name in CALLED:
         def noted(*arguments: object, name: str = name) -> Any:
             seen.append(library.mode)
             return (7, 80) if name == "memGetInfo" else 16
 
         setattr(gpus, name, noted)
-    TAKES_MEMORY[what](driver)
+
+    def asked(event: int) -> int:
+        seen.append(library.mode)
+        answer: int = ask(event)
+        return answer
+
+    driver.library._library = SimpleNamespace(cuEventQuery=asked)  # type: ignore[assignment]
+    with suppress(DriverError):  # the event of one
+        CALLS[what](driver)
     assert seen == [2] * len(seen) != []
-    assert library.mode == 0, "and the thread is as it was"
+    assert library.mode == 0, "and the thread is as it was, whatever the answer"
 
 
 def test_a_device_opens_in_a_thread_that_has_no_context(gpus: TwoGpus) -> None:

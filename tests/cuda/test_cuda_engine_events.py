@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import DriverError
-from asynccache.memory.cuda.streams import ADOPTED_AT_MOST
+from asynccache.memory.cuda.device import ADOPTED_AT_MOST, CudaDevice
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.pools import Mover
 from asynccache.runtime.lease import Lease
 from tests.cuda.conftest import Make

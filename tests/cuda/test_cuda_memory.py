@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,21 @@ def test_where_registered_memory_has_another_address_the_driver_allocates(driver
     assert driver.pinned == {}
     with pytest.raises(ConfigError, match=r"0\.12 GiB of host memory cannot be pinned: out of memory; .*doctor"):
         pinned_tensor(driver, (128 * MIB,))
+
+
+def test_memory_of_the_drivers_is_not_freed_at_the_end_of_the_process_while_a_tensor_has_it() -> None:
+    """Threads that nobody joins may write to it until the process is gone, and the system frees it then."""
+    code = """
+from asynccache.memory.cuda.pinned import pinned_tensor
+from tests.cuda.simulated_cuda import SimulatedCuda
+driver = SimulatedCuda()
+driver.registers = False
+driver.host_free = lambda address: print("freed")
+tensor = pinned_tensor(driver, (3, 5000))
+print("made")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout == "made\n"
 
 
 def test_memory_is_touched_on_the_node_of_the_device(

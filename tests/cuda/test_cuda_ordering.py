@@ -11,10 +11,13 @@ import pytest
 
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.pools import Mover
+from asynccache.memory.signals import call_all
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, submitted
 from tests.memory.small_pools import fill_device, host_page, move, pool
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -153,6 +156,23 @@ async def test_an_engines_stream_is_not_held_by_the_host_for_a_gate(simulated_de
     gate.open()
     await behind.wait()
     engine.stream.wait_event(behind)
+    await device.aclose()
+
+
+async def test_a_gate_that_is_open_holds_no_engine_back_though_the_submitter_has_not_woken_up(
+    simulated_device: Make
+) -> None:
+    device, mover, engine = parts(simulated_device)
+    gate = device.gate()
+    load = mover.load([move([0], [0])], after=[gate]).done
+    assert isinstance(load, CudaEvent)
+    await until(lambda: load.gate() is gate)
+    sleeping = gate.note_fired()
+    waits = asyncio.create_task(asyncio.to_thread(engine.stream.wait_event, load))
+    await asyncio.wait([waits], timeout=0.2)
+    assert not waits.done()
+    call_all(sleeping)
+    await waits
     await device.aclose()
 
 

@@ -13,7 +13,7 @@ from asynccache import AsyncCache
 from asynccache.errors import CopyFailed, LoadFailed
 from asynccache.memory.cuda import events as cuda_events
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import STICKY, DriverError
+from asynccache.memory.cuda.libcuda import STICKY, DriverError
 from asynccache.memory.device import Event
 from asynccache.memory.pools import Mover
 from tests.cuda.conftest import Make

@@ -15,8 +15,8 @@ import pytest
 from asynccache.core.plan import Move
 from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver_protocol import DriverError
 from asynccache.memory.cuda.events import CudaContext, CudaEvent
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.cuda.streams import APART, CAP, CudaEngineStream, CudaStream, QueueFill
 from asynccache.memory.device import CopyDirection
 from asynccache.memory.pools import Mover
@@ -56,7 +56,7 @@ async def test_a_burst_of_events_costs_one_hop(drivers: list[SimulatedCuda]) -> 
     stream = device.stream("s")
     events = [stream.record() for _ in range(50)]
     waiters = [asyncio.create_task(e.wait()) for e in events]
-    events[-1].await_submitted()
+    events[-1].await_recorded()
     await asyncio.sleep(0)
     bell = device._context.bells.of(loop)
     answered, answer = [], bell._answer
@@ -341,9 +341,9 @@ async def test_one_stream_of_an_engine_is_adopted_once_by_threads_that_ask_toget
     stream = TorchStream(driver_of(device).stream_create())
     adopt = CudaEngineStream.__init__
 
-    def slowly(self: CudaEngineStream, name: str, handle: int, context: CudaContext) -> None:
+    def slowly(self: CudaEngineStream, name: str, context: CudaContext, handle: int) -> None:
         time.sleep(0.1)  # the other one has asked by then
-        adopt(self, name, handle, context)
+        adopt(self, name, context, handle)
 
     def ask() -> object:
         together.wait(ENOUGH)
@@ -411,7 +411,7 @@ async def test_a_refused_batch_is_not_over_before_the_device_has_let_go_of_what_
     driver.pause()
     event = mover.backup([scattered(1024)])  # 4,096 pieces are more than one call takes
     assert isinstance(event, CudaEvent)
-    event.await_submitted()
+    event.await_recorded()
     assert isinstance(event.failure, DriverError)
     assert driver.pending()
     await asyncio.sleep(0.02)
@@ -430,7 +430,7 @@ async def test_pools_that_nobody_has_any_more_stay_until_the_device_has_let_go(s
     driver.pause()
     waiter = asyncio.create_task(mover.backup([move([0, 2, 4], [1, 3, 5])]).wait())
     load = mover.load([move([10, 12, 14], [11, 13, 15])]).done
-    load.await_submitted()  # type: ignore[attr-defined]
+    load.await_recorded()  # type: ignore[attr-defined]
     waiter.cancel()
     await asyncio.wait([waiter])
     del mover
@@ -518,7 +518,7 @@ async def test_an_event_that_has_fired_holds_no_stream(simulated_device: Make) -
     await old.wait()
     driver.hold(a.handle)
     new = a.record()
-    new.await_submitted()
+    new.await_recorded()
     old.hold(b.handle)
     async with asyncio.timeout(ENOUGH):
         await b.record().wait()

@@ -94,6 +94,58 @@ def test_changed_weights_make_a_miss_of_everything_with_one_warning(
     assert [said.partition(",")[0] for said in warned()] == ["asynccache: the model's weights have changed"]
 
 
+def buffer_that_is_not_saved(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def another_buffer(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    rotary.register_buffer("inv_freq", rotary.inv_freq * 0.5, persistent=False)
+
+
+@pytest.mark.parametrize("change", [buffer_that_is_not_saved, another_buffer])
+@pytest.mark.parametrize("name", ["llama", None])
+def test_buffers_that_are_not_saved_make_a_miss_too(change: Callable[[Any], None], name: str | None) -> None:
+    model = make("llama")
+    with PrefixCache(model, name=name, **SIZES) as cached:
+        assert [asked(cached, model), asked(cached, model)] == [0, HIT]
+        change(model)
+        assert [asked(cached, model), asked(cached, model)] == [0, HIT]
+
+
+@pytest.mark.parametrize("name", ["llama", None])
+def test_a_configuration_that_is_edited_makes_a_miss_until_it_is_as_it_was(
+    name: str | None, warned: Callable[[], list[str]]
+) -> None:
+    """What reads it when the model runs is up to the model: frequencies that follow the length do, and attention."""
+    model = make("llama_dynamic")
+    with PrefixCache(model, name=name, **SIZES) as cached:
+        assert [asked(cached, model), asked(cached, model)] == [0, HIT]
+        before = model.config.rope_parameters["rope_theta"]
+        model.config.rope_parameters["rope_theta"] = 3 * before
+        assert [asked(cached, model), asked(cached, model)] == [0, HIT]
+        model.config.rope_parameters["rope_theta"] = before
+        assert asked(cached, model) == HIT
+        usual = model.config._attn_implementation
+        model.set_attn_implementation("eager" if usual == "sdpa" else "sdpa")
+        assert [asked(cached, model), asked(cached, model)] == [0, HIT]
+        model.set_attn_implementation(usual)
+        assert asked(cached, model) == HIT
+    assert [said.partition(",")[0] for said in warned()] == ["asynccache: the model's configuration has changed"]
+
+
+def test_named_weights_that_are_restored_are_missed_and_then_found(warned: Callable[[], list[str]]) -> None:
+    """They were not read when they were named, so nothing tells that they are the same."""
+    model = make("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        asked(cached, model)
+        loaded(model)
+        asked(cached, model)
+        model.load_state_dict(before)
+        assert [asked(cached, model), asked(cached, model)] == [0, HIT]
+
+
 def test_weights_that_are_as_they_were_find_their_pages_again(warned: Callable[[], list[str]]) -> None:
     model = make("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -328,6 +380,38 @@ def test_an_adapter_that_is_trained_or_scaled_misses(peft: Any, warned: Callable
         assert [said.partition(",")[0] for said in warned()] == [
             "asynccache: the weights of the adapter 'french' have changed"
         ]
+
+
+def test_settings_of_an_adapter_that_are_no_numbers_count_too(peft: Any) -> None:
+    """Which entries of a weight it replaces, and which tokens it knows of."""
+    names: list[str] = []
+    for seed in (1, 1, 2):
+        config = peft.ShiraConfig(target_modules=["k_proj"], r=2, random_seed=seed)
+        model = peft.get_peft_model(make("llama"), config).eval()
+        for name, weight in model.named_parameters():
+            if "shira_weight" in name:
+                torch.nn.init.constant_(weight, 0.5)
+        names.append(ModelIdentity(plain(model), "llama").now())
+    assert names[0] == names[1] != names[2]
+    tokens = []
+    for indices in ([1, 2], [1, 2], [1, 3]):
+        config = peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=indices, init_weights=True)
+        model = peft.get_peft_model(make("llama"), config).eval()
+        for name, weight in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                torch.nn.init.constant_(weight, 0.5)
+        tokens.append(ModelIdentity(plain(model), "llama").now())
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_a_setting_of_an_adapter_that_is_a_tensor_is_looked_at_for_each_request(peft: Any) -> None:
+    model = peft.get_peft_model(make("llama"), peft.ShiraConfig(target_modules=["k_proj"], r=2, init_weights=False))
+    identity = ModelIdentity(plain(model.eval()), "llama")
+    before = identity.now()
+    assert identity.now() == before
+    layer = plain(model).model.layers[0].self_attn.k_proj
+    layer.shira_indices["default"] = layer.shira_indices["default"].flip(1)
+    assert identity.now() != before
 
 
 def test_a_merged_adapter_misses_and_what_is_unmerged_is_found(peft: Any) -> None:

@@ -11,7 +11,7 @@ from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.cuda.driver_protocol import DriverError
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.device import Stream
 from asynccache.memory.pools import Mover
 from asynccache.memory.signals import HAPPENED

@@ -68,6 +68,23 @@ async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Pat
 
 
 @pytest.mark.asyncio
+async def test_pages_of_every_length_get_their_second_chance(tmp_path: Path) -> None:
+    """The buffer for moving them has room for 8 MiB, as much as a group of short ones has."""
+    layout = LAYOUT._replace(page_bytes={"short": 4096, "long": 9 << 20})
+    url = parse_url(f"file:{tmp_path / 's'}?capacity=96MiB&segment=32MiB")
+    store = CheckedStore(await FileBackend.open(url, layout), layout)
+    keys = [page_key("a", "short"), page_key("b", "long")]
+    for key in keys:
+        payload = memoryview(bytes(layout.page_bytes[key.pool]))
+        assert await store.put([key], [payload]) == [Result.HIT]
+    log = _backend(store)._log
+    groups = log.index.groups_of(1)
+    await log._rescue(log.segments[1], [(group, [0]) for group in groups], 32 << 20)
+    assert log.counts["moved_pages"] == 2
+    await store.aclose()
+
+
+@pytest.mark.asyncio
 async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     backend = _backend(store)

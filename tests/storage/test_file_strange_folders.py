@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.files import Folder
+from asynccache_backends.file.folder import FolderLock
 from asynccache_backends.file.segments import (
     DELETION,
     ENTRY_BYTES,
@@ -375,6 +376,51 @@ async def test_a_store_whose_folder_was_removed_fails_its_pages_and_makes_no_fol
     with pytest.raises(Unavailable, match="No such file"):
         await opened.aclose()
     assert store.name not in os.listdir(store.parent)
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_was_closed_can_be_opened_while_a_forked_process_lives(store: Path) -> None:
+    """It has the descriptors, and with them the locks. When it lets go of them, whoever has the folder keeps it."""
+    opened, lock = await open_at(store), FolderLock()
+    (ending, end), (told, tell) = os.pipe(), os.pipe()
+    inherited = opened.backend._lock  # type: ignore[attr-defined]
+    child = os.fork()
+    if not child:
+        try:
+            os.read(ending, 1)
+            inherited.release()
+            os.write(tell, b"released")
+        finally:
+            os._exit(0)
+    try:
+        await opened.aclose()
+        lock.take(store, None, False)
+        os.write(end, b"!")
+        assert os.read(told, 8) == b"released"
+        with pytest.raises(Unavailable, match="in use"):
+            FolderLock().take(store, None, False)
+    finally:
+        os.write(end, b"!")
+        await asyncio.to_thread(os.waitpid, child, 0)
+        lock.release()
+        for fd in (ending, end, told, tell):
+            os.close(fd)
+
+
+@pytest.mark.asyncio
+async def test_a_forked_process_that_closes_its_copy_of_a_store_takes_the_folder_from_nobody(store: Path) -> None:
+    opened = await open_at(store)
+    inherited = opened.backend._lock  # type: ignore[attr-defined]
+    child = os.fork()
+    if not child:
+        try:
+            inherited.release()
+        finally:
+            os._exit(0)
+    await asyncio.to_thread(os.waitpid, child, 0)
+    with pytest.raises(Unavailable, match="in use"):
+        await open_at(store)
+    await opened.aclose()
 
 
 @pytest.mark.asyncio

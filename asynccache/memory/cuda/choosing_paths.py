@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from asynccache.errors import InvariantViolation
-from asynccache.memory.cuda.driver_protocol import Addresses, CudaDriver, Spans
+from asynccache.memory.cuda.cupy_driver import CupyDriver
 from asynccache.memory.cuda.kernels import LAYERS, PAGES, table
+from asynccache.memory.cuda.libcuda import Addresses, Spans
 from asynccache.memory.cuda.pinned import chunk_of
 from asynccache.memory.cuda.settings import CudaSettings
 from asynccache.memory.cuda.streams import Step
@@ -114,7 +115,7 @@ class RowPaths:
         first, sizes = starts[~short], (lengths[~short] * rows.width).astype(np.uint64)
         self.spans = Spans(_distances(rows.dst, first), _distances(rows.src, first), sizes)
 
-    def calls(self, driver: CudaDriver, stream: int, layers: slice = ALL) -> Iterator[Callback]:
+    def calls(self, driver: CupyDriver, stream: int, layers: slice = ALL) -> Iterator[Callback]:
         """Yield the calls that move these layers."""
         towards, dst, src, _ = self._rows
         to, of = dst.bases[layers], src.bases[layers]
@@ -128,7 +129,7 @@ class RowPaths:
                 some, rows = slice(i, i + LAYERS), self.scattered[j : j + PAGES]
                 yield partial(self._launch, driver, stream, to[some], of[some], rows)
 
-    def _launch(self, driver: CudaDriver, stream: int, to: Addresses, of: Addresses, rows: Ids) -> int:
+    def _launch(self, driver: CupyDriver, stream: int, to: Addresses, of: Addresses, rows: Ids) -> int:
         _, dst, src, width = self._rows
         one = table(to, of, dst.ids[rows], src.ids[rows], width=width, dst_pitch=dst.pitch, src_pitch=src.pitch)
         return driver.launch(stream, one, self._blocks)
@@ -138,25 +139,24 @@ def _distances(side: RowSide, rows: Ids) -> Addresses:
     return side.ids[rows].astype(np.uint64) * np.uint64(side.pitch)
 
 
-class BatchSubmission:
-    """Makes the steps of a stream's batches."""
+def at_once(
+    driver: CupyDriver, stream: int, settings: CudaSettings, towards: CopyDirection, parts: Sequence[CheckedCopy]
+) -> Iterator[Step]:
+    """Yield one step with all layers."""
+    plans = [RowPaths(rows_of(towards, part), settings, part.device.spec.layers) for part in parts]
+    yield [call for plan in plans for call in plan.calls(driver, stream)]
 
-    def __init__(self, driver: CudaDriver, stream: int, settings: CudaSettings) -> None:
-        self._driver, self._stream, self._settings = driver, stream, settings
 
-    def at_once(self, towards: CopyDirection, parts: Sequence[CheckedCopy]) -> Iterator[Step]:
-        """Yield one step with all layers."""
-        plans = [RowPaths(rows_of(towards, part), self._settings, part.device.spec.layers) for part in parts]
-        yield [call for plan in plans for call in plan.calls(self._driver, self._stream)]
-
-    def by_layer(self, parts: Sequence[CheckedCopy], layers: int) -> Iterator[Step]:
-        """Yield a step for each layer of the model, host to device."""
-        loads = [(part.device.spec, RowPaths(rows_of(CopyDirection.IN, part), self._settings, 1)) for part in parts]
-        for layer in range(layers):
-            yield [
-                call
-                for spec, plan in loads
-                for i, belongs in enumerate(spec.model_layers)
-                if belongs == layer
-                for call in plan.calls(self._driver, self._stream, slice(i, i + 1))
-            ]
+def by_layer(
+    driver: CupyDriver, stream: int, settings: CudaSettings, parts: Sequence[CheckedCopy], layers: int
+) -> Iterator[Step]:
+    """Yield a step for each layer of the model, host to device."""
+    loads = [(part.device.spec, RowPaths(rows_of(CopyDirection.IN, part), settings, 1)) for part in parts]
+    for layer in range(layers):
+        yield [
+            call
+            for spec, plan in loads
+            for i, belongs in enumerate(spec.model_layers)
+            if belongs == layer
+            for call in plan.calls(driver, stream, slice(i, i + 1))
+        ]

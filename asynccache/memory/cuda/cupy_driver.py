@@ -1,4 +1,12 @@
-"""The real driver: cupy's streams and events, its calls of the CUDA runtime, and those of ``libcuda``.
+"""The part of the driver that the CUDA device uses: cupy's streams and events, its calls of the CUDA runtime, and those
+of ``libcuda``. The tests' simulated driver is a subclass.
+
+Laws. No call waits for the device's work except ``event_synchronize``, ``stream_synchronize`` and ``device_tensor``;
+``host_register`` and ``host_alloc`` wait for the system. A call that may take long lets go of the GIL. Addresses are
+integers, and handles are whatever the driver makes. ``copy``, ``launch``, ``event_synchronize`` and
+``stream_synchronize`` come only from threads that have called ``use_device``. Every other call may come from any
+thread, leaves that thread's current device as it is, and harms no graph that is captured elsewhere. All errors are
+raised as ``DriverError``.
 
 Without a GPU ``import cupy`` works, but every call of cupy raises. So ``find`` checks once what this machine lacks, and
 says it in one sentence.
@@ -9,6 +17,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -19,9 +28,12 @@ import torch
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.memory.cuda import kernels
-from asynccache.memory.cuda.driver_protocol import DeviceIdentity, DriverError, EventHandle, Spans, StreamHandle, Table
-from asynccache.memory.cuda.libcuda import OVERLAP_WITH_COMPUTE, LibCuda
+from asynccache.memory.cuda.kernels import Table
+from asynccache.memory.cuda.libcuda import OVERLAP_WITH_COMPUTE, DriverError, LibCuda, Spans
 from asynccache.memory.device import CopyDirection
+
+StreamHandle = Any
+EventHandle = Any
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -35,6 +47,21 @@ documented."""
 _ENTRIES_OF_A_LAUNCH = 2
 """Entries of the driver's queue that a launch counts as. How many its 4 KiB of parameters really take is not documented
 either."""
+
+
+class DeviceIdentity(NamedTuple):
+    """The identity of a device, and what it can do. ``capability``: CUDA's, major and minor. ``total``: its memory in
+    bytes. ``bus``: its PCI address. ``driver``: the version of CUDA that the driver is for, 13020 for 13.2.
+    ``batches``: as the driver's. ``registers``: True if the device sees memory that was pinned by ``host_register`` at
+    its own address; under WSL2 it does not."""
+
+    name: str
+    capability: tuple[int, int]
+    total: int
+    bus: str
+    driver: int
+    batches: bool
+    registers: bool
 
 
 class FoundCuda(NamedTuple):
@@ -133,34 +160,22 @@ def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Conc
     context where there is none.
 
     A thread that is on the device from its start may have no context all the same, and calls of the driver (not of the
-    runtime) would be refused there. Setting the device once gives it one."""
+    runtime) would be refused there. Setting the device once gives it one.
+
+    While any thread captures a graph, CUDA refuses many calls of all threads, and the graph is spoilt; so the thread is
+    relaxed for the call."""
 
     @_translated
     @wraps(call)
     def on_device(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if driver.runtime.getDevice() == driver.index:
-            if not getattr(driver.thread, "has_context", False):
+        here = driver.runtime.getDevice() == driver.index
+        with nullcontext() if here else torch.cuda.device(driver.index), driver.library.relaxed():
+            if not (here and getattr(driver.thread, "has_context", False)):
                 driver.runtime.setDevice(driver.index)
-                driver.thread.has_context = True
-            return call(driver, *args, **kwargs)
-        with torch.cuda.device(driver.index):
-            driver.runtime.setDevice(driver.index)
+                driver.thread.has_context = here
             return call(driver, *args, **kwargs)
 
     return on_device
-
-
-def _outside_graphs(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
-    """Wrap ``call``, which CUDA refuses while any thread captures a graph, and which would spoil that graph. For calls
-    that come from threads that are not the device's own."""
-
-    @_on_device
-    @wraps(call)
-    def outside_graphs(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with driver.library.relaxed():
-            return call(driver, *args, **kwargs)
-
-    return outside_graphs
 
 
 class _Foreign(NamedTuple):
@@ -173,8 +188,8 @@ class _Foreign(NamedTuple):
 
 
 class CupyDriver:
-    """The driver for one device. ``index`` is CUDA's number of it; ``runtime`` is cupy's. ``_proven``: True once a
-    batch of copies was tried."""
+    """The driver for one device. ``index`` is CUDA's number of it; ``runtime`` is cupy's. ``batches``:
+    True if it takes many copies in one call; ``_proven``: True once it took some."""
 
     def __init__(self, index: int) -> None:
         found = find()
@@ -195,20 +210,21 @@ class CupyDriver:
             raise DriverError(f"torch cannot use it: {str(error).splitlines()[0]}") from error
         self._kernel = self._load()
 
-    @_outside_graphs
+    @_on_device
     def _make_context(self) -> None:
         """Make the context, which torch and cupy share. A GPU that torch cannot use is refused here by torch, and so is
         any GPU after a fork."""
         torch.empty(1, device=f"cuda:{self.index}")
 
-    @_outside_graphs
+    @_on_device
     def _load(self) -> int:
         module = self._cupy.driver.moduleLoadData(kernels.image_for(self.identity().capability))
         kernel: int = self._cupy.driver.moduleGetFunction(module, kernels.NAME)
         return kernel
 
-    @_translated
+    @_on_device
     def identity(self) -> DeviceIdentity:
+        """Return which device this is."""
         properties = self.runtime.getDeviceProperties(self.index)
         registers = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
         return DeviceIdentity(
@@ -219,73 +235,91 @@ class CupyDriver:
 
     @_translated
     def use_device(self) -> None:
+        """Make this device the current one of the calling thread. Only for threads that belong to the device."""
         self.runtime.setDevice(self.index)
         self.library.relax_thread()
 
-    @_outside_graphs
+    @_on_device
     def free_memory(self) -> int:
+        """Return how many bytes of device memory can be had."""
         free: int = self.runtime.memGetInfo()[0]
         return free
 
-    @_outside_graphs
+    @_on_device
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return uint8 memory on the device, which is zeroed when the call returns."""
         tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self.index}")
         torch.cuda.current_stream().synchronize()
         return tensor
 
     # Memory by raw calls: cupy's own pinned memory is allocated by the driver, which takes three times as long.
 
-    @_outside_graphs
+    @_on_device
     def host_register(self, address: int, size: int) -> None:
+        """Pin host memory and map it for the device, at the same address."""
         self.runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED)
 
-    @_outside_graphs
+    @_on_device
     def host_unregister(self, address: int) -> None:
+        """Undo ``host_register``."""
         self.runtime.hostUnregister(address)
 
-    @_outside_graphs
+    @_on_device
     def host_alloc(self, size: int) -> int:
+        """Return the address of new host memory that is pinned and mapped for the device at the same address."""
         address: int = self.runtime.hostAlloc(size, _PORTABLE_AND_MAPPED)
         return address
 
-    @_outside_graphs
+    @_on_device
     def host_free(self, address: int) -> None:
+        """Undo ``host_alloc``."""
         self.runtime.freeHost(address)
 
-    @_outside_graphs
+    @_on_device
     def stream_create(self) -> StreamHandle:
+        """Return a new stream, which does not wait for the default stream. Its kernels get the next multiprocessors
+        that come free."""
         return self._cupy.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
 
     def stream_from(self, pointer: int) -> StreamHandle:
+        """Return the handle of an engine's stream, which is never destroyed here. ``pointer``: its ``cudaStream_t``."""
         return self._cupy.Stream.from_external(_Foreign(pointer))
 
     def event_from(self, pointer: int) -> EventHandle:
+        """Return the handle of an engine's event, which is never destroyed here. ``pointer``: its ``cudaEvent_t``."""
         return _Foreign(pointer)
 
     @_on_device
     def stream_destroy(self, stream: StreamHandle) -> None:
+        """Give a stream back. Nothing is in it any more."""
         # By a raw call, since an error in the object's __del__ would only be printed.
         pointer, stream.ptr = stream.ptr, 0
         self.runtime.streamDestroy(pointer)
 
     @_on_device
     def stream_synchronize(self, stream: StreamHandle) -> None:
+        """Sleep or spin until all work that ``stream`` was given so far has happened."""
         stream.synchronize()
 
     @_on_device
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Have later work of ``stream`` wait for the work that ``event`` stands for now. A later recording of ``event``
+        does not count."""
         stream.wait_event(event)
 
     @_on_device
     def is_captured(self, stream: StreamHandle) -> bool:
+        """Return True if work given to ``stream`` is captured into a graph instead of being done."""
         return bool(stream.is_capturing())
 
     @_on_device
     def captures_here(self) -> bool:
+        """Return True if the calling thread captures a graph in the stream that is torch's current one."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     @_on_device
     def event_create(self) -> EventHandle:
+        """Return a new event without timing, for which ``event_synchronize`` sleeps."""
         return self._cupy.Event(block=True, disable_timing=True)  # ``block``: a thread that waits for it sleeps
 
     @_on_device
@@ -295,18 +329,27 @@ class CupyDriver:
 
     @_on_device
     def event_record(self, event: EventHandle, stream: StreamHandle) -> None:
+        """Record ``event`` behind all work that ``stream`` was given so far."""
         event.record(stream)
 
     @_on_device
     def event_query(self, event: EventHandle) -> bool:
+        """Return True if ``event`` has happened. If it was recorded in a capture, that graph is lost.
+
+        Raises:
+            DriverError: the event's work failed, or is in a graph: that is not the same as "not yet".
+        """
         return self.library.event_query(event.ptr)  # cupy's ``event.done`` takes every error for "not yet"
 
     @_on_device
     def event_synchronize(self, event: EventHandle) -> None:
+        """Sleep until ``event`` has happened."""
         event.synchronize()
 
     @_on_device
     def copy(self, stream: StreamHandle, towards: CopyDirection, spans: Spans) -> int:
+        """Enqueue copies of runs, which read their sources in the order of the stream. Return how many entries of the
+        driver's queue they take."""
         flags = 0 if towards is CopyDirection.WITHIN else OVERLAP_WITH_COMPUTE
         if len(spans.size) > 1 and self._batched(stream.ptr, spans, flags):
             return -(-len(spans.size) // _BATCHED_PER_ENTRY)
@@ -326,12 +369,14 @@ class CupyDriver:
             if self._proven or error.sticky:
                 raise
             self.batches = False
+            return False
         self._proven = True
-        return self.batches
+        return True
 
     @_on_device
     def launch(self, stream: StreamHandle, table: Table, blocks: int) -> int:
-        """Enqueue the copy kernel. The driver copies the parameters before it returns."""
+        """Enqueue the copy kernel. ``table`` has been read when the call returns. Return how many entries of the
+        driver's queue the launch takes."""
         places = np.array([table.ctypes.data], np.uint64)
         self._cupy.driver.launchKernel(
             self._kernel, blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream.ptr, places.ctypes.data, 0

@@ -20,24 +20,28 @@ import torch
 
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import host_copies as batch
-from asynccache.memory.cuda.choosing_paths import BatchSubmission
-from asynccache.memory.cuda.driver_protocol import CAPTURED, CudaDriver, DriverError, EventHandle
+from asynccache.memory.cuda.choosing_paths import at_once, by_layer
+from asynccache.memory.cuda.cupy_driver import CupyDriver, EventHandle
 from asynccache.memory.cuda.events import CudaContext, CudaEvent
+from asynccache.memory.cuda.libcuda import CAPTURED, DriverError
 from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
-from asynccache.memory.cuda.streams import AdoptingStream, CudaEngineStream, CudaStream, event_pointer, stream_pointer
+from asynccache.memory.cuda.streams import CudaEngineStream, CudaStream, event_pointer, stream_pointer
 from asynccache.memory.device import CopyDirection, Event, PageCopy, Stream, parse_device
 from asynccache.memory.host_copies import Fates, Faults
 from asynccache.memory.pools import available_memory, check_room
 from asynccache.memory.signals import HAPPENED, Happened, HostGate
 
+ADOPTED_AT_MOST = 128
+"""The most events of engines that are pending on one stream (``CudaDevice._adopt``). Each takes two entries of the
+driver's queue, which has some 1,024, and a full one would block the caller."""
+
 
 class CudaDevice:
-    """A GPU. ``open_device`` makes one. ``driver`` is the real one or a simulated one. ``faults``: the copies that are
-    late or failing on purpose."""
+    """A GPU. ``open_device`` makes one. ``faults``: the copies that are late or failing on purpose."""
 
     def __init__(
-        self, driver: CudaDriver, name: str = "cuda:0", *, settings: CudaSettings | None = None,
+        self, driver: CupyDriver, name: str = "cuda:0", *, settings: CudaSettings | None = None,
         faults: Faults | None = None,
     ) -> None:  # fmt: skip
         self.name = name
@@ -45,16 +49,16 @@ class CudaDevice:
         self._context = CudaContext(driver)
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # for what follows, up to ``_closed``
-        self._streams: set[CudaStream] = set()  # those that have not ended; each takes itself out
+        self._streams: list[CudaStream] = []
         self._engines: dict[int, CudaEngineStream] = {}
-        self._adopting: list[AdoptingStream] = []
+        self._adopting: list[CudaEngineStream] = []  # see ``_adopt``
         self._closed = False
         self._gates: dict[HostGate, None] = {}  # those not open yet; each takes itself out
         self._releasing = threading.Lock()
         self._released = False
 
     @property
-    def driver(self) -> CudaDriver:
+    def driver(self) -> CupyDriver:
         return self._context.driver
 
     @property
@@ -69,8 +73,8 @@ class CudaDevice:
         them."""
         with self._lock:
             self._refuse_if_closed()
-            stream = CudaStream(name, self._context, self._streams.discard)
-            self._streams.add(stream)
+            stream = CudaStream(name, self._context)
+            self._streams = [*(one for one in self._streams if not one.ended()), stream]
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -98,7 +102,7 @@ class CudaDevice:
             self._refuse_if_closed()
             if pointer not in self._engines:
                 handle = self.driver.stream_from(pointer)
-                self._engines[pointer] = CudaEngineStream(f"engine-{pointer:x}", handle, self._context)
+                self._engines[pointer] = CudaEngineStream(f"engine-{pointer:x}", self._context, handle)
             return self._engines[pointer]
 
     def engine_event(self, event: object) -> Event:
@@ -128,16 +132,20 @@ class CudaDevice:
             raise ConfigError(f"{event!r}: the driver refuses to wait for it: {error}") from error
 
     def _adopt(self, handle: EventHandle) -> Event:
+        """Return an event that happens when the work has ended that an engine's event stands for now: a stream on which
+        nothing runs waits for the engine's event, at once and in the caller's thread. So it does not matter what the
+        engine does with its event later. Events of one such stream fire in the order in which they were adopted."""
         if self.driver.event_query(handle):
             return HAPPENED
         with self._lock:
             if self._closed:
                 return HAPPENED  # there is nothing any more that could wait for it
-            stream = next((one for one in self._adopting if one.has_room()), None)
+            stream = next((one for one in self._adopting if one.pending < ADOPTED_AT_MOST), None)
             if stream is None:
-                stream = AdoptingStream(f"engine-events-{len(self._adopting)}", self._context)
+                stream = CudaEngineStream(f"engine-events-{len(self._adopting)}", self._context)
                 self._adopting.append(stream)
-            return stream.adopt(handle)
+            self.driver.stream_wait_event(stream.handle, handle)
+            return stream.record()
 
     def gate(self) -> HostGate:
         """Return a new event to open by hand. ``aclose`` opens those that were forgotten."""
@@ -165,19 +173,19 @@ class CudaDevice:
     # copies
 
     def copy(self, stream: Stream, towards: CopyDirection, copies: Sequence[PageCopy]) -> None:
-        parts = batch.checked(_with_pages(copies), towards, np.int32)
-        own, submission = self._own(stream)
-        own.copy(submission.at_once(towards, parts), self._fates.draw(1), parts)
+        own, parts = self._own(stream), batch.checked(_with_pages(copies), towards, np.int32)
+        steps = at_once(self.driver, own.handle, self.settings, towards, parts)
+        own.copy(steps, self._fates.draw(1), parts)
 
     def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
-        parts = batch.checked(_with_pages(copies), CopyDirection.IN, np.int32)
-        own, submission = self._own(stream)
-        return own.copy(submission.by_layer(parts, layers), self._fates.draw(layers), parts, layers)
+        own, parts = self._own(stream), batch.checked(_with_pages(copies), CopyDirection.IN, np.int32)
+        steps = by_layer(self.driver, own.handle, self.settings, parts, layers)
+        return own.copy(steps, self._fates.draw(layers), parts, layers)
 
-    def _own(self, stream: Stream) -> tuple[CudaStream, BatchSubmission]:
+    def _own(self, stream: Stream) -> CudaStream:
         if not isinstance(stream, CudaStream) or stream.context is not self._context:
             raise ConfigError(f"the CUDA device cannot copy on {stream!r}")
-        return stream, BatchSubmission(self.driver, stream.handle, self.settings)
+        return stream
 
     # the end
 
@@ -187,34 +195,25 @@ class CudaDevice:
         threads end by themselves."""
         with self._lock:
             self._closed = True
-        for stream in self._open_streams():
+        for stream in self._streams:
             stream.close()
         for gate in list(self._gates):
             gate.open()
         await asyncio.to_thread(self._join)
 
-    def _open_streams(self) -> list[CudaStream]:
-        with self._lock:
-            return list(self._streams)
-
     def _join(self) -> None:
-        for stream in self._open_streams():
+        for stream in self._streams:
             stream.join()
         with self._releasing:
             if not self._released:
                 self._released = True
-                self._release()
-
-    def _release(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
-        for adopting in self._adopting:
-            adopting.close()
-        self._context.close()
+                for engine in (*self._engines.values(), *self._adopting):
+                    engine.end()
+                self._context.close()
 
     def __repr__(self) -> str:
         state = ", failed" if self.failure is not None else ""
-        return f"<CudaDevice {self.name!r}: {len(self._streams)} streams{state}>"
+        return f"<CudaDevice {self.name!r}: {sum(not one.ended() for one in self._streams)} streams{state}>"
 
 
 def _with_pages(copies: Sequence[PageCopy]) -> list[PageCopy]:
@@ -228,8 +227,6 @@ def open_device(name: str, settings: CudaSettings | None = None, *, faults: Faul
     Raises:
         ConfigError: there is no such GPU, or what it needs is not installed; the message says what.
     """
-    from asynccache.memory.cuda.cupy_driver import CupyDriver
-
     parsed = parse_device(name)
     if parsed.options and settings is not None:
         raise ConfigError(f"device={name}: options are in the name or in settings, not in both")

@@ -18,14 +18,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
-from asynccache.errors import ConfigError, forget_frames
-from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError, EventHandle, StreamHandle
+from asynccache.errors import CacheClosed, forget_frames
+from asynccache.memory.cuda.cupy_driver import CupyDriver, EventHandle, StreamHandle
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.signals import Bells, Callback, Signal, call_all
-
-if TYPE_CHECKING:
-    from asynccache.memory.cuda.streams import EventRecorder
 
 PATIENCE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 5.0)
 """Seconds between the attempts to ask a driver that has not failed and still refuses to tell of an event: while an
@@ -36,7 +33,7 @@ class CudaContext:
     """The state that all streams of a device share: the driver, handles of events, which are used again and again, and
     ``failure``, the error after which the driver does nothing any more. Everything may be called from any thread."""
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CupyDriver) -> None:
         self.driver = driver
         self.bells = Bells()
         self.failure: DriverError | None = None
@@ -101,34 +98,19 @@ class CudaEvent(Signal):
             self._handle, self.recorded = handle, True
             self.stream.condition.notify_all()
 
-    def await_recorded(self) -> None:
-        """Hold the calling thread until the event is on the device. That takes as long as its submission, never as long
-        as its work.
-
-        Raises:
-            ConfigError: its submission waits for something that the host is to do, which may be the caller.
-        """
-        while not self._is_recorded_within(0.05):
-            gate = self._gate()
-            if gate is not None:
-                raise ConfigError(f"an engine's stream cannot wait for {self!r}: the host holds it with {gate!r}")
-
-    def _is_recorded_within(self, seconds: float | None) -> bool:
-        """Wait at most ``seconds`` (None: for ever), and return True if the event is recorded, or has fired."""
+    def await_recorded(self, seconds: float | None = None) -> bool:
+        """Hold the calling thread until the event is on the device, but at most ``seconds`` (None: for ever). Return
+        True if it is, or has fired. That takes as long as its submission, never as long as its work."""
         with self.stream.condition:
             return self.stream.condition.wait_for(lambda: self.recorded or self._fired, seconds)
 
-    def await_submitted(self) -> None:
-        """Wait until the event is recorded, as ``await_recorded`` does, but also if that waits for the host, and
-        however long it takes. For submitters."""
-        self._is_recorded_within(None)
-
-    def _gate(self) -> Signal | None:
-        """Return the gate at the end of the chain of submitters that wait for each other; None if there is none."""
+    def gate(self) -> Signal | None:
+        """Return the gate that holds up the event's submission, at the end of the chain of submitters that wait for
+        each other; None if there is none, or it is open."""
         held: Signal | None = self
         while isinstance(held, CudaEvent):
-            held = held.stream.held_by()
-        return held
+            held = held.stream.held
+        return None if held is None or held.done() else held
 
     def hold(self, stream: StreamHandle) -> bool:
         """Have later work of ``stream`` wait on the device for this event, which was recorded. Return False if the
@@ -165,24 +147,20 @@ class CudaEvent(Signal):
     def synchronize(self) -> None:
         """Sleep until the event has happened, or nobody will ever know whether it has. Its failure is noted. For the
         waiter; never raises."""
+        context = self.stream.context
         for pause in PATIENCE:
             try:
-                self._sleep()
+                if self._handle is not None:
+                    context.driver.event_synchronize(self._handle)
+                elif context.failure is None:
+                    context.driver.stream_synchronize(self.stream.handle)
                 return
             except Exception as error:
-                self.stream.context.refused(error)
+                last = context.refused(error)
                 if self._is_lost():
                     return
-                last = error
                 time.sleep(pause)
         self.failure = self.stream.give_up(last)
-
-    def _sleep(self) -> None:
-        context = self.stream.context
-        if self._handle is not None:
-            context.driver.event_synchronize(self._handle)
-        elif context.failure is None:
-            context.driver.stream_synchronize(self.stream.handle)
 
     def _is_lost(self) -> bool:
         """Return True if the device has failed, and this event with it."""
@@ -207,54 +185,112 @@ class CudaEvent(Signal):
             self.stream.context.give(handle)
 
 
-class EventWaiter:
-    """The queue of one stream's recorded events, oldest first, and the thread that waits for them. ``at_end``: what the
-    thread does last. ``lock``: is held while an event is recorded and put, so that none is recorded behind the end and
-    never fires. ``closed``: True once the end is in the queue."""
+class EventRecorder:
+    """The base of all kinds of streams: a handle, events in its order, and the thread that waits for them, oldest
+    first. ``held``: what the stream's submitter waits for on the host now; None if it does not wait."""
 
-    def __init__(self, name: str, context: CudaContext, at_end: Callback) -> None:
-        self._context = context
-        self._at_end = at_end
+    held: Signal | None = None
+
+    def __init__(self, name: str, context: CudaContext, handle: StreamHandle | None = None) -> None:
+        """``handle``: an engine's stream; None: a new one, which the driver gets back at the end."""
+        self.name = name
+        self.context = context
+        self._own = handle is None
+        self.handle = context.driver.stream_create() if handle is None else handle
+        self.condition = threading.Condition(threading.Lock())
+        self._order = threading.Lock()  # held while an event is recorded and put, so none is put behind the end
+        self._closed = False
         self._fifo: SimpleQueue[CudaEvent | None] = SimpleQueue()
-        self.lock = threading.Lock()
-        self.closed = False
-        self._taken = self._fired = 0  # events; each is counted by one thread at a time
-        self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}-waiter", daemon=True)
+        self._put_count = self._fired_count = 0  # each is changed by one thread at a time
+        self._thread = threading.Thread(target=self._await_events, name=f"asynccache-{name}-waiter", daemon=True)
         self._thread.start()
-
-    def put(self, event: CudaEvent) -> None:
-        """Take ``event``, which was recorded after all that were put before. The caller has the lock, and has looked
-        whether the waiter is closed."""
-        self._taken += 1
-        self._fifo.put(event)
 
     @property
     def pending(self) -> int:
-        """The number of events that have not been fired. The number is exact if no two threads put events at the same
-        time."""
-        return self._taken - self._fired
+        """The number of events that have not been fired."""
+        return self._put_count - self._fired_count
 
-    def close(self) -> None:
-        """Have the thread end when all that was put has been fired."""
-        with self.lock:
-            self.closed = True
+    def _put(self, event: CudaEvent) -> CudaEvent:
+        """Record ``event`` behind all that the stream was given, and return it. On a device that has failed it is not
+        recorded, and fails as the device did.
+
+        Raises:
+            DriverError: the driver refuses it.
+            CacheClosed: the stream was closed; nothing is recorded.
+        """
+        with self._order:
+            if self._closed:
+                raise CacheClosed(f"the device of stream {self.name!r} is closed")
+            event.failure = event.failure or self.context.failure
+            self._append(event, self._recorded() if self.context.failure is None else None)
+        return event
+
+    def _put_or_fail(self, event: CudaEvent) -> None:
+        """Do the same as ``_put``, but raise nothing: an event that the driver refuses fails once the stream is
+        empty."""
+        try:
+            self._put(event)
+        except Exception as refused:
+            event.failure = event.failure or self.context.refused(refused)
+            with self._order:
+                self._append(event, None)
+
+    def _recorded(self) -> EventHandle:
+        handle = self.context.take()
+        try:
+            self.context.driver.event_record(handle, self.handle)
+        except BaseException:
+            self.context.give(handle)
+            raise
+        return handle
+
+    def _append(self, event: CudaEvent, handle: EventHandle) -> None:
+        event.record_as(handle)
+        self._put_count += 1
+        self._fifo.put(event)
+
+    def end(self) -> None:
+        """Record no more; the thread ends after what is recorded. A stream of the device's own goes back to the driver
+        then: its last event comes after all of its work."""
+        if self._own:
+            self._put_or_fail(CudaEvent(self))
+        with self._order:
+            self._closed = True
             self._fifo.put(None)
 
+    def ended(self) -> bool:
+        """Return True if the stream has ended and nothing is in it."""
+        return not self._thread.is_alive()
+
     def join(self) -> None:
-        """Block until the thread has ended."""
+        """Block until everything that was recorded has ended, well or not."""
         self._thread.join()
 
-    def _work(self) -> None:
-        self._context.use_device()
+    def give_up(self, error: Exception) -> Exception:
+        """Return the error with which events fail of which the driver does not tell because of ``error``. What an
+        engine did to its own stream is no failure of the device; of the device's own streams it is."""
+        if not self._own:
+            return error
+        return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    # in the thread that waits for the events
+
+    def _await_events(self) -> None:
+        self.context.use_device()
         head = self._fifo.get()
         while head is not None:
             head.synchronize()
             burst, rest = self._happened([head])
             call_all([callback for event in burst for callback in event.land()])
-            self._fired += len(burst)
+            self._fired_count += len(burst)
             del burst, head  # they hold waiters, and the next get may last
             head = rest[0] if rest else self._fifo.get()
-        self._at_end()
+        if self._own and self.context.failure is None:
+            with suppress(DriverError):
+                self.context.driver.stream_destroy(self.handle)
 
     def _happened(self, burst: list[CudaEvent]) -> tuple[list[CudaEvent], Sequence[CudaEvent | None]]:
         """Return ``burst`` with all events behind it that have happened too; and what else was taken from the queue:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from asynccache.memory.cuda.driver_protocol import Addresses, Table
+from asynccache.memory.cuda.libcuda import Addresses
 
 THREADS = 1024
 NAME = "asynccache_copy_rows"
@@ -29,6 +29,8 @@ TABLE = np.dtype([
     ("src_pitch", "<u8"), ("layers", "<u4"), ("pages", "<u4"), ("dst_ids", "<i4", PAGES), ("src_ids", "<i4", PAGES),
 ])  # fmt: skip
 """``Table`` of the kernel, as numpy lays it out."""
+Table = npt.NDArray[Any]
+"""One ``TABLE``: the rows that a launch of the kernel moves."""
 
 SOURCE = r"""
 typedef unsigned long long u64;

@@ -12,11 +12,14 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from asynccache.memory.cuda.driver_protocol import DriverError, Spans
+from asynccache.errors import AsyncCacheError
+
+Addresses = npt.NDArray[np.uint64]
 
 LIBRARY = "libcuda.so.1"
 BATCHES_SINCE = 12080
@@ -29,6 +32,40 @@ OVERLAP_WITH_COMPUTE = 1
 """Has the driver use the copy engines. They are slow within the device (87 GiB/s of 1,600), so copies there go without
 this flag."""
 _RELAXED = 2
+
+
+STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
+"""CUDA's codes after which a context does nothing any more: illegal addresses and instructions, failed launches, memory
+and links with errors, a driver that is shutting down."""
+
+CAPTURED = 905
+"""CUDA's code for work outside of a graph that is ordered behind work in one."""
+
+
+class DriverError(AsyncCacheError):
+    """The driver refused a call, or reports that earlier work failed. ``code``: CUDA's number of the error; None if it
+    has none."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def sticky(self) -> bool:
+        """True if this error is the end of the context. Otherwise the call alone was refused, and work in flight runs
+        on."""
+        return self.code in STICKY
+
+
+class Spans(NamedTuple):
+    """Runs of bytes to copy: ``size[i]`` bytes from the address ``src[i]`` to the address ``dst[i]``."""
+
+    dst: Addresses
+    src: Addresses
+    size: Addresses
+
+    def part(self, start: int, stop: int) -> Spans:
+        return Spans(self.dst[start:stop], self.src[start:stop], self.size[start:stop])
 
 
 class _Location(ctypes.Structure):
@@ -92,14 +129,12 @@ class LibCuda:
         return exchanged.value
 
     def event_query(self, event: int) -> bool:
-        """Return True if ``event`` has happened. A graph that is captured elsewhere stays whole, unless the event was
-        recorded in that capture.
+        """Return True if ``event`` has happened.
 
         Raises:
             DriverError: the driver answers neither yes nor no.
         """
-        with self.relaxed():
-            answer: int = self._library.cuEventQuery(event)
+        answer: int = self._library.cuEventQuery(event)
         if answer not in (0, NOT_READY):
             raise DriverError(f"cuEventQuery: {self._name(answer)}", answer)
         return answer == 0

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda.driver_protocol import CudaDriver, DriverError
+from asynccache.memory.cuda.cupy_driver import CupyDriver
+from asynccache.memory.cuda.libcuda import DriverError
 from asynccache.memory.pools import BLOCK, Bytes, prefer_huge_pages
 
 CHUNK = 4 << 30
@@ -38,7 +39,7 @@ TOUCH = 256 << 20
 class _Mapping(mmap.mmap):
     """Anonymous memory that is unpinned before it is unmapped."""
 
-    driver: CudaDriver
+    driver: CupyDriver
     process: int
     pinned: tuple[int, ...] = ()
 
@@ -62,7 +63,7 @@ def chunk_of(stride: int) -> int:
     return max(whole, CHUNK // whole * whole)
 
 
-def pinned_tensor(driver: CudaDriver, shape: tuple[int, ...]) -> torch.Tensor:
+def pinned_tensor(driver: CupyDriver, shape: tuple[int, ...]) -> torch.Tensor:
     """Return zeroed uint8 memory of exactly this size, pinned for as long as the tensor lives. Rows are pinned whole.
 
     Raises:
@@ -75,6 +76,7 @@ def pinned_tensor(driver: CudaDriver, shape: tuple[int, ...]) -> torch.Tensor:
     if not identity.registers:
         return _allocated(driver, size).reshape(shape)
     memory = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.driver, memory.process = driver, os.getpid()
     _MAPPINGS.add(memory)
     memory.madvise(mmap.MADV_DONTFORK)
     prefer_huge_pages(memory)
@@ -82,22 +84,26 @@ def pinned_tensor(driver: CudaDriver, shape: tuple[int, ...]) -> torch.Tensor:
     _touch(tensor.numpy(), cpus_near(identity.bus))
     address, chunk = tensor.data_ptr(), chunk_of(math.prod(shape[1:]))
     for start in range(0, size, chunk):
-        _pin(memory, driver, address + start, min(chunk, size - start))
+        try:
+            driver.host_register(address + start, min(chunk, size - start))
+        except DriverError as error:
+            raise _refused(size, error) from error
+        memory.pinned = (*memory.pinned, address + start)
     return tensor.reshape(shape)
 
 
-def _allocated(driver: CudaDriver, size: int) -> torch.Tensor:
+def _allocated(driver: CupyDriver, size: int) -> torch.Tensor:
     """Return memory that the driver allocates, where the device sees registered memory at another address."""
     try:
         address = driver.host_alloc(size)
     except DriverError as error:
         raise _refused(size, error) from error
     memory = (ctypes.c_uint8 * size).from_address(address)
-    weakref.finalize(memory, _free, driver, address, os.getpid())
+    weakref.finalize(memory, _free, driver, address, os.getpid()).atexit = False  # threads may still use it then
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
-def _free(driver: CudaDriver, address: int, process: int) -> None:
+def _free(driver: CupyDriver, address: int, process: int) -> None:
     if process == os.getpid():
         with suppress(DriverError):
             driver.host_free(address)
@@ -125,14 +131,6 @@ def _touch(array: Bytes, cpus: set[int]) -> None:
 
 def _touch_part(array: Bytes, start: int) -> None:
     array[start : start + TOUCH : BLOCK] = 0
-
-
-def _pin(memory: _Mapping, driver: CudaDriver, address: int, size: int) -> None:
-    try:
-        driver.host_register(address, size)
-    except DriverError as error:
-        raise _refused(len(memory), error) from error
-    memory.driver, memory.process, memory.pinned = driver, os.getpid(), (*memory.pinned, address)
 
 
 def _refused(size: int, error: DriverError) -> ConfigError:

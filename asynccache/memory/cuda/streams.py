@@ -1,5 +1,5 @@
-"""Streams, of three kinds: the device's own, each with a thread that submits; an engine's own, to which the caller
-submits; and streams on which an engine's events become events of the device.
+"""Streams, of two kinds: the device's own, each with a thread that submits, and an engine's own, to which the caller
+submits.
 
 Law of the device's own streams: a stream's submitter thread makes all driver calls of that stream, in the order in
 which they were asked for, so the loop pays for a queue entry and no more. This thread waits for the device only where
@@ -10,32 +10,26 @@ stream back when it is empty, that is, when its last event, which comes after al
 Errors: a call that the driver refuses fails its batch, or raises in the engine's thread. Work in flight runs on, and
 events fire behind it. Only an error after which a context does nothing any more is the end of the device.
 
-Where the mutable state lives: ``_failure``, ``_held`` and ``_backlog`` belong to the submitter, the stream's own
+Where the mutable state lives: ``_failure``, ``held`` and ``_backlog`` belong to the submitter, the stream's own
 thread; the state of events is under the stream's ``condition``.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from asynccache import checks
-from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory.cuda.driver_protocol import CAPTURED, DriverError, EventHandle, StreamHandle
-from asynccache.memory.cuda.events import CudaContext, CudaEvent, EventWaiter
+from asynccache.errors import ConfigError
+from asynccache.memory.cuda.events import CudaContext, CudaEvent, EventRecorder
+from asynccache.memory.cuda.libcuda import CAPTURED, DriverError
 from asynccache.memory.device import Event
 from asynccache.memory.host_copies import Hitch, InjectedFault
 from asynccache.memory.signals import Callback, HostGate, Signal, WorkThread
-
-ADOPTED_AT_MOST = 128
-"""The most events that are pending on one adopting stream. Each takes two entries of the driver's queue, which has some
-1,024."""
 
 CAP = 384
 """The most entries of the driver's queue that a stream takes before it waits. The queue has about 1,024, and one call
@@ -83,102 +77,14 @@ class QueueFill:
         self._marked, self._since = self._marked + self._since, 0
 
 
-class EventRecorder:
-    """The base of all kinds of streams: a handle, events in its order, and a thread that waits for them."""
-
-    def __init__(self, name: str, handle: StreamHandle, context: CudaContext) -> None:
-        self.name = name
-        self.handle = handle
-        self.context = context
-        self.condition = threading.Condition(threading.Lock())
-        self.waiter = EventWaiter(name, context, self._end)
-
-    def _put(self, event: CudaEvent) -> CudaEvent:
-        """Record ``event`` behind all that the stream was given, and return it. On a device that has failed it is not
-        recorded, and fails as the device did.
-
-        Raises:
-            DriverError: the driver refuses it.
-            CacheClosed: the stream was closed; nothing is recorded.
-        """
-        with self.waiter.lock:
-            if self.waiter.closed:
-                raise CacheClosed(f"the device of stream {self.name!r} is closed")
-            failure = self.context.failure
-            event.failure = event.failure or failure
-            event.record_as(self._recorded() if failure is None else None)
-            self.waiter.put(event)
-        return event
-
-    def _recorded(self) -> EventHandle:
-        handle = self.context.take()
-        try:
-            self.context.driver.event_record(handle, self.handle)
-        except BaseException:
-            self.context.give(handle)
-            raise
-        return handle
-
-    def _put_or_fail(self, event: CudaEvent) -> None:
-        """Do the same as ``_put``, but raise nothing: an event that the driver refuses fails once the stream is
-        empty."""
-        try:
-            self._put(event)
-        except Exception as refused:
-            event.failure = event.failure or self.context.refused(refused)
-            event.record_as(None)
-            with self.waiter.lock:
-                self.waiter.put(event)
-
-    def _end(self) -> None:
-        """Called by the waiter's thread as its last act."""
-
-    def held_by(self) -> Signal | None:
-        """Return what the stream's submitter waits for on the host now; None if it does not wait."""
-        return None
-
-    def give_up(self, error: Exception) -> Exception:
-        """Note that the driver reports no more of the stream's work because of ``error``, and return the error with
-        which the stream's events fail."""
-        return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
-
-    def join(self) -> None:
-        """Block until everything that was recorded has ended, well or not."""
-        self.waiter.join()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}>"
-
-
-class OwnStream(EventRecorder):
-    """A stream that the driver made for the device, and gets back at the end."""
+class CudaStream(EventRecorder):
+    """A stream of the device, with the thread that submits to it."""
 
     def __init__(self, name: str, context: CudaContext) -> None:
-        super().__init__(name, context.driver.stream_create(), context)
-
-    def _last(self) -> None:
-        """Record a last event, behind which nothing comes, and end the waiter. So work after the event before it is
-        awaited, too."""
-        self._put_or_fail(CudaEvent(self))
-        self.waiter.close()
-
-    def _end(self) -> None:
-        with suppress(DriverError):
-            if self.context.failure is None:
-                self.context.driver.stream_destroy(self.handle)
-
-
-class CudaStream(OwnStream):
-    """A stream of the device, with the thread that submits to it. ``at_end`` is called when the stream is closed and
-    everything submitted has ended, by the thread that waits for its events."""
-
-    def __init__(self, name: str, context: CudaContext, at_end: Callable[[CudaStream], None] | None = None) -> None:
-        self._at_end = at_end
         super().__init__(name, context)
         self._backlog = QueueFill()
         self._failure: Exception | None = None  # since the last event
-        self._held: Signal | None = None
-        self._submitter = WorkThread(name, context.use_device, self._last)
+        self._submitter = WorkThread(name, context.use_device, self.end)
 
     def record(self) -> CudaEvent:
         """Return an event after all work submitted so far. It reports what failed since the event before it."""
@@ -219,9 +125,6 @@ class CudaStream(OwnStream):
         """
         self._submitter.submit(partial(self._do, work))
 
-    def held_by(self) -> Signal | None:
-        return self._held
-
     def close(self) -> None:
         """Take no more work; the threads end after what is queued."""
         self._submitter.close()
@@ -229,11 +132,6 @@ class CudaStream(OwnStream):
     def join(self) -> None:
         self._submitter.join()
         super().join()
-
-    def _end(self) -> None:
-        super()._end()
-        if self._at_end is not None:
-            self._at_end(self)
 
     def _do(self, work: Callback) -> None:
         try:
@@ -254,7 +152,7 @@ class CudaStream(OwnStream):
         self._backlog.mark(event)
 
     def _wait(self, event: CudaEvent) -> None:
-        self._block(event, event.await_submitted)
+        self._block(event, event.await_recorded)
         try:
             held = self._call(partial(event.hold, self.handle))
         except Exception as error:
@@ -264,21 +162,28 @@ class CudaStream(OwnStream):
             event.block()  # what the device does not order, this thread does
 
     def _block(self, held: Signal, until: Callback) -> None:
-        self._held = held
+        self.held = held
         until()
-        self._held = None
+        self.held = None
 
     def _copy(
         self, steps: Iterable[Step], hitches: Mapping[int, Hitch], keep: object, events: Sequence[CudaEvent]
     ) -> None:
+        """Make the calls of ``steps``. If one is refused, the events that are left report it, or else the stream's next
+        one. These fire after the work that was submitted before, which still runs."""
         left = list(events)
         try:
             for i, step in enumerate(steps):
                 self._issue(step, hitches.get(i))
                 if left:
                     self._record_layer(left.pop(0))
-        except Exception as error:
-            self._refused(self.context.refused(error), left)
+        except Exception as refused:
+            error = self.context.refused(refused)
+            if not left:
+                self._failure = self._failure or error
+            for event in left:
+                event.failure = error
+                self._record(event)
         last = CudaEvent(self)
         last.keep = keep
         self._record(last)
@@ -313,15 +218,6 @@ class CudaStream(OwnStream):
             self._record(CudaEvent(self))
         return returned
 
-    def _refused(self, error: Exception, left: Sequence[CudaEvent]) -> None:
-        """Have events report that the batch failed: those in ``left``, or else the stream's next one. These events fire
-        after the work that was submitted before, which still runs."""
-        if not left:
-            self._failure = self._failure or error
-        for event in left:
-            event.failure = error
-            self._record(event)
-
 
 class CudaEngineStream(EventRecorder):
     """An engine's own stream. Calls go to the driver at once, in the caller's thread. A call that the driver refuses
@@ -351,7 +247,9 @@ class CudaEngineStream(EventRecorder):
         if not isinstance(event, CudaEvent) or event.stream.context is not self.context:
             raise ConfigError(f"an engine's CUDA stream cannot wait for {event!r}")
         self._check_captured()
-        event.await_recorded()
+        while not event.await_recorded(0.05):
+            if (gate := event.gate()) is not None:
+                raise ConfigError(f"an engine's stream cannot wait for {event!r}: the host holds it with {gate!r}")
         event.hold(self.handle)  # one without a handle has failed: whoever awaits it learns of that
 
     def _check_captured(self) -> None:
@@ -359,39 +257,6 @@ class CudaEngineStream(EventRecorder):
         never happen, and would pull copies in after it."""
         if self.context.failure is None and self.context.driver.is_captured(self.handle):
             raise DriverError(f"stream {self.name!r} is captured in a graph: record and wait outside of it", CAPTURED)
-
-    def close(self) -> None:
-        """Record no more; the thread ends after what is recorded."""
-        self.waiter.close()
-
-    def give_up(self, error: Exception) -> Exception:
-        """Return the error as it is: what an engine did to its own stream is no failure of the device."""
-        return error
-
-
-class AdoptingStream(OwnStream):
-    """A stream on which nothing runs: it waits for an engine's event and records one of the device's own behind it, at
-    once and in the caller's thread. So it does not matter what the engine does with its event later. Events that one
-    such stream has adopted fire in the order in which they were adopted."""
-
-    def has_room(self) -> bool:
-        """Return True if so few events are pending that the driver's queue is far from full. A full one would block the
-        caller."""
-        return self.waiter.pending < ADOPTED_AT_MOST
-
-    def adopt(self, handle: EventHandle) -> CudaEvent:
-        """Return an event that happens when the work has ended that the event ``handle`` stands for now. One thread
-        calls it at a time.
-
-        Raises:
-            DriverError: the driver refuses it.
-        """
-        self.context.driver.stream_wait_event(self.handle, handle)
-        return self._put(CudaEvent(self))
-
-    def close(self) -> None:
-        """Adopt no more; the stream goes back when all that was adopted has happened."""
-        self._last()
 
 
 def event_pointer(event: object) -> int:

@@ -36,11 +36,12 @@ _NO_SUCH_LOCK = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 class FolderLock:
     """The lock on a store's folder. It is held from ``take`` until ``release``, or until the process ends, in whatever
-    way."""
+    way, and with it all that were forked from it meanwhile."""
 
     def __init__(self) -> None:
         self._folder: Folder | None = None
         self._file = -1
+        self._process = os.getpid()
 
     def take(self, path: Path, mode: int | None, new: bool) -> Folder:
         """Open and lock the folder ``path``, and return it. It blocks. ``release`` closes what this has opened, also if
@@ -83,6 +84,11 @@ class FolderLock:
 
     def release(self) -> None:
         """Give up the lock and close the folder. Calling it twice is fine."""
+        fds = [fd for fd in (self._file, self._folder.fd if self._folder else -1) if fd >= 0]
+        if self._process == os.getpid():  # a forked process has the same locks: it keeps them, and must not end them
+            for fd in fds:
+                with suppress(OSError):  # the file system has no locks
+                    fcntl.flock(fd, fcntl.LOCK_UN)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -362,7 +362,8 @@ class SegmentLog:
             for group, pages in found:
                 length = group.length
                 while count := self._fit(length, min(len(pages), budget // length)):
-                    scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, length)))
+                    if scratch is None or len(scratch) < length:  # pages of another pool may be longer
+                        scratch = memoryview(mmap.mmap(-1, max(GROUP_BYTES, length)))
                     buffers = [scratch[i * length : (i + 1) * length] for i in range(count)]
                     offsets = map(group.payload_offset, pages[:count])
                     runs = [FileRun(at, length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
