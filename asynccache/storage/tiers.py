@@ -22,7 +22,7 @@ from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
-from asynccache.storage.promotion import ROOM_BYTES, LackingPages, Promotions
+from asynccache.storage.promotion import ROOM_BYTES, Promotions
 from asynccache.storage.url import StoreOptions, check_name
 
 _T = TypeVar("_T")
@@ -271,7 +271,7 @@ class TieredStore:
                      if at in place and answer is not Result.FAILED]  # fmt: skip
             if lacks and attached.options.promote:
                 attached.promoted_to = True
-                wanted.append(LackingPages(attached, lacks))
+                wanted.append((attached, lacks))
         if wanted:
             await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, deletions)
 
