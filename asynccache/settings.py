@@ -7,6 +7,7 @@ against it, and the JSON Schema and the reference are made from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, NamedTuple
@@ -57,8 +58,10 @@ class Field(NamedTuple):
                 return checks.flag(name, value)
             case [inspect.StrType(min_length=least, pattern=None)]:
                 return checks.text(name, value, empty=not least)
-            case [inspect.StrType()]:
+            case [inspect.StrType(pattern=str(pattern))]:
                 value = checks.text(name, value)
+                if re.fullmatch(pattern, value) is None:  # msgspec would take a line break behind it
+                    raise ConfigError(f"{name}={checks.shown(value)}: Expected `str` matching regex {pattern!r}")
             case [inspect.EnumType(cls=enum)]:
                 return checks.member(name, value, enum)
             case [inspect.LiteralType(values=choices)]:

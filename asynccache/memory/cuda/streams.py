@@ -209,8 +209,9 @@ class CudaStream(EventRecorder):
 
 
 class CudaEngineStream(EventRecorder):
-    """An engine's own stream. Calls go to the driver at once, in the caller's thread. A call that the driver refuses
-    raises in that thread: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
+    """An engine's own stream, or one of the device's that waits for an engine's events. Calls go to the driver at once,
+    in the caller's thread. A call that the driver refuses raises in that thread: the stream is captured in a graph,
+    say, or was destroyed. The device and its copies go on."""
 
     def record(self) -> CudaEvent:
         """Return an event after all work that the engine has put on its stream so far.
@@ -244,7 +245,7 @@ class CudaEngineStream(EventRecorder):
     def _check_captured(self) -> None:
         """Refuse a stream that is captured in a graph. The driver would take the event into the graph, where it would
         never happen, and would pull copies in after it."""
-        if self.context.failure is None and self.context.driver.is_captured(self.handle):
+        if self.context.failure is None and not self._own and self.context.driver.is_captured(self.handle):
             raise DriverError(f"stream {self.name!r} is captured in a graph: record and wait outside of it", CAPTURED)
 
 
