@@ -80,7 +80,8 @@ class Field(NamedTuple):
     def read(self, name: str, text: str) -> Any:
         """Return what ``text`` stands for: the value of an environment variable or of an option in a URL, where all
         values are text. Raises ConfigError: as ``check``."""
-        return self.check(name, text if self.optional and text in ("none", "") else self._read(name, text))
+        none = self.optional and self.parse is None and text in ("none", "")
+        return self.check(name, text if none else self._read(name, text))
 
     def _read(self, name: str, text: str) -> Any:
         """Return the value; ``text`` itself if it stands for none, which ``check`` then refuses."""

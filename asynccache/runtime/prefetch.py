@@ -141,11 +141,12 @@ class Prefetch:
     """
 
     def __init__(self, prefetches: Prefetches, space: bytes, key: bytes, arrival: CachedOnArrival) -> None:
+        self._prefetches = prefetches
         self.space = space
         self.key = key
         self.chain = Chain(space, prefetches.page_size)
         self.arrival = arrival
-        self.started = asyncio.get_running_loop().time()
+        self.started = prefetches.loop.time()
         self.ticket = prefetches.driver.prefetch_line.ticket()
         self.wish = Wish.RUN
         self.cut = Cut.NOTHING
@@ -155,7 +156,6 @@ class Prefetch:
         self.asleep: asyncio.Future[Any] | None = None
         self.fetch: Fetch | None = None
         self.spent = False
-        self._prefetches = prefetches
         self._granted = False
         self._elsewhere = 0
         self._leases = 0
@@ -197,7 +197,7 @@ class Prefetch:
         if wish <= self.wish or self.result is not None:
             return
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._prefetches.grace(), self._end_without_answer)
+            self._timer = self._prefetches.loop.call_later(self._prefetches.grace(), self._end_without_answer)
         self._raise(wish)
 
     def _raise(self, wish: Wish) -> None:
@@ -363,7 +363,7 @@ class Prefetches:
         self.claims: dict[int, asyncio.TimerHandle | None] = {}
         self._config = config
         self._supervisor = supervisor
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._fetches: dict[Fetch, None] = {}
         self._outcomes: Counter[PrefetchStatus] = Counter()
 
@@ -427,7 +427,7 @@ class Prefetches:
     def may_stop(self, prefetch: Prefetch) -> bool:
         """Return True if the policy lets a lease stop ``prefetch`` now."""
         if self.policy is PrefetchPolicy.TIMEOUT:
-            return self._loop.time() >= self.deadline(prefetch)
+            return self.loop.time() >= self.deadline(prefetch)
         return self.policy is PrefetchPolicy.BEST_EFFORT
 
     def grace(self) -> float:
@@ -442,7 +442,7 @@ class Prefetches:
         self._stop_timer(ticket)
         if not self.driver.broken:
             self.driver.unlocked(self.driver.core.confirm_claim, ticket, leases > 0)
-        self.claims[ticket] = None if leases else self._loop.call_later(HELD_FOR, self.drop_claim, ticket)
+        self.claims[ticket] = None if leases else self.loop.call_later(HELD_FOR, self.drop_claim, ticket)
 
     def drop_claim(self, ticket: int) -> None:
         """Give up the claim. Idempotent. The core may have ended it before."""
@@ -455,7 +455,7 @@ class Prefetches:
         """Have the cache's loop ``drop_claim`` soon. For any thread: the garbage collector calls this."""
         if ticket in self.claims:
             with suppress(RuntimeError):  # the loop is closed, and the cache with it
-                self._loop.call_soon_threadsafe(self.drop_claim, ticket)
+                self.loop.call_soon_threadsafe(self.drop_claim, ticket)
 
     def drop_claims(self) -> None:
         """Give up every claim: the cache closes."""
@@ -517,7 +517,7 @@ class Prefetches:
             else:
                 fetch.join(prefetch)
                 while prefetch.fetch is fetch:
-                    prefetch.asleep = self._loop.create_future()
+                    prefetch.asleep = self.loop.create_future()
                     try:
                         await prefetch.asleep
                     finally:

@@ -383,7 +383,8 @@ def begun(cache: AsyncCache, handle: PrefetchHandle) -> bool:
 
 
 async def fetching(here: Here) -> None:
-    """Pages are fetched that come from elsewhere meanwhile, that are forgotten, and whose store goes."""
+    """Pages are fetched that come from elsewhere meanwhile, while they are read or asked for; that are forgotten; and
+    whose store goes."""
     cache = here.cache
     for seed in (1, 2, 3):
         await ask(here, text(4, seed))
@@ -406,6 +407,15 @@ async def fetching(here: Here) -> None:
             await handle
             if forget is not None:
                 await forget
+    await ask(here, text(4, 4))
+    await cache.flush()
+    await push_away(here)
+    asked = cache.prefetch(text(4, 4))
+    await asyncio.sleep(0)  # its task asks
+    async with cache.lease(text(4, 4), wait=False) as lease:
+        compute(cache, lease, text(4, 4), here.checked)
+        await lease.commit(text(4, 4))
+    await asked
     await push_away(here)
     gone = cache.prefetch(text(4, 1) + text(1, 9))
     await asyncio.sleep(0.001)

@@ -381,3 +381,30 @@ async def test_whoever_shares_a_fetch_has_its_pages_from_storage_however_soon_th
         for handle in handles:
             async with cache.lease(text(6, extra=1), prefetch=handle) as lease:
                 assert lease.hits.storage == 6 * PAGE
+
+
+# between two runs of the loop
+
+
+def test_a_prefetch_is_begun_and_given_up_by_a_thread_whose_loop_stands_still() -> None:
+    """An engine that steps its loop by itself may call what needs no ``await`` between two steps."""
+    backend = MemoryBackend()
+
+    async def stored() -> None:
+        async with opened(settings(host=16), storage=backend) as cache:
+            await serve(cache, text(4))
+            await cache.flush()
+
+    asyncio.run(stored())
+    with asyncio.Runner() as runner:
+        cache = runner.run(AsyncCache(settings(host=16), storage=backend).__aenter__())
+        kept, given_up = cache.prefetch(text(4)), cache.prefetch(text(4))
+        given_up.cancel()
+
+        async def both() -> tuple[PrefetchResult, PrefetchResult]:
+            return await kept, await given_up
+
+        results = runner.run(both())
+        kept.cancel()
+        runner.run(cache.aclose())
+    assert [result.status for result in results] == [PrefetchStatus.COMPLETE, PrefetchStatus.CANCELLED]

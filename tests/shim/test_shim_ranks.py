@@ -115,7 +115,8 @@ async def _late(loop: SimulatedLoop, seed: int, monkeypatch: pytest.MonkeyPatch)
 
 
 async def _loaded_here(self: Lease) -> None:
-    own = self._parts.worker.own  # type: ignore[attr-defined]
+    worker: Any = self._head.worker
+    own = worker.own
     for op in self._held().loads:
         for i in range(LAYERS):
             await own.local.layer(op, i)

@@ -11,8 +11,8 @@ plus the store's patience, whatever hangs in whatever store.
   cancelled. For a store that does not, such a request waits until it does. ``timeout=`` ends every wait earlier.
 * A request of which storage has nothing waits for ``PATIENCE + MARGIN`` at most, as long as all stores answer
   questions.
-* ``PATIENCE`` is the outbox's: after that a call makes storage late, and nobody waits for its pages any more.
-  ``GRACE`` is what a prefetch has that was told to stop.
+* ``PATIENCE`` is that of ``runtime.save``: after that a call makes storage late, and nobody waits for its pages any
+  more. ``GRACE`` is what a prefetch has that was told to stop.
 * What others compute: the seconds in which somebody held a lease and did not wait in ``extend``. They hold theirs for
   moments only, so this hides no hang.
 * ``MARGIN`` is for copies between device and host, for links, and for calls that are answered.

@@ -31,7 +31,7 @@ _MODE = re.compile(r"0?7[0-7]{2}")
 
 def _permissions(name: str, text: str) -> int:
     if _MODE.fullmatch(text) is None:
-        wanted = f"who may use the folder, in octal as chmod has it and 7 for the owner, as in {name}=0750"
+        wanted = "who may use the folder, in octal as chmod has it and 7 for the owner, as in mode=0750"
         raise ConfigError(f"{name}={text!r}: expected {wanted}")
     return int(text, 8)
 

@@ -71,7 +71,7 @@ class ObjectSettings(Settings, frozen=True):
     pack: Annotated[int, Meta(ge=64 << 10, le=256 << 20, extra={"parse": parse_size})] = 4 << 20
     refresh: Seconds = 5.0
     parallel: Annotated[int, Meta(ge=1, le=999_999)] = 16
-    request_timeout: Annotated[float, Meta(ge=0.1)] = 30.0
+    request_timeout: Annotated[float, Meta(ge=0.1, le=86_400)] = 30.0
     endpoint: Annotated[str, Meta(extra={"parse": _endpoint})] = ""
     region: Annotated[str, Meta(extra={"parse": _name})] = ""
     account: Annotated[str, Meta(extra={"parse": _name})] = ""
