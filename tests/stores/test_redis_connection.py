@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from asynccache_backends.redis.connection import CommandBatch, Connection, plain
-from asynccache_backends.redis.resp import Names, ProtocolError, command
-from asynccache_backends.redis.routing import Lane, RedisNode
+from asynccache_backends.redis.resp import ProtocolError, Request, storing
+from asynccache_backends.redis.server import Connection, Link, RedisServer
 from asynccache_backends.redis.settings import RedisSettings
+from msgspec.structs import replace
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import HostPort, Record, Result, open_store
@@ -28,7 +28,7 @@ from asynccache.testing.backend_suite import LAYOUT, page_key
 from tests.stores.server import HOST
 from tests.waiting import until
 
-PING = plain([command(b"PING")])
+PING: list[Request] = [(b"*1\r\n$4\r\nPING\r\n", None)]
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -46,7 +46,7 @@ async def peer(script: Script) -> AsyncIterator[RedisSettings]:
 
     server = await asyncio.start_server(serve, HOST, 0)
     try:
-        yield RedisSettings((HostPort(HOST, server.sockets[0].getsockname()[1]),), stall=5.0)
+        yield RedisSettings(seeds=(HostPort(HOST, server.sockets[0].getsockname()[1]),))
     finally:
         server.close()
         for task in serving:
@@ -58,12 +58,13 @@ async def peer(script: Script) -> AsyncIterator[RedisSettings]:
 async def connected(script: Script, stall: float = 5.0) -> AsyncIterator[Connection]:
     """A connection to such a server."""
     async with peer(script) as settings:
-        connection = await Connection(settings.seeds[0], settings).open()
-        connection._stall = stall
+        link = Link(settings.seeds[0], settings)
+        async with link.signed_in(5):
+            connection = Connection(link, stall)
         try:
             yield connection
         finally:
-            connection.close()
+            link.close()
 
 
 def answers(*replies: bytes) -> Script:
@@ -105,16 +106,24 @@ def is_free(record: Record) -> bool:
     return True
 
 
-def fetching(*records: Record) -> CommandBatch:
-    return CommandBatch([b"GET x\r\n"] * len(records), records, len(records))
+def fetching(*records: Record) -> list[Request]:
+    return [(b"GET x\r\n", record) for record in records]
+
+
+PAGE = fetching(blank(10))
+
+
+def server_of(settings: RedisSettings, **changed: Any) -> RedisServer:
+    """The server that these settings lead to."""
+    return RedisServer(settings.seeds[0], replace(settings, **changed), Counter())
 
 
 @pytest.mark.asyncio
 async def test_one_request_after_another() -> None:
     async with connected(answers(b"+PONG\r\n", b":1\r\n:2\r\n")) as connection:
         assert await connection.ask(PING) == [b"PONG"]
-        assert await connection.ask(plain([b"a", b"b"])) == [1, 2]
-        assert not connection.closed
+        assert await connection.ask([(b"a", None), (b"b", None)]) == [1, 2]
+        assert not connection.link.closed
 
 
 @pytest.mark.asyncio
@@ -126,7 +135,7 @@ async def test_a_connection_lost_in_the_middle(reply: bytes) -> None:
     async with connected(answers(reply)) as connection:
         with pytest.raises(Unavailable, match="connection lost"):
             await connection.ask(fetching(record))
-        assert connection.closed
+        assert connection.link.closed
         assert is_free(record)
         with pytest.raises(Unavailable):
             await connection.ask(PING)
@@ -137,7 +146,7 @@ async def test_what_was_answered_before_the_end_counts() -> None:
     record = blank(4096)
     async with connected(answers(b"$4160\r\n" + bytes(4160) + b"\r\n")) as connection:
         assert await connection.ask(fetching(record)) == [Result.HIT]
-        await until(lambda: connection.closed)
+        await until(lambda: connection.link.closed)
 
 
 @pytest.mark.asyncio
@@ -147,7 +156,7 @@ async def test_nonsense_ends_it(reply: bytes) -> None:
     async with connected(answers(reply + b"....................", b"")) as connection:
         with pytest.raises(Unavailable):
             await connection.ask(fetching(record))
-        assert connection.closed
+        assert connection.link.closed
         assert is_free(record)
 
 
@@ -165,7 +174,7 @@ async def test_a_word_between_requests_ends_it(word: bytes) -> None:
 
     async with connected(script) as connection:
         await connection.ask(PING)
-        await until(lambda: connection.closed)
+        await until(lambda: connection.link.closed)
 
 
 @pytest.mark.asyncio
@@ -176,22 +185,22 @@ async def test_answers_ahead_of_the_question_end_it() -> None:
         await deaf(reader, writer)
 
     record = blank(16 << 20)
-    batch = CommandBatch([Names(b"").storing(b"k", record)] * 3, [None] * 3, 3)
+    batch = [(storing(b"k", record), None)] * 3
     async with connected(hasty) as connection:
         with pytest.raises(Unavailable):
             await connection.ask(batch)
-        assert connection.closed
+        assert connection.link.closed
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("script", [silent, deaf])
 async def test_silence_is_a_time_out(script: Script) -> None:
     record = blank(16 << 20)
-    batch = CommandBatch([Names(b"").storing(b"k", record)], [None], 1)
+    batch = [(storing(b"k", record), None)]
     async with connected(script, stall=0.1) as connection:
         with pytest.raises(Timeout, match=r"silent for 0\.1 s"):
             await connection.ask(batch)
-        assert connection.closed
+        assert connection.link.closed
     del batch
     assert is_free(record)
 
@@ -252,9 +261,9 @@ async def test_silence_is_counted_from_the_last_byte_that_was_sent() -> None:
         request = asyncio.ensure_future(connection.ask(PING))
         await asyncio.wait_for(asked.wait(), 20)
         clock.set(7.9)
-        assert not connection.closed
+        assert not connection.link.closed
         clock.set(8.0)
-        assert connection.closed
+        assert connection.link.closed
         with pytest.raises(Timeout, match="silent for 8 s"):
             await request
 
@@ -277,9 +286,9 @@ async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
         gate.set()
         await until(lambda: connection._moved_at == 7.0)
         clock.set(14.9)
-        assert not connection.closed
+        assert not connection.link.closed
         clock.set(15.0)
-        assert connection.closed
+        assert connection.link.closed
         with pytest.raises(Timeout, match="silent for 8 s"):
             await request
 
@@ -310,7 +319,7 @@ async def test_a_page_that_is_taken_slowly_is_not_silence() -> None:
     async with connected(sips, stall=1.5) as connection:
         sock = connection.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)  # or the kernel takes pages in great gulps
-        assert await connection.ask(plain([Names(b"").storing(b"k", record)])) == [b"OK"]
+        assert await connection.ask([(storing(b"k", record), None)]) == [b"OK"]
 
 
 @pytest.mark.asyncio
@@ -341,7 +350,7 @@ async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        assert connection.closed
+        assert connection.link.closed
         record.header[:], record.payload[:] = bytes(64), bytes(4 << 20)
         cancelled.set()
         await gone.wait()
@@ -366,7 +375,7 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
 
     record = blank(64 << 20)
     record.payload[:] = b"\x01" * (64 << 20)
-    batch = CommandBatch([Names(b"").storing(b"k", record)], [None], 1)
+    batch = [(storing(b"k", record), None)]
     async with connected(script) as connection:
         task = asyncio.create_task(connection.ask(batch))
         await asyncio.sleep(0.05)
@@ -383,7 +392,8 @@ async def test_a_cancelled_put_sends_nothing_more() -> None:
 
 @pytest.mark.asyncio
 async def test_pages_are_asked_for_only_so_far_ahead() -> None:
-    """A server that answers the third question only after it has seen the fifth would wait for ever, with 4 ahead."""
+    """A server that answers the third question only after it has seen the fifth would wait for ever; of pages of 1 MiB
+    4 are asked for ahead."""
     most = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -401,8 +411,8 @@ async def test_pages_are_asked_for_only_so_far_ahead() -> None:
                 await asyncio.sleep(0)
 
     async with connected(script) as connection:
-        records = [blank(10) for _ in range(20)]
-        assert await connection.ask(CommandBatch([b"GET x\r\n"] * 20, records, 4)) == [Result.MISS] * 20
+        records = [blank(1 << 20) for _ in range(20)]
+        assert await connection.ask(fetching(*records)) == [Result.MISS] * 20
     assert 2 <= most <= 4
 
 
@@ -417,30 +427,28 @@ def _dead_port() -> int:
 async def test_nobody_there() -> None:
     address = HostPort(HOST, _dead_port())
     with pytest.raises(Unavailable, match=str(address)):
-        await Connection(address, RedisSettings((address,))).open()
+        await server_of(RedisSettings(seeds=(address,))).ask(PING)
 
 
 @pytest.mark.asyncio
 async def test_a_name_that_is_none() -> None:
     address = HostPort("no-such-host.invalid", 1)
     with pytest.raises(Unavailable, match=r"no-such-host\.invalid"):
-        await Connection(address, RedisSettings((address,))).open()
+        await server_of(RedisSettings(seeds=(address,))).ask(PING)
 
 
 @pytest.mark.asyncio
 async def test_a_server_that_never_greets_is_a_time_out() -> None:
     async with peer(silent) as settings:
-        hasty = RedisSettings(settings.seeds, password="secret", stall=0.1)
         with pytest.raises(Timeout):
-            await Connection(hasty.seeds[0], hasty).open()
+            await server_of(settings, password="secret", stall=0.1).ask(PING)
 
 
 @pytest.mark.asyncio
 async def test_what_the_server_says_to_a_password_is_not_repeated() -> None:
     async with peer(answers(b"-ERR unknown command 'AUTH', with args beginning with: 'hunter2'\r\n")) as settings:
-        named = RedisSettings(settings.seeds, password="hunter2")
         with pytest.raises(Unavailable) as caught:
-            await Connection(named.seeds[0], named).open()
+            await server_of(settings, password="hunter2").ask(PING)
         assert "hunter2" not in str(caught.value)
         assert "ASYNCCACHE_REDIS_PASSWORD" in str(caught.value)
 
@@ -464,15 +472,15 @@ async def test_connections_are_kept_and_shared() -> None:
             writer.write(b"+PONG\r\n")
 
     async with peer(script) as settings:
-        node = RedisNode(settings.seeds[0], settings, Counter())
+        server = server_of(settings)
         for _ in range(5):
-            assert await node.ask(Lane.PAGES, PING) == [b"PONG"]
+            assert await server.ask(PING) == [b"PONG"]
         assert served == 1
-        await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(20)))
+        await asyncio.gather(*(server.ask(PAGE) for _ in range(20)))
         assert 1 < served <= settings.connections
-        node.close()
+        server.close()
         with pytest.raises(Unavailable, match="closed"):
-            await node.ask(Lane.PAGES, PING)
+            await server.ask(PAGE)
 
 
 @pytest.mark.asyncio
@@ -482,29 +490,29 @@ async def test_who_waits_for_a_connection_gets_it_before_who_had_it() -> None:
             writer.write(b"+PONG\r\n")
 
     async with peer(script) as settings:
-        node = RedisNode(settings.seeds[0], settings, Counter())
+        server = server_of(settings)
         calls = Counter[int]()
 
         async def ask_again_and_again(worker: int) -> None:
             while sum(calls.values()) < 300:
-                await node.ask(Lane.WORDS, PING)
+                await server.ask(PING)
                 calls[worker] += 1
 
         await asyncio.gather(*map(ask_again_and_again, range(3)))
         assert min(calls.values()) >= max(calls.values()) - 2, calls
-        node.close()
+        server.close()
 
 
 @pytest.mark.asyncio
 async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
     """Not even until the garbage collector comes by."""
     async with peer(silent) as settings:
-        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, stall=0.1), Counter())
+        server = server_of(settings, stall=0.1)
         header, payload = mmap.mmap(-1, 64), mmap.mmap(-1, 4096)
         gc.disable()
         try:
             record = Record(memoryview(header), memoryview(payload))
-            failed = asyncio.create_task(node.ask(Lane.PAGES, fetching(record)))
+            failed = asyncio.create_task(server.ask(fetching(record)))
             await asyncio.wait([failed])
             assert isinstance(failed.exception(), Timeout)
             del failed, record
@@ -512,23 +520,23 @@ async def test_what_is_remembered_of_a_failure_holds_no_pages() -> None:
             header.close()
         finally:
             gc.enable()
-        node.close()
+        server.close()
 
 
 @pytest.mark.asyncio
 async def test_answers_before_their_questions_end_the_connection_at_once() -> None:
     async with connected(answers(b":7\r\n" * 20, b"")) as connection:
         with pytest.raises(ProtocolError, match="not asked yet"):
-            await asyncio.wait_for(connection.ask(CommandBatch([b"GET x\r\n"] * 20, [None] * 20, 4)), 2)
+            await asyncio.wait_for(connection.ask(fetching(*[blank(1 << 20)] * 20)), 2)
 
 
 @pytest.mark.asyncio
 async def test_a_reply_that_drips_has_the_deadline_of_the_call() -> None:
     """It is never silent, so ``stall`` never ends it."""
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert await reader.read(1 << 20)
-        writer.write(b"+PONG\r\n")
-        assert await reader.read(1 << 20)
+        if b"PING" in await reader.read(1 << 20):
+            writer.write(b"+PONG\r\n")
+            return
         with suppress(ConnectionError):
             while True:
                 writer.write(b"0")
@@ -547,26 +555,26 @@ async def test_a_reply_that_drips_has_the_deadline_of_the_call() -> None:
 @pytest.mark.asyncio
 async def test_who_asks_nothing_gets_no_answers() -> None:
     async with connected(silent) as connection:
-        assert await asyncio.wait_for(connection.ask(plain(())), 2) == []
+        assert await asyncio.wait_for(connection.ask([]), 2) == []
 
 
 @pytest.mark.asyncio
 async def test_small_questions_do_not_wait_behind_pages() -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 20):
-            if data != PING.commands[0]:
+            if data != PING[0][0]:
                 await asyncio.Event().wait()
             writer.write(b"+PONG\r\n")
 
     async with peer(script) as settings:
-        node = RedisNode(settings.seeds[0], settings, Counter())
-        pages = [asyncio.create_task(node.ask(Lane.PAGES, fetching(blank(10)))) for _ in range(10)]
+        server = server_of(settings)
+        pages = [asyncio.create_task(server.ask(fetching(blank(10)))) for _ in range(10)]
         await asyncio.sleep(0.01)
-        assert await node.ask(Lane.WORDS, PING) == [b"PONG"]
+        assert await server.ask(PING) == [b"PONG"]
         for task in pages:
             task.cancel()
         await asyncio.wait(pages)
-        node.close()
+        server.close()
 
 
 @pytest.mark.asyncio
@@ -580,12 +588,12 @@ async def test_a_server_that_accepts_and_hangs_up_is_left_alone(password: str) -
         attempts += 1
 
     async with peer(script) as settings:
-        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, password=password), Counter())
-        outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(100)), return_exceptions=True)
+        server = server_of(settings, password=password)
+        outcomes = await asyncio.gather(*(server.ask(PAGE) for _ in range(100)), return_exceptions=True)
         assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
         assert attempts <= settings.connections
         assert "left alone" in str(outcomes[-1])
-        node.close()
+        server.close()
 
 
 @pytest.mark.asyncio
@@ -594,11 +602,10 @@ async def test_closing_ends_a_connection_that_is_being_made(waits_for: str) -> N
     """At once, and not when ``stall`` is over."""
     async with peer(silent) as settings:
         password, tls = ("", ssl.create_default_context()) if waits_for == "TLS" else ("secret", None)
-        slow = RedisSettings(settings.seeds, password=password, tls=tls, stall=60.0)
-        node = RedisNode(slow.seeds[0], slow, Counter())
-        task = asyncio.create_task(node.ask(Lane.PAGES, PING))
+        server = server_of(settings, password=password, tls=tls, stall=60.0)
+        task = asyncio.create_task(server.ask(PING))
         await asyncio.sleep(0.05)
-        node.close()
+        server.close()
         async with asyncio.timeout(2):
             with pytest.raises(BackendError):
                 await task
@@ -607,21 +614,21 @@ async def test_closing_ends_a_connection_that_is_being_made(waits_for: str) -> N
 @pytest.mark.asyncio
 async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None:
     async with peer(silent) as settings:
-        node = RedisNode(settings.seeds[0], RedisSettings(settings.seeds, stall=0.2, connections=2), Counter())
+        server = server_of(settings, stall=0.2, connections=2)
         began = asyncio.get_running_loop().time()
-        outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(20)), return_exceptions=True)
+        outcomes = await asyncio.gather(*(server.ask(PAGE) for _ in range(20)), return_exceptions=True)
         assert sum(isinstance(outcome, Timeout) for outcome in outcomes) == 2
         assert asyncio.get_running_loop().time() - began < 2
-        node.close()
+        server.close()
 
 
 @pytest.mark.asyncio
 async def test_closing_fails_what_is_under_way() -> None:
     async with peer(silent) as settings:
-        node = RedisNode(settings.seeds[0], settings, Counter())
+        server = server_of(settings)
         record = blank(100)
-        task = asyncio.create_task(node.ask(Lane.PAGES, fetching(record)))
+        task = asyncio.create_task(server.ask(fetching(record)))
         await asyncio.sleep(0.02)
-        node.close()
+        server.close()
         with pytest.raises(Unavailable, match="closed"):
             await task

@@ -19,7 +19,7 @@ def _of(url: str, **environment: str) -> RedisSettings:
 
 def test_a_host_is_enough() -> None:
     settings = _of("redis://kv.internal")
-    assert settings == RedisSettings((HostPort("kv.internal", 6379),))
+    assert settings == RedisSettings(seeds=(HostPort("kv.internal", 6379),))
     assert str(settings) == "redis://kv.internal:6379/0?prefix=asynccache:"
 
 
@@ -29,7 +29,7 @@ def test_everything_said() -> None:
     )
     assert settings.seeds == (HostPort("::1", 7000),)
     assert (settings.database, settings.username, settings.password) == (3, "al:ice", "s@cret")
-    assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == (b"team-a/llama:", 43200, 2, 1.5)
+    assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == ("team-a/llama:", 43200, 2, 1.5)
     assert str(settings.seeds[0]) == "[::1]:7000"
 
 
@@ -52,6 +52,19 @@ def test_the_environment_says_what_the_url_leaves_out() -> None:
     ):
         settings = _of(url, **environment)
         assert (settings.username, settings.password) == (user, password)
+
+
+def test_a_password_that_is_no_text_is_not_quoted() -> None:
+    assert "hunter2" not in repr(_of("redis://h", PASSWORD="hunter2\udcff"))
+
+
+def test_names_are_of_one_store() -> None:
+    settings, longer = _of("redis://h?prefix=a:"), _of("redis://h?prefix=a:b")
+    key = bytes(range(32))
+    assert settings.key_of(b"a:" + key) == key
+    assert [settings.key_of(name) for name in (b"a:b" + key, b"a:", b"b:" + key, b"")] == [None] * 4
+    assert longer.key_of(b"a:" + key) is None
+    assert _of("redis://h?prefix=a*[x]?^-\\").pattern == rb"a\*\[x\]\?\^\-\\*"
 
 
 def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
@@ -84,11 +97,15 @@ def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
         ("redis://h?ttl=-1", "ttl"),
         ("redis://h?ttl=1w", "ttl"),
         ("redis://h?ttl=0.0001", "ttl"),
-        ("redis://h?stall=0", "stall='0'"),
+        ("redis://h?stall=0", "stall"),
         ("redis://h?stall=0.0001s", "stall"),
         ("redis://h?connections=0", "connections"),
         ("redis://h?cluster=maybe", "cluster"),
         ("redis://h?color=red", "color"),
+        ("redis://h?prefix=a%0A", "prefix"),
+        ("redis://h?connections=1.5", "connections"),
+        ("redis://h/1000000", "database"),
+        ("redis://h?ttl=none", "ttl"),
         ("rediss://h?ca=/nowhere.pem", "ca"),
     ],
 )
