@@ -62,7 +62,7 @@ async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
         (reply,) = await router.ask([b"k"], PING)
         assert isinstance(reply, Refusal)
         assert reply.code == "CLUSTERDOWN"
-        router.close()
+        await router.aclose()
 
 
 @pytest.mark.asyncio
@@ -84,7 +84,7 @@ async def test_a_map_that_is_read_anew_ends_no_connection_that_is_being_made() -
         router._learn(settings.seeds[0], [])
         signed_in.set()
         assert [reply.code for reply in await asking] == ["MOVED"]
-        router.close()
+        await router.aclose()
 
 
 @pytest.mark.asyncio
@@ -105,7 +105,7 @@ async def test_a_map_that_is_read_anew_closes_no_server_that_was_chosen_for_a_re
         assert await asking == [b"PONG"]
         router._learn(address, [])
         assert not router.nodes
-        router.close()
+        await router.aclose()
 
 
 @pytest.mark.asyncio
@@ -143,7 +143,7 @@ async def test_a_server_that_hangs_does_not_keep_the_map_old() -> None:
                 assert await router.ask([key], PING) == [b"PONG"]
             await asyncio.sleep(0.05)
         assert maps["well"]
-        router.close()
+        await router.aclose()
 
 
 @asynccontextmanager
@@ -183,7 +183,7 @@ async def dripping() -> AsyncIterator[tuple[Router, asyncio.Task[list[Any]], asy
             yield router, asking, asked
         finally:
             asking.cancel()
-            router.close()
+            await router.aclose()
 
 
 @pytest.mark.asyncio

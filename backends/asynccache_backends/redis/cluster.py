@@ -32,12 +32,11 @@ REDIRECTIONS = 4
 REFRESH_SECONDS = 1.0
 
 _REDIRECTION = re.compile(r"(?:MOVED|ASK) ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
-_NOBODY = Refusal("CLUSTERDOWN nobody has the slot")
 
 
 class Router:
-    """The servers, and who has which key. ``nodes``: the servers that have keys, and some that the map does not name
-    yet. Also a server alone has a map, of one range."""
+    """The servers, and who has which key. ``nodes``: the servers that have keys. Also a server alone has a map, of one
+    range."""
 
     def __init__(self, settings: RedisSettings, counts: Counter[str]) -> None:
         self.clustered = False
@@ -71,7 +70,7 @@ class Router:
                 reply = [[0, SLOTS - 1, [b"", address.port]]]
             self._learn(address, reply)
         except BaseException:
-            self.close()
+            await self.aclose()
             raise
 
     async def ask(self, keys: Sequence[bytes], requests: Sequence[Request]) -> list[Any]:
@@ -88,10 +87,13 @@ class Router:
             return await server.ask(requests)
         if self._stale and not self._closed and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.create_task(self._refreshed())
-        replies: list[Any] = [None] * len(keys)
-        groups: dict[tuple[RedisServer | None, bool], list[int]] = {}
+        replies: list[Any] = [Refusal("CLUSTERDOWN nobody has the slot")] * len(keys)
+        groups: dict[tuple[RedisServer, bool], list[int]] = {}
         for i, key in enumerate(keys):
-            groups.setdefault((self._owners[key_slot(key)], False), []).append(i)
+            if (owner := self._owners[key_slot(key)]) is not None:
+                groups.setdefault((owner, False), []).append(i)
+            else:
+                self._stale = True
         for _ in range(REDIRECTIONS):
             parts = [self._answers(*group, [requests[i] for i in which]) for group, which in groups.items()]
             answers = zip(groups.items(), await asyncio.gather(*parts), strict=True)
@@ -112,18 +114,14 @@ class Router:
                 address, reply = await self._any_says(addresses, "CLUSTER", "SLOTS")
                 self._learn(address, reply)
 
-    def close(self) -> None:
-        """End all connections, so that requests under way fail."""
+    async def aclose(self) -> None:
+        """End all connections, so that requests under way fail, and wait until the map is no longer being read."""
         self._closed = True
-        if self._refreshing is not None:
-            self._refreshing.cancel()
         for server in self._known.values():
             server.close()
-
-    async def aclose(self) -> None:
-        """``close``, and wait until the map is no longer being read."""
-        self.close()
-        await settled([] if self._refreshing is None else [self._refreshing])
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await settled([self._refreshing])
 
     async def _refreshed(self) -> None:
         await self.refresh()
@@ -170,32 +168,27 @@ class Router:
                 failure = error
         raise failure
 
-    async def _answers(self, server: RedisServer | None, asking: bool, requests: Sequence[Request]) -> list[Any]:
+    async def _answers(self, server: RedisServer, asking: bool, requests: Sequence[Request]) -> list[Any]:
         """Return the replies of ``server``. ``asking``: each request is preceded by ASKING, since the server is just
         taking over their slots."""
-        error: BackendError = _NOBODY
+        if asking:
+            requests = [each for request in requests for each in ((ASKING, None), request)]
         try:
-            if server is not None and asking:
-                return (await server.ask([each for request in requests for each in ((ASKING, None), request)]))[1::2]
-            if server is not None:
-                return await server.ask(requests)
-        except BackendError as lost:
-            error = lost
-        self._stale = True
-        return [error] * len(requests)
+            replies = await server.ask(requests)
+        except BackendError as error:
+            self._stale = True
+            replies = [error] * len(requests)
+        return replies[1::2] if asking else replies
 
-    def _redirection(self, asked: RedisServer | None, refusal: Refusal) -> tuple[RedisServer, bool] | None:
+    def _redirection(self, asked: RedisServer, refusal: Refusal) -> tuple[RedisServer, bool] | None:
         """Return the server to which a refusal leads, and whether it wants ASKING; None if it leads nowhere, or has no
         slot or port. The host may be an IPv6 address without brackets. It is missing if the server that was asked does
         not know its own address, and means that server.
         """
         self._stale = self._stale or refusal.code in ("MOVED", "CLUSTERDOWN", "READONLY")
         match = _REDIRECTION.match(str(refusal))
-        if asked is None or match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
+        if match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
             return None
         host = match[2].strip("[]")
         server = self._server(HostPort(asked.address.host if host in ("", "?") else host, int(match[3])))
-        if refusal.code == "MOVED":
-            self._owners[int(match[1])] = server
-            self.nodes.add(server)
         return server, refusal.code == "ASK"

@@ -104,7 +104,10 @@ class Reader:
         Raises:
             ProtocolError: they are no reply to what was asked.
         """
-        self.buffer = self._steps.send(count)
+        try:
+            self.buffer = self._steps.send(count)
+        except ValueError:
+            raise ProtocolError("no number where there must be one") from None
 
     def forget(self) -> None:
         """Drop all references to the buffers of the request's pages."""
@@ -120,7 +123,7 @@ class Reader:
                 yield from self._more(_before(record))
             lines, self._at = bytes(self._spare[self._at : end]).split(b"\r\n"), end + 2
             if record is not None and lines[0].startswith(b"$"):
-                self.replies.append((yield from self._page(record, _number(lines[0][1:]))))
+                self.replies.append((yield from self._page(record, int(lines[0][1:]))))
             else:
                 self.replies += [USUAL[line] if line in USUAL else _value(line) for line in lines]
         if self._at == self._end and not self.missing:
@@ -180,14 +183,7 @@ def _value(line: bytes) -> Any:
     if kind == b"+":
         return rest
     if kind == b":":
-        return _number(rest)
+        return int(rest)
     if kind == b"-":
         return Refusal(rest.decode(errors="replace"))
     raise ProtocolError("no RESP reply to what was asked")
-
-
-def _number(text: bytes) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ProtocolError("no RESP length") from None

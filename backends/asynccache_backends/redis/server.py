@@ -135,15 +135,14 @@ class Connection(asyncio.BufferedProtocol):
         assert link.transport is not None
         self.link = link
         self.transport = link.transport
-        self.loop = asyncio.get_running_loop()
         self._stall = stall
-        self._lost: asyncio.Future[None] = self.loop.create_future()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._done: asyncio.Future[None] | None = None
+        self._failure: BackendError | None = None
         self._idle = self._reader = Reader((), spare=1)
         self._requests: Sequence[Request] = ()
-        self._ahead = self._next = self._unsent = 0
+        self._ahead = self._next = self._moves = 0
         self._out: deque[Buffer] = deque()
-        self._moved_at = 0.0
         tls = self.transport.get_extra_info("sslcontext") is not None
         self._most = 2 if tls else 16  # buffers that the transport is given at once; TLS copies them
         self._limit = int(tls)  # TCP pauses above it, TLS at it; so both call ``resume_writing`` when all is sent
@@ -153,7 +152,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.resume_reading()
 
     async def ask(self, requests: Sequence[Request]) -> list[Any]:
-        """Send requests and return the reply to each.
+        """Send requests, one at least, and return the reply to each.
 
         Raises:
             Unavailable: the connection is lost. Timeout: no byte came or went for ``stall`` seconds.
@@ -162,17 +161,22 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self.link.closed:
             raise Unavailable(f"{self.link.address}: the connection is closed")
-        if not requests:
-            return []
         records = [record for _, record in requests]
         largest = max((len(record.payload) for record in records if record is not None), default=1)
         self._requests, self._next, self._ahead = requests, 0, AHEAD_BYTES // max(1, largest) + 2
-        self._reader = Reader(records)
-        self._done, self._moved_at = self.loop.create_future(), self.loop.time()
-        self._watching = self.loop.call_at(self._moved_at + self._stall / LOOKS, self._look)
+        self._reader, self._done = Reader(records), asyncio.get_running_loop().create_future()
+        silent_looks = 0
         try:
             self._feed()
-            await self._done
+            while not self._done.done():
+                before = self._moves, self.transport.get_write_buffer_size()
+                await asyncio.wait([self._done], timeout=self._stall / LOOKS)
+                moved = before != (self._moves, self.transport.get_write_buffer_size())
+                silent_looks = 0 if moved else silent_looks + 1
+                if silent_looks == LOOKS:
+                    raise Timeout(f"{self.link.address}: silent for {self._stall:g} s")
+            if self._failure is not None:
+                raise self._failure
             return self._reader.replies
         except BaseException:
             self._done.cancel()
@@ -180,33 +184,21 @@ class Connection(asyncio.BufferedProtocol):
             await settled([self._lost])  # until then the transport may hold what it was to send
             raise
         finally:
-            self._watching.cancel()
             self._reader.forget()
-            self._done, self._requests, self._reader = None, (), self._idle
+            self._done, self._failure, self._requests, self._reader = None, None, (), self._idle
             self._out.clear()
-
-    def _end(self, error: BackendError | None = None) -> None:
-        """End the request under way, if there is one. With an error, end the connection, too."""
-        if error is not None:
-            self.link.close()
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None) if error is None else self._done.set_exception(error)
 
     # what the transport calls
 
-    def eof_received(self) -> None:
-        self._end(Unavailable(f"{self.link.address}: connection lost: closed by the server"))
-
     def connection_lost(self, error: Exception | None) -> None:
         self._end(Unavailable(f"{self.link.address}: connection lost: {error or 'closed'}"))
-        if not self._lost.done():
-            self._lost.set_result(None)
+        self._lost.set_result(None)
 
     def get_buffer(self, hint: int) -> memoryview:
         return self._reader.buffer
 
     def buffer_updated(self, count: int) -> None:
-        self._moved_at = self.loop.time()
+        self._moves += 1
         try:
             self._reader.received(count)
         except BackendError as error:
@@ -221,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
             self._end()
 
     def resume_writing(self) -> None:
-        self._moved_at = self.loop.time()
+        self._moves += 1
         self._write()
 
     # a request
@@ -242,15 +234,13 @@ class Connection(asyncio.BufferedProtocol):
         if self._out and not self.link.closed:  # ``writelines`` of Python 3.12.0 to .8 and 3.13.0 to .1 does not
             self.transport.set_write_buffer_limits(self._limit)  # see that it must call ``resume_writing``; this does
 
-    def _look(self) -> None:
-        """End the connection if it has been silent for too long."""
-        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
-        if unsent != self._unsent:
-            self._unsent, self._moved_at = unsent, now
-        if now >= self._moved_at + self._stall:
-            self._end(Timeout(f"{self.link.address}: silent for {self._stall:g} s"))
-        elif not self.link.closed:
-            self._watching = self.loop.call_at(now + self._stall / LOOKS, self._look)
+    def _end(self, error: BackendError | None = None) -> None:
+        """End the request under way, if there is one. With an error, end the connection, too."""
+        if error is not None:
+            self.link.close()
+        if self._done is not None and not self._done.done():
+            self._failure = error
+            self._done.set_result(None)
 
 
 class RedisServer:

@@ -89,15 +89,18 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     user, at, place = url.path.rpartition("@")
     username, _, password = user.partition(":")
     hosts, _, database = place.partition("/")
+    seeds = [parse_host_port(host, 6379) for host in hosts.split(",")]
+    if None in seeds:
+        raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
     settings = url.settings(
         RedisSettings,
-        seeds=tuple(map(_address, hosts.split(","))),
+        seeds=seeds,
         database=fields_of(RedisSettings)["database"].read("storage: database", database or "0"),
         username=unquote(username) if at else given["username"],
         password=unquote(password) or given["password"],
         tls=None,
     )
-    if len(settings.seeds) > 1 and settings.cluster == "off":
+    if len(seeds) > 1 and settings.cluster == "off":
         raise ConfigError("storage option cluster='off': several hosts are those of a cluster")
     if url.scheme != "rediss":
         return settings
@@ -109,10 +112,3 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"storage options ca, cert, key: {error}") from None
     return replace(settings, tls=tls)
-
-
-def _address(text: str) -> HostPort:
-    address = parse_host_port(text, 6379)
-    if address is None:
-        raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return address
