@@ -15,6 +15,7 @@ import pytest
 from asynccache_backends.mooncake import master
 from asynccache_backends.redis import RedisBackend
 from asynccache_backends.redis.resp import ProtocolError, Reader
+from asynccache_backends.redis.server import Answers
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import HostPort, Result, parse_url
@@ -81,13 +82,30 @@ async def said_at_opening(reply: bytes) -> None:
     b"*1\r\n*3\r\n:0\r\n:99999999\r\n*2\r\n$1\r\nh\r\n:1\r\n", b"*1\r\n*3\r\n:-5\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n",
     b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\n\xff\r\n:1\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\nh\r\n$1\r\n1\r\n",
     b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$1\r\nh\r\n:70000\r\n", b"*1\r\n*3\r\n:0\r\n:5\r\n*0\r\n",
-    b"*1\r\n*3\r\n$-1\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n", b"*" + b"9" * 25 + b"\r\n", b":" + b"9" * 5000 + b"\r\n",
+    b"*1\r\n*3\r\n$-1\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n", b":" + b"9" * 5000 + b"\r\n",
     b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x" * 100_000 + b"\r\n", b"$-7\r\n",
 ])  # fmt: skip
 async def test_a_map_of_a_cluster_that_is_none_is_unavailable(reply: bytes) -> None:
     with pytest.raises(Unavailable) as refused:
         await said_at_opening(reply)
     assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("piece", [b":1\r\n", b"$-1\r\n", b"+a\r\n", b"*0\r\n", b"$300\r\n" + bytes(300) + b"\r\n"])
+async def test_a_list_without_an_end_is_no_answer(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Answers, "room", 1 << 20)
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"*1000000000\r\n")
+        while True:
+            writer.write(piece * 1000)
+            await writer.drain()
+
+    async with peer(script) as settings, asyncio.timeout(PATIENCE):
+        with pytest.raises(Unavailable, match="answers of more than"):
+            await RedisBackend.open(parse_url(f"redis://{settings.seeds[0]}?stall=60"), LAYOUT)
 
 
 @pytest.mark.asyncio

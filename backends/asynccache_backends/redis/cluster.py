@@ -60,15 +60,14 @@ class Router:
         try:
             words = ("PING",) if settings.cluster == "off" else ("CLUSTER", "SLOTS")
             address, reply = await self._any_says(settings.seeds, *words)
-            self.clustered = isinstance(reply, list)
-            if not self.clustered:
-                if isinstance(reply, Refusal) and reply.code not in ("ERR", "NOPERM"):  # no cluster, or not told
-                    raise Unavailable(f"{settings}: {reply}")
-                if settings.cluster == "on" or len(settings.seeds) > 1:
-                    why = f"{address} is no part of a cluster: {str(reply)[:200]}"
-                    raise ConfigError(f"storage={str(settings)!r}: {why}")
-                reply = [[0, SLOTS - 1, [b"", address.port]]]
-            self._learn(address, reply)
+            code = reply.code if isinstance(reply, Refusal) else ""
+            if code not in ("", "ERR", "NOPERM"):  # these: it is no cluster, or we may not ask
+                raise Unavailable(f"{settings}: {reply}")
+            self.clustered = not code and reply != b"PONG"
+            if not self.clustered and (settings.cluster == "on" or len(settings.seeds) > 1):
+                why = f"{address} is no part of a cluster: {str(reply)[:200]}"
+                raise ConfigError(f"storage={str(settings)!r}: {why}")
+            self._learn(address, reply if self.clustered else [[0, SLOTS - 1, [b"", address.port]]])
         except BaseException:
             await self.aclose()
             raise

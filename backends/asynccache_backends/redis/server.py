@@ -12,15 +12,17 @@ and not an attempt for every request in line.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import redis
+from redis._parsers import _AsyncRESP2Parser
 from redis.asyncio import SSLConnection
 
-from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
+from asynccache.errors import AsyncCacheError, BackendError, ConfigError, Timeout, Unavailable
 from asynccache.settle import settled
 from asynccache.storage import REFUSED, Breaker, HostPort
 from asynccache_backends.redis.resp import Buffer, ProtocolError, Reader, Refusal, Request, joined
@@ -29,22 +31,37 @@ from asynccache_backends.redis.settings import ENVIRONMENT, RedisSettings
 AHEAD_BYTES = 2 << 20
 """Bytes of pages that are asked for before the first of them has come. A server that is sent all of a long request
 prepares all replies at once, which takes memory and falls out of its processor's caches."""
+MOST_ANSWERED = 16 << 20
+"""Bytes in a list that is answered. The map of a large cluster takes a tenth of it."""
 LOOKS = 8
 """The number of times in ``stall`` seconds that a connection looks whether more has been sent."""
+
+
+class Answers(asyncio.StreamReader):
+    """What redis-py reads from: ``MOST_ANSWERED`` bytes at most, so that a list without an end is an error."""
+
+    room = MOST_ANSWERED
+
+    def feed_data(self, data: Any) -> None:
+        self.room -= len(data)
+        if self.room < 0:
+            self.set_exception(ConnectionError(f"answers of more than {MOST_ANSWERED} bytes"))
+        else:
+            super().feed_data(data)
 
 
 class Link(SSLConnection):
     """A connection of redis-py, with TLS or without, as the settings say. ``transport``: once there is one.
 
-    redis-py has no public way to the transport, so two inner names are used, ``_connect`` and ``_writer``; a version
-    that lacks them is refused. One that does not ask ``_connection_arguments`` would use TLS always, and never by
-    mistake none."""
+    ``_connect`` is what redis-py's own kinds of connection override, too. If a version did not call it, it would use
+    TLS, so that no password is sent in the clear, and would be refused. The parser is the one in Python, since hiredis
+    makes room for as many items as a list says that it has."""
 
     def __init__(self, address: HostPort, settings: RedisSettings) -> None:
         user, password = settings.username or None, settings.password or None
         super().__init__(
             host=address.host, port=address.port, db=settings.database, username=user, password=password, protocol=2,
-            socket_timeout=None, socket_connect_timeout=None, driver_info=None,
+            socket_timeout=None, socket_connect_timeout=None, driver_info=None, parser_class=_AsyncRESP2Parser,
         )  # fmt: skip
         self.closed = False
         self.transport: asyncio.Transport | None = None
@@ -52,14 +69,17 @@ class Link(SSLConnection):
         self._settings = settings
         self._limit: asyncio.Timeout | None = None
 
-    def _connection_arguments(self) -> Mapping[str, Any]:
-        tls = self._settings.tls
-        name = None if tls is None else self._settings.tls_name or self.address.host
-        return {**self.address._asdict(), "ssl": tls, "server_hostname": name}
-
     async def _connect(self) -> None:
-        await super()._connect()  # type: ignore[no-untyped-call]
-        self.transport = getattr(getattr(self, "_writer", None), "transport", None)
+        loop, tls = asyncio.get_running_loop(), self._settings.tls
+        name = None if tls is None else self._settings.tls_name or self.address.host
+        reader = Answers(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        self.transport, _ = await loop.create_connection(lambda: protocol, *self.address, ssl=tls, server_hostname=name)
+        self._reader, self._writer = reader, asyncio.StreamWriter(self.transport, protocol, reader, loop)
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in self.socket_keepalive_options.items():  # type: ignore[attr-defined]
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @asynccontextmanager
     async def signed_in(self, within: float) -> AsyncIterator[None]:
@@ -78,7 +98,7 @@ class Link(SSLConnection):
             self.close()
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{self.address}: {'closed' if closed else f'no answer in {within:g} s'}") from None
-            if isinstance(error, redis.RedisError | OSError | RecursionError | MemoryError):
+            if isinstance(error, Exception) and not isinstance(error, AsyncCacheError):  # redis-py on any nonsense
                 raise Unavailable(f"{self.address}: {str(error)[:200]}") from error
             raise
         finally:
@@ -117,8 +137,8 @@ class Link(SSLConnection):
             read = f"user and password are read from the URL, or from {ENVIRONMENT}USERNAME and {ENVIRONMENT}PASSWORD"
             raise Unavailable(f"{settings}: {why}; {read}") from None
         if self.transport is None:
-            raise ConfigError(f"storage redis: redis-py {redis.__version__} lacks Connection._connect or ._writer")
-        if await self.can_read():
+            raise ConfigError(f"storage redis: redis-py {redis.__version__} does not connect by Connection._connect")
+        if self.closed or await self.can_read():
             raise ProtocolError(f"{self.address}: connection lost, or answers to what was not asked yet")
 
 
