@@ -22,7 +22,7 @@ from asynccache_backends.redis.server import Connection, Link, RedisServer
 from asynccache_backends.redis.settings import RedisSettings
 from msgspec.structs import replace
 
-from asynccache.errors import BackendError, Timeout, Unavailable
+from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.storage import HostPort, Record, Result, open_store
 from asynccache.testing.backend_suite import LAYOUT, page_key
 from tests.stores.server import HOST
@@ -382,6 +382,44 @@ async def test_what_the_server_says_to_a_password_is_not_repeated() -> None:
             await server_of(settings, password="hunter2").ask(PING)
         assert "hunter2" not in str(caught.value)
         assert "ASYNCCACHE_REDIS_PASSWORD" in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_a_redis_py_that_connects_in_another_way_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no password was sent."""
+    heard = b""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heard
+        heard += await reader.read(100)
+
+    async def connect(link: Link) -> None:
+        pass
+
+    monkeypatch.setattr(Link, "connect", connect)
+    async with peer(script) as settings:
+        with pytest.raises(ConfigError, match=r"redis-py \d+\.\d+.*_connect"):
+            await server_of(settings, password="hunter2").ask(PING)
+    assert b"hunter2" not in heard
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_was_closed_while_it_was_made_is_none() -> None:
+    """Just when there is a transport, and nothing else to wait for."""
+    hung_up = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read(100)
+        hung_up.set()
+
+    async with peer(script) as settings:
+        link = Link(settings.seeds[0], settings)
+        link.closed = True
+        with pytest.raises(Unavailable):
+            async with link.signed_in(5):
+                pass
+        await asyncio.wait_for(hung_up.wait(), 5)
 
 
 @pytest.mark.asyncio

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 from asynccache.errors import ConfigError
+from asynccache.extras import install
 from asynccache.storage import HostPort, parse_url
 from tests.stores.redis_server import Certificate
 
@@ -127,3 +130,16 @@ def test_no_form_of_the_settings_shows_a_secret() -> None:
     settings = _of("redis://alice:hunter2@h")
     assert "hunter2" not in f"{settings} {settings!r} {[settings]}"
     assert "alice" not in f"{settings} {settings!r}"
+
+
+def test_without_redis_py_the_error_says_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from asynccache.errors import ConfigError\n"
+        "from asynccache.storage.opening import backend_class\n"
+        "try: backend_class('redis')\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert f"redis-py: {install('redis')}" in done.stdout
+    assert "pip install 'redis" in done.stdout
