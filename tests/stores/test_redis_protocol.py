@@ -213,7 +213,7 @@ def test_commands_are_framed_by_length() -> None:
 def test_a_page_is_sent_from_where_it_lies(ttl_ms: int) -> None:
     page = _Page(100)
     key = b"p:" + b"\r\n$0*" * 6 + b"xx"
-    buffers = list(joined([storing(key, page.record, ttl_ms), b"GET\r\n", b"X"]))
+    buffers = list(joined([*storing([key], [page.record], ttl_ms), b"GET\r\n", b"X"]))
     assert buffers[1].obj is page.memory  # type: ignore[union-attr]
     assert len(buffers) == 3
     options = (b"NX", b"PX", b"90000") if ttl_ms else (b"NX",)
@@ -221,7 +221,7 @@ def test_a_page_is_sent_from_where_it_lies(ttl_ms: int) -> None:
 
 
 def test_neighbours_share_a_buffer() -> None:
-    requests = [storing(b"k%d" % i, _Page(100).record) for i in range(5)]
+    requests = storing([b"k%d" % i for i in range(5)], [_Page(100).record for _ in range(5)])
     assert len(list(joined(requests))) == 11
     assert len(list(joined([b"a", b"b", b"c"]))) == 1
     assert list(joined([])) == []

@@ -186,7 +186,7 @@ async def test_what_this_process_did_is_counted(redis_server: RedisServer) -> No
         stats = backend.stats()
         assert (stats["pages"], stats["bytes"], stats["get_bytes"]) == (6, 6 * (64 + 16384), 6 * (64 + 16384))
         assert (stats["errors"], stats["refused_pages"], stats["nodes"]) == (0, 0, 1)
-        assert stats["connects"] == stats["connections"] == 1
+        assert stats["connects"] == stats["connections"] == 2
     assert backend.stats()["connections"] == 0
     with pytest.raises(BackendError):
         await backend.clear()

@@ -81,14 +81,11 @@ class RedisBackend:
 
         Cancelling it returns at once. The connection is closed, so nothing can write to the records any more.
         """
-        names, results = self._names(keys), []
+        names = self._names(keys)
         replies = await self._asked(names, list(zip(about(b"GET", names), records, strict=True)))
-        for reply, record in zip(replies, records, strict=True):
-            if reply is HIT:
-                self._counts["get_bytes"] += HEADER_BYTES + len(record.payload)
-            of_another_type = isinstance(reply, Refusal) and reply.code == "WRONGTYPE"
-            results.append(reply if isinstance(reply, Result) else CORRUPT if of_another_type else FAILED)
-        return results
+        got = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply is HIT]
+        self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
+        return [_fetched(reply) for reply in replies]
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Ask which pages are stored, and send the others directly from the buffers of their records. After a call in
@@ -105,21 +102,18 @@ class RedisBackend:
         if permit == REFUSED:
             self._counts["refused_pages"] += len(fresh)
             return [FAILED if result is MISS else result for result in results]
-        names, ttl_ms = self._names([keys[i] for i in fresh]), round(self._settings.ttl * 1000)
-        requests = [(storing(name, records[i], ttl_ms), None) for name, i in zip(names, fresh, strict=True)]
+        names, sent = self._names([keys[i] for i in fresh]), [records[i] for i in fresh]
+        commands = storing(names, sent, round(self._settings.ttl * 1000))
         try:
-            replies = await self._asked(names, requests)
+            replies = await self._asked(names, [(command, None) for command in commands])
         except BaseException:
             self._room.abandon(permit)
             raise
-        refused = 0
         for i, reply in zip(fresh, replies, strict=True):
             results[i] = FAILED if isinstance(reply, BackendError) else HIT  # nil: it is there by now
-            refused += isinstance(reply, Refusal) and reply.code in NO_ROOM
-            if reply == b"OK":
-                self._counts["pages"] += 1
-                self._counts["bytes"] += HEADER_BYTES + len(records[i].payload)
-        self._counts["refused_pages"] += refused
+        stored = [len(record.payload) for reply, record in zip(replies, sent, strict=True) if reply == b"OK"]
+        refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
+        self._counts.update(pages=len(stored), bytes=sum(stored) + len(stored) * HEADER_BYTES, refused_pages=refused)
         if refused == len(fresh):
             self._room.failure(permit, _now())
         else:
@@ -236,6 +230,13 @@ class RedisBackend:
 def _counted(reply: Any) -> Result:
     """Return the result for one key from the reply to EXISTS or UNLINK, which is the number of keys found."""
     return FAILED if not isinstance(reply, int) else HIT if reply else MISS
+
+
+def _fetched(reply: Any) -> Result:
+    """Return the result for one key from the reply to GET. A value of another type than string is CORRUPT."""
+    if isinstance(reply, Result):
+        return reply
+    return CORRUPT if isinstance(reply, Refusal) and reply.code == "WRONGTYPE" else FAILED
 
 
 def _now() -> float:

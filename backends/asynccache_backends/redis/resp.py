@@ -50,13 +50,17 @@ def about(verb: bytes, names: Sequence[bytes]) -> list[bytes]:
     return [b"%b%b\r\n" % (head, name) for name in names]
 
 
-def storing(name: bytes, record: Record, ttl_ms: int = 0) -> Command:
-    """Return the command ``SET name record NX [PX ttl]``. ``ttl_ms``: milliseconds that the page lives; 0: for ever."""
-    header, payload = record
-    words, expiry = (6, b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms)) if ttl_ms else (4, b"")
-    size = HEADER_BYTES + len(payload)
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (words, len(name), name, size, bytes(header))
-    return head, payload, b"\r\n$2\r\nNX\r\n" + expiry
+def storing(names: Sequence[bytes], records: Sequence[Record], ttl_ms: int = 0) -> list[Command]:
+    """Return the command ``SET name record NX [PX ttl]`` for each name and record. All names have one length.
+    ``ttl_ms``: milliseconds that the pages live; 0: for ever."""
+    expiry = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms) if ttl_ms else b""
+    words, options = 6 if ttl_ms else 4, b"\r\n$2\r\nNX\r\n" + expiry
+    commands: list[Command] = []
+    for name, (header, payload) in zip(names, records, strict=True):
+        size = HEADER_BYTES + len(payload)
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (words, len(name), name, size, bytes(header))
+        commands.append((head, payload, options))
+    return commands
 
 
 def joined(commands: Iterable[Command]) -> Iterator[Buffer]:

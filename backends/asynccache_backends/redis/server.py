@@ -16,6 +16,7 @@ import socket
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 import redis
@@ -277,11 +278,11 @@ class RedisServer:
         self._closed = False
         self._last = ""  # the text of the last error
         self._turns = {False: asyncio.Semaphore(1), True: asyncio.Semaphore(settings.connections)}
-        self._idle: list[Connection] = []
+        self._idle: dict[bool, list[Connection]] = {False: [], True: []}
 
     async def ask(self, requests: Sequence[Request]) -> list[Any]:
-        """Send requests and return the reply to each. They wait for their turn among those with pages if one of them
-        has a page, and else among those with none.
+        """Send requests and return the reply to each. They go over a connection for pages if one of them has a page, and
+        else over that for small questions; one that had both would cost a put a tenth more CPU time.
 
         Raises:
             BackendError: ``Unavailable`` if the server cannot be reached or is left alone, ``Timeout`` if it hangs.
@@ -294,8 +295,8 @@ class RedisServer:
             permit = self.breaker.allow(now())
             if permit == REFUSED and not self._closed:
                 raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
-            self._idle = [connection for connection in self._idle if not connection.link.closed]
-            old = self._idle.pop() if self._idle else None
+            self._idle[pages] = idle = [one for one in self._idle[pages] if not one.link.closed]
+            old = idle.pop() if idle else None
             try:
                 connection = old or await self._connected()
                 replies = await connection.ask(requests)
@@ -307,7 +308,7 @@ class RedisServer:
                     self.breaker.abandon(permit)
                 raise
             self.breaker.success(permit)
-            self._idle.append(connection)
+            self._idle[pages].append(connection)
             if not self.has_slots or any(isinstance(reply, Refusal) and reply.code == "READONLY" for reply in replies):
                 self.close(idle=True)  # it is a replica now, and somebody else may have its name
             return replies
@@ -327,7 +328,7 @@ class RedisServer:
         """End all connections, so that requests under way fail, and make no new ones. With ``idle`` end only those that
         are not in use; new ones are made when they are needed."""
         self._closed = self._closed or not idle
-        for link in [connection.link for connection in self._idle] if idle else self.links:
+        for link in [one.link for one in chain(*self._idle.values())] if idle else self.links:
             link.close()
 
     async def _connected(self) -> Connection:
