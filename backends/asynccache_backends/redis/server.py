@@ -281,8 +281,8 @@ class RedisServer:
         self._idle: dict[bool, list[Connection]] = {False: [], True: []}
 
     async def ask(self, requests: Sequence[Request]) -> list[Any]:
-        """Send requests and return the reply to each. They go over a connection for pages if one of them has a page, and
-        else over that for small questions; one that had both would cost a put a tenth more CPU time.
+        """Send requests and return the reply to each. They go over a connection for pages if one of them has a page,
+        and else over that for small questions. One for both would cost a put a tenth more CPU time.
 
         Raises:
             BackendError: ``Unavailable`` if the server cannot be reached or is left alone, ``Timeout`` if it hangs.
