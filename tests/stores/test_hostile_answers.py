@@ -146,6 +146,26 @@ async def test_a_redirection_to_nowhere_is_none(word: bytes, where: bytes) -> No
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+async def test_servers_that_redirect_for_ever_are_asked_a_few_times(word: bytes) -> None:
+    asked = 0
+
+    def answer(words: bytes, port: int) -> bytes:
+        nonlocal asked
+        if b"SLOTS" in words:
+            return one_for_all(port)
+        asked += words.count(b"EXISTS")
+        return b"+OK\r\n" * words.count(b"ASKING") + b"-%b 1 127.0.0.1:%d\r\n" % (word, port)
+
+    async with saying(answer, "cluster=on") as backend:
+        for calls in (1, 2, 3):
+            with pytest.raises(Unavailable, match=word.decode()):
+                await backend.exists([page_key("a")])
+            assert asked <= 4 * calls
+        assert backend.stats()["nodes"] == 1
+
+
+@pytest.mark.asyncio
 async def test_a_new_map_that_is_none_leaves_the_old_one() -> None:
     asked: list[bytes] = []
 

@@ -380,8 +380,13 @@ async def test_a_server_that_never_greets_is_a_time_out() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_the_server_says_to_a_password_is_not_repeated() -> None:
-    async with peer(answers(b"-ERR unknown command 'AUTH', with args beginning with: 'hunter2'\r\n")) as settings:
+@pytest.mark.parametrize("said", [
+    b"-ERR unknown command 'AUTH', with args beginning with: 'hunter2'\r\n", b"-hunter2\r\n", b"+hunter2\r\n",
+    b":hunter2\r\n", b"$hunter2\r\n", b"*hunter2\r\n", b"hunter2\r\n", b"-MOVED hunter2\r\n", b"-LOADING hunter2\r\n",
+    b"-MOVED 1 hunter2:1\r\n", b"*1\r\n$7\r\nhunter2\r\n", b"hunter2",
+])  # fmt: skip
+async def test_what_the_server_says_to_a_password_is_not_repeated(said: bytes) -> None:
+    async with peer(answers(said)) as settings:
         with pytest.raises(Unavailable) as caught:
             await server_of(settings, password="hunter2").ask(PING)
         assert "hunter2" not in str(caught.value)

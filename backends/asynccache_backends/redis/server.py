@@ -130,10 +130,10 @@ class Link(SSLConnection):
         settings = self._settings
         try:
             await self.connect()  # type: ignore[no-untyped-call]
-        except redis.RedisError as error:
+        except Exception as error:
             if self.transport is None or not (settings.username or settings.password):
                 raise
-            said = error.status_code or type(error).__name__
+            said = getattr(error, "status_code", None) or type(error).__name__
             why = f"the server does not let us in, or has no such database ({said})"
             read = f"user and password are read from the URL, or from {ENVIRONMENT}USERNAME and {ENVIRONMENT}PASSWORD"
             raise Unavailable(f"{settings}: {why}; {read}") from None
@@ -293,7 +293,7 @@ class RedisServer:
         pages = any(record is not None or type(command) is tuple for command, record in requests)
         async with self._turns[pages]:  # first come, first served
             permit = self.breaker.allow(now())
-            if permit == REFUSED and not self._closed:
+            if permit == REFUSED:
                 raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}")
             self._idle[pages] = idle = [one for one in self._idle[pages] if not one.link.closed]
             old = idle.pop() if idle else None
@@ -310,7 +310,7 @@ class RedisServer:
             self.breaker.success(permit)
             self._idle[pages].append(connection)
             if not self.has_slots or any(isinstance(reply, Refusal) and reply.code == "READONLY" for reply in replies):
-                self.close(idle=True)  # it is a replica now, and somebody else may have its name
+                self.close(idle=True)  # READONLY: it is a replica now, and somebody else may have its name
             return replies
 
     async def said(self, *words: str | bytes) -> Any:
