@@ -317,12 +317,10 @@ class RedisServer:
         """Send one command, over a connection of its own, and return its reply, in which there may be lists. It takes
         twice ``stall`` seconds at most. Without that limit a server that says a byte now and then, and so is never
         silent, would be waited for without end. Raises BackendError as ``ask`` does."""
-        link = self._link()
-        try:
-            async with link.signed_in(2 * self._settings.stall):
-                return await link.ask(*words)
-        finally:
+        async with self._linked(2 * self._settings.stall) as link:
+            reply = await link.ask(*words)
             link.close()
+            return reply
 
     def close(self, *, idle: bool = False) -> None:
         """End all connections, so that requests under way fail, and make no new ones. With ``idle`` end only those that
@@ -332,14 +330,17 @@ class RedisServer:
             link.close()
 
     async def _connected(self) -> Connection:
-        link = self._link()
-        async with link.signed_in(self._settings.stall):
+        async with self._linked(self._settings.stall) as link:
             self._counts["connects"] += 1
             return Connection(link, self._settings.stall)
 
-    def _link(self) -> Link:
+    @asynccontextmanager
+    async def _linked(self, within: float) -> AsyncIterator[Link]:
+        """Provide a new connection that has signed in, for ``within`` seconds in all. It is closed if anything
+        fails."""
         if self._closed:
             raise Unavailable(f"{self.address}: the store is closed")
         link = Link(self.address, self._settings)
         self.links = {link for link in self.links if not link.closed} | {link}
-        return link
+        async with link.signed_in(within):
+            yield link
