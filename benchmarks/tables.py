@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from asynccache import compiled
 from asynccache.cli.main import Parser, sentence
-from asynccache.cli.output import Progress, check_writable, dump
+from asynccache.cli.output import check_writable, dump, progress
 
 WIDTH = 80
 MISSED = "  missed"
@@ -65,11 +65,8 @@ def bench(module: Any, arguments: list[str], *, prog: str) -> int:
     options = own.parse_args(arguments)
     if options.json is not None:
         check_writable(options.json)
-    progress = Progress(sys.stderr)
-    try:
-        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
-    finally:
-        progress.end()
+    with progress() as tell:
+        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else tell)}
     if not options.quiet and options.json != "-":
         sys.stdout.write("\n\n".join([*map(text, module.charts(figures)), f"the {compiled.CORE} core ran"]) + "\n")
     if options.json is not None:

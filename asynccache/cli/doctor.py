@@ -8,22 +8,22 @@ to wake a coroutine. That takes some seconds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 from textwrap import wrap
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import structs
 
 from asynccache import compiled
-from asynccache.cli.parsing import gpu
+from asynccache.cli.arguments import CommandOptions, Json, option, parsed_device
+from asynccache.cli.output import answer
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
-from asynccache.errors import AsyncCacheError
+from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import BRINGS, install
 
 Report = dict[str, Any]
@@ -36,23 +36,24 @@ ROUNDS, WAKE_UPS = 3, 200
 NAMES = {"engines": "the copy engines", "kernel": "the kernel"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to ``parser``."""
-    parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
-                        help="which GPU (default: %(default)s)")
-    parser.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
-                        help="as JSON, to a file or (-) instead of text")
+def _gpu(name: str, text: str) -> str:
+    if not parsed_device(name, text).startswith("cuda"):
+        raise ConfigError(f"{name}={text} is no GPU")
+    return text
 
 
-def execute(args: argparse.Namespace) -> int:
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``doctor``."""
+
+    device: Annotated[str, option("cuda:N", "which GPU", parse=_gpu)] = "cuda:0"
+    json: Json = None
+
+
+def execute(options: Options) -> int:
     """Examine this machine and print the report. Return the exit status: 0, also if there is no GPU; 1 if there is one
     that cannot be used."""
-    from asynccache.cli.output import answer, check_writable
-
-    if args.json is not None:
-        check_writable(args.json)
-    report = examine(args.device)
-    answer(report, "\n".join(told(report)), args.json)
+    report = examine(options.device)
+    answer(report, "\n".join(told(report)), options.json)
     return 1 if report.get("error") else 0
 
 

@@ -6,31 +6,32 @@ program.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import re
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from asynccache.cli.arguments import AsJson, CommandOptions, option
 from asynccache.errors import ConfigError
 
 TIMEOUT = 30.0
 _TOKEN = re.compile("-?[0-9]{1,19}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
-    parser.add_argument("url", metavar="URL", help="where the cache is served, such as http://127.0.0.1:9090")
-    parser.add_argument("--tokens", required=True, metavar="LIST|@FILE",
-                        help="the prompt's token ids, separated by commas or blanks; or @ and a file that has them")
-    parser.add_argument("--extra-key", metavar="TEXT", help="the namespace (default: the one without a name)")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``explain``."""
+
+    url: Annotated[str, option("URL", "where the cache is served, such as http://127.0.0.1:9090", argument=True)]
+    tokens: Annotated[str, option("LIST|@FILE", "the prompt's token ids, separated by commas or blanks; or @ and a "
+                                                "file that has them")]
+    extra_key: Annotated[str | None, option("TEXT", "the namespace (default: the one without a name)")] = None
+    json: AsJson = False
 
 
-def execute(options: argparse.Namespace) -> int:
+def execute(options: Options) -> int:
     """Ask the cache and print its answer; returns the exit status.
 
     Raises:

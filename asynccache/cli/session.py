@@ -21,6 +21,7 @@ from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings
+from asynccache.cli.page import page
 from asynccache.cli.presses import Presses
 from asynccache.cli.serving import RequestRunner, Server
 from asynccache.cli.sizing import check_fits, configure
@@ -50,10 +51,6 @@ def execute(settings: RunSettings, presses: Presses | None = None) -> int:
     if presses is None:
         with Presses() as presses:
             return execute(settings, presses)
-    if settings.json is not None:
-        output.check_writable(settings.json)
-    if settings.report is not None:
-        output.check_writable(settings.report, "--report")
     display = console(settings.quiet)
     session = _session(settings)(settings, display, presses)
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
@@ -84,7 +81,7 @@ def _told(settings: RunSettings, session: Session, result: report.Report) -> int
     if settings.json is not None:
         output.dump(result, settings.json)
     if settings.report is not None:
-        output.write_page(result, settings.report)
+        output.write(settings.report, page(result), "--report")
     written = [path for path in (settings.json, settings.report) if path not in (None, "-")]
     if written and not settings.quiet:
         print("written: " + ", ".join(map(str, written)), file=out)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from asynccache import AsyncCache
 from asynccache.cli.display import Watch
 from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import RunSettings, resolve_options
+from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Presses
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
@@ -155,7 +155,7 @@ async def asked(server: MetricsServer) -> None:
 
 def stress(seconds: float, seed: int, folder: str) -> RunSettings:
     """Two stores that are full soon, faults and cancellations, as many requests as the machine can serve."""
-    return resolve_options("stress", {
+    return RunSettings.read("stress", {
         "duration": str(seconds), "seed": str(seed), "rate": "0", "faults": "0.1", "cancel_rate": "0.1",
         "device_tokens": "16384", "host_tokens": "32768",
         "storage": ["memory:?capacity=32MiB", f"file:{folder}/kv?capacity=128MiB&segment=8MiB"],

@@ -18,7 +18,7 @@ from typing import Any
 
 from asynccache import AsyncCache
 from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import RunSettings, add_arguments, resolve_options
+from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Presses
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
@@ -97,8 +97,8 @@ class Watched(Session):
 def main() -> None:
     """Run until Ctrl-C."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser, "stress")
-    settings: RunSettings = resolve_options("stress", vars(parser.parse_args()))
+    RunSettings.add_arguments(parser, "stress")
+    settings: RunSettings = RunSettings.read("stress", vars(parser.parse_args()))
     moments = Moments()
     moments.watch()
     with Presses() as presses:
