@@ -88,7 +88,7 @@ class Field(NamedTuple):
     def read(self, name: str, text: str) -> Any:
         """Return what ``text`` stands for: the value of an environment variable or of an option in a URL, where all
         values are text. Raises ConfigError: as ``check``."""
-        return None if self.optional and text in ("none", "") else self.check(name, self._read(name, text))
+        return self.check(name, text if self.optional and text in ("none", "") else self._read(name, text))
 
     def _read(self, name: str, text: str) -> Any:
         """Return the value; ``text`` itself if it stands for none, which ``check`` then refuses."""

@@ -39,10 +39,14 @@ TIMEOUT = 600.0
 Figures = dict[str, Any]
 
 
-def _sizes(name: str, text: str) -> tuple[int, ...]:
+def _size(name: str, text: str) -> int:
     from asynccache.storage import parse_size  # here: --help answers without what stores need
 
-    return tuple(parse_size(name, part) for part in text.split(","))
+    return parse_size(name, text)
+
+
+def _sizes(name: str, text: str) -> tuple[int, ...]:
+    return tuple(_size(name, part) for part in text.split(","))
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -54,7 +58,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     page_sizes: Annotated[tuple[Count, ...], option(
         "SIZES", "sizes of a page, each measured by itself", written="64KiB,256KiB,2MiB", parse=_sizes,
     )] = (64 << 10, 256 << 10, 2 << 20)  # fmt: skip
-    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=lambda *given: _sizes(*given)[0])] = 128 << 20
+    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=_size)] = 128 << 20
     batch: Annotated[Count | None, option(
         "N", f"pages in a call (default: as many as 8 MiB hold, at most {BATCH_PAGES})")] = None
     concurrency: Annotated[Count, option("N", "calls at a time")] = 2
@@ -84,9 +88,9 @@ def execute(options: Options) -> int:
 
 def run(options: Options, tell: Tell) -> Figures:
     """Measure all sizes of page, and return the figures as plain values. Raises as ``execute`` does."""
-    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
-        from asynccache.storage import parse_url
+    from asynccache.storage import parse_url
 
+    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         url = options.url or f"file:{folder}/store?capacity={4 * options.bytes + (1 << 30)}"
         with asyncio.Runner(loop_factory=loop_factory(options.loop)) as runner:
             measured = [runner.run(_measured(options, url, size, options.bytes // size, tell))

@@ -181,6 +181,8 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.storage == "none":
+            self._set("storage", None)
         if self.command == "stress" and "all" in (self.device_tokens, self.host_tokens):
             name = "device" if self.device_tokens == "all" else "host"
             raise ConfigError(f"--{name}-tokens=all works with replay only: a stress run has no end, give a number of "
