@@ -58,14 +58,14 @@ class Watch:
     """Makes the screens of one run. ``note``: a line that the display shows below them."""
 
     def __init__(
-        self, settings: RunSettings, runner: RequestRunner, meter: Meter, cache: AsyncCache, duration: float | None
+        self, settings: RunSettings, runner: RequestRunner, meter: Meter, cache: AsyncCache
     ) -> None:
         self.note = ""
         self._settings = settings
         self._runner = runner
         self._meter = meter
         self._cache = cache
-        self._duration = duration
+        self._duration = settings.admits_for
         self._last: tuple[float, dict[str, int]] = (time.monotonic(), {})
 
     def take(self) -> Screen:

@@ -42,6 +42,8 @@ Size = int | Literal["all"]
 LOOPS: tuple[str, ...] = get_args(Loop)
 WORKLOADS: tuple[str, ...] = get_args(Workload)
 MOST_RANKS = 64
+DURATION = 20.0
+"""Seconds of a ``stress`` run that was told neither ``--duration`` nor ``--requests``."""
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction", "device")
 """The options that have a setting of the same name in the file of ``--config``. An option that is given goes before the
 file."""
@@ -198,6 +200,13 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     def ranks(self) -> int:
         """The number of ranks. If there are several, each one is a process."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def admits_for(self) -> float | None:
+        """For how many seconds requests are admitted; None: until there are no more."""
+        if self.command == "replay" or (self.duration is None and self.requests is not None):
+            return None
+        return self.duration or DURATION
 
     def plain(self) -> dict[str, object]:
         """The settings as plain values for the JSON report, without secrets."""

@@ -40,6 +40,13 @@ class Leaks(NamedTuple):
     tasks: int = 0
 
 
+NOTHING: Report = {
+    "left": Leaks(), "stages": {}, "evicted": {}, "lost_pages": 0, "failed_loads": 0, "splits": 0, "nodes": 0,
+    "prefetches": {}, "storage": {}, "stores": {}, "tiers": {"device": {}, "host": {}},
+}  # fmt: skip
+"""The facts of a cache that could not be asked."""
+
+
 def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
     """The report. ``cache``: the cache's own figures (``stages``, ``evicted``, ``lost_pages``, ...) as plain values."""
     report: Report = {

@@ -61,7 +61,7 @@ def replicas(text: str) -> dict[str, Replicated]:
         name, colon, over = entry.partition(":")
         over = over.replace("+", ",") if colon else Replicated.TP_CP.value
         if not name or over not in [one.value for one in Replicated if one.over]:
-            raise ConfigError(f"--replicated: {entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
+            raise ConfigError(f"--replicated={text}: {entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
         found[name] = Replicated(over)
     return found
 

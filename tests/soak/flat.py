@@ -25,10 +25,8 @@ from statistics import median
 from typing import NamedTuple
 
 from asynccache import AsyncCache
-from asynccache.cli.display import Watch
 from asynccache.cli.machine import loop_factory
 from asynccache.cli.options import RunSettings
-from asynccache.cli.presses import Presses
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
 from asynccache.metrics import MetricsServer, start_metrics_server
@@ -81,8 +79,8 @@ def differences(looks: Sequence[Look]) -> Iterator[str]:
 class Soak(Session):
     """One run that is looked at while it lasts. ``looks`` are those after the warm-up."""
 
-    def __init__(self, settings: RunSettings, presses: Presses, warm_up: float) -> None:
-        super().__init__(settings, None, presses)
+    def __init__(self, settings: RunSettings, warm_up: float) -> None:
+        super().__init__(settings, None)
         self.looks: list[Look] = []
         self._warm_up = warm_up
         self._traces: list[tracemalloc.Snapshot] = []
@@ -100,7 +98,7 @@ class Soak(Session):
                 await looking
 
     @asynccontextmanager
-    async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
+    async def _exposed(self, cache: AsyncCache) -> AsyncIterator[None]:
         async with await start_metrics_server(cache) as server:
             self._server = server
             try:
@@ -164,11 +162,11 @@ def stress(seconds: float, seed: int, folder: str) -> RunSettings:
 
 def soak(seconds: float, seed: int) -> int:
     """Run, print what was seen; the exit status."""
-    with tempfile.TemporaryDirectory(prefix="asynccache-soak-") as folder, Presses() as presses:
+    with tempfile.TemporaryDirectory(prefix="asynccache-soak-") as folder:
         settings = stress(seconds, seed, folder)
-        session = Soak(settings, presses, seconds / 3)
+        session = Soak(settings, seconds / 3)
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
-            report = runner.run(session.run())
+            report = runner.run(session.reported())
     wrong = [*report["problems"], *differences(session.looks)]
     told = ("served", "cancelled", "failed", "verify", "leaks", "elapsed_s")
     print(json.dumps({name: report[name] for name in told}))

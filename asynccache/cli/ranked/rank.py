@@ -20,7 +20,7 @@ import torch
 from asynccache.cli.engine import StandInEngine, Verdict
 from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
 from asynccache.cli.meter import Meter, peak_rss
-from asynccache.cli.ranked.crew import Duty
+from asynccache.cli.ranked.duty import Duty
 from asynccache.cli.ranked.engine import complaint, shard_config, unpacked
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.worker import EngineBatch, RankWorker, Topology, connect
@@ -35,9 +35,9 @@ class Rank:
     def __init__(self, duty: Duty) -> None:
         self.account: dict[str, Any] = {"failure": None, "verify": {"pages": 0, "mismatches": 0}, "batches": 0}
         self._duty = duty
-        self._topology = Topology(duty.tp, duty.cp, duty.pp)
-        self._seed = duty.seed + 1000 * duty.rank          # faults are to differ by rank
-        self._random = random.Random(f"delays {duty.seed}/{duty.rank}")
+        self._settings = settings = duty.settings
+        self._seed = settings.seed + 1000 * duty.rank          # faults are to differ by rank
+        self._random = random.Random(f"delays {settings.seed}/{duty.rank}")
 
     async def run(self) -> None:
         """Connect, carry out the batches until the head closes, and complete the account. If this is cancelled, the
@@ -54,13 +54,16 @@ class Rank:
                          "cpu_s": round(meter.cpu(), 3), "rss_bytes": peak_rss()}
 
     async def _serve(self) -> None:
-        duty = self._duty
-        device = make_device(duty.device, device_faults(duty.faults, self._seed))
+        duty, settings = self._duty, self._settings
+        topology = Topology(settings.tp, settings.cp, settings.pp)
+        place, shard = topology.place(duty.rank), partial(shard_config, topology=topology, rank=duty.rank)
+        device = make_device(settings.device, device_faults(settings.faults, self._seed))
         try:
-            shard = partial(shard_config, topology=self._topology, rank=duty.rank)
-            with faulty_stores(duty.faults, self._seed):
+            with faulty_stores(settings.faults, self._seed):
                 async with connect(duty.address, duty.rank, shard=shard, device=device, arrival=ARRIVAL) as worker:
-                    engine = StandInEngine(self._specs(worker), worker.pools, device.gate)
+                    part = (place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
+                    specs = [spec.on_rank(*part) for spec in worker.config.pools()]
+                    engine = StandInEngine(specs, worker.pools, device.gate)
                     try:
                         await self._work(worker, engine)
                     finally:
@@ -68,15 +71,10 @@ class Rank:
         finally:
             await device.aclose()
 
-    def _specs(self, worker: RankWorker) -> list[Any]:
-        topology, place = self._topology, self._topology.place(self._duty.rank)
-        part = (place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
-        return [spec.on_rank(*part) for spec in worker.config.pools()]
-
     async def _work(self, worker: RankWorker, engine: StandInEngine) -> None:
         async for batch in worker:
-            if self._duty.delay:
-                await asyncio.sleep(self._random.random() * self._duty.delay)
+            if self._settings.rank_delay:
+                await asyncio.sleep(self._random.random() * self._settings.rank_delay / 1e3)
             verifies, pieces = unpacked(batch.payload)
             self.account["batches"] += 1
             done, event = engine.submit(partial(engine.perform, pieces, verifies=verifies))
@@ -107,7 +105,7 @@ def main(duty: Duty) -> int:
     torch.set_num_threads(1)
     rank = Rank(duty)
     try:
-        with asyncio.Runner(loop_factory=loop_factory(duty.loop)) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(duty.settings.loop)) as runner:
             runner.run(rank.run())
     except AsyncCacheError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
