@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from asynccache import AsyncCache
 from asynccache.cli import output, report
-from asynccache.cli.display import Watch, console, show, summary
 from asynccache.cli.engine import Engine, StandInEngine
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
@@ -32,9 +31,10 @@ from asynccache.cli.workloads import Source, StressSource, TraceClock, TraceSour
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation, RankFailure
+from asynccache.extras import install
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from asynccache.cli.display import Watch
 
 GRACE = 10.0
 """Seconds that requests have to end by themselves after Ctrl-C, before they are cancelled."""
@@ -49,7 +49,12 @@ def execute(settings: RunSettings) -> int:
         AsyncCacheError: something in the settings, the trace or the store cannot be used.
         KeyboardInterrupt: Ctrl-C was pressed a second time.
     """
-    session, broken_off = Session(settings, console(settings.quiet)), False
+    if not settings.quiet:
+        try:
+            import rich  # noqa: F401
+        except ImportError:
+            raise ConfigError(f"the display and the summary need rich: {install('cli')}, or use --quiet") from None
+    session, broken_off = Session(settings), False
 
     def heard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not broken_off and not isinstance(context.get("exception"), KeyboardInterrupt):
@@ -72,7 +77,7 @@ class Session:
     ``tally``: what is measured and counted. ``cache``, ``runner``: the cache, and what runs the requests; None: they
     have not begun."""
 
-    def __init__(self, settings: RunSettings, display: Console | None) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.status: int | None = None
         self.interrupted = False
@@ -80,7 +85,6 @@ class Session:
         self.meter = Meter()
         self.cache: AsyncCache | None = None
         self.runner: RequestRunner | None = None
-        self._display = display
         self._watch: Watch | None = None
         self._over_time: dict[str, Any] = {}
 
@@ -89,6 +93,8 @@ class Session:
         result = await self.reported()
         settings, out = self.settings, sys.stderr if self.settings.json == "-" else sys.stdout
         if not settings.quiet:
+            from asynccache.cli.display import summary
+
             summary(result, out)
         if "traceback" in result:
             print(result["traceback"] if output.debugging()
@@ -191,14 +197,20 @@ class Session:
             clock = cache._opened().driver.clock = TraceClock()
         self.cache = cache
         self.runner = RequestRunner(Server(cache, engine, settings, self.tally), source, settings, self.tally, clock)
-        self._watch = Watch(settings, self.runner, self.meter, cache)
         if self.interrupted:
             self.runner.stop()
         gc.collect()
         gc.freeze()  # a full collection of all that torch and the rest have loaded would hold up the loop for 130 ms
         self.meter.start()
         sampler = Sampler(cache, self.tally, self.meter)
-        beside = [asyncio.create_task(sampler.run()), asyncio.create_task(show(self._display, self._watch.take))]
+        beside = [asyncio.create_task(sampler.run())]
+        if not settings.quiet:
+            from rich.console import Console
+
+            from asynccache.cli.display import Watch, show
+
+            self._watch = Watch(settings, self.runner, self.meter, cache)
+            beside.append(asyncio.create_task(show(Console(file=sys.stderr), self._watch.take)))
         ending = None if duration is None else loop.call_later(duration, self.runner.stop)
         try:
             async with self._exposed(cache):

@@ -28,7 +28,7 @@ PHASES = {
     "flush": "asynccache.runtime.cache:AsyncCache.flush",
     "audit": "asynccache.core.audit:check",
     "closing": "asynccache.memory.cpu:CpuDevice.aclose",
-    "summary": RUN + "summary",
+    "summary": "asynccache.cli.display:summary",
     "writing": "asynccache.cli.output:dump",
     "drawing": RUN + "page",
 }

@@ -80,7 +80,7 @@ class Soak(Session):
     """One run that is looked at while it lasts. ``looks`` are those after the warm-up."""
 
     def __init__(self, settings: RunSettings, warm_up: float) -> None:
-        super().__init__(settings, None)
+        super().__init__(settings)
         self.looks: list[Look] = []
         self._warm_up = warm_up
         self._traces: list[tracemalloc.Snapshot] = []

@@ -93,7 +93,7 @@ def main() -> None:
     settings: RunSettings = RunSettings.read("stress", vars(parser.parse_args()))
     moments = Moments()
     moments.watch()
-    session = Watched(settings, None)
+    session = Watched(settings)
     threading.Thread(target=_answer, args=(session,), daemon=True).start()
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
         report = runner.run(session.reported())
