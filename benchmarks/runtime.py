@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import LOOPS
+from asynccache.cli.options import LOOPS, loop_factory
 from asynccache.cli.output import Tell
 from asynccache.config import CacheConfig, Full
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from asynccache import compiled
 from asynccache.cli.arguments import CommandOptions, Json, Quiet, option
-from asynccache.cli.machine import loop_factory
 from asynccache.cli.meter import spread
-from asynccache.cli.options import Loop
+from asynccache.cli.options import Loop, loop_factory
 from asynccache.cli.output import Tell, answer, progress
 from asynccache.cli.text import number
 from asynccache.cli.text import size as spelled

@@ -9,8 +9,9 @@ describes a cache, as ``asynccache.load_config`` reads it, and the run uses that
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import msgspec
@@ -56,6 +57,25 @@ REPLAY: dict[str, Any] = {
     "insert_outputs": False, "end_hints": 0.0, "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE,
 }
 """The defaults of ``replay`` where they differ from those of ``stress``, which ``RunSettings`` has."""
+
+
+def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The function that makes the event loop that ``--loop`` names. With None it is uvloop's if that is installed; if
+    it is not, the result is None, which stands for asyncio's default.
+
+    Raises:
+        ConfigError: the loop is not installed.
+    """
+    if name == "asyncio":
+        return asyncio.SelectorEventLoop
+    try:
+        import uvloop
+    except ImportError:
+        if name is None:
+            return None
+        raise ConfigError("--loop=uvloop: uvloop is not installed; use --loop asyncio") from None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _size(name: str, text: str) -> Size:

@@ -20,9 +20,9 @@ from asynccache import AsyncCache
 from asynccache.cli import output, report
 from asynccache.cli.engine import Engine, StandInEngine
 from asynccache.cli.entry import INTERRUPTED
-from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
+from asynccache.cli.machine import device_faults, faulty_stores, make_device
 from asynccache.cli.meter import Meter
-from asynccache.cli.options import RunSettings
+from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.page import page
 from asynccache.cli.serving import RequestRunner, Server
 from asynccache.cli.sizing import check_fits, configure

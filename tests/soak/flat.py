@@ -25,8 +25,7 @@ from statistics import median
 from typing import NamedTuple
 
 from asynccache import AsyncCache
-from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import RunSettings
+from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
 from asynccache.metrics import MetricsServer, start_metrics_server

@@ -16,8 +16,7 @@ import threading
 import time
 from typing import Any
 
-from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import RunSettings
+from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from asynccache.cli.engine import StandInEngine, Verdict
-from asynccache.cli.machine import device_faults, faulty_stores, loop_factory, make_device
+from asynccache.cli.machine import device_faults, faulty_stores, make_device
 from asynccache.cli.meter import Meter, peak_rss
+from asynccache.cli.options import loop_factory
 from asynccache.cli.ranked.duty import Duty
 from asynccache.cli.ranked.engine import complaint, shard_config, unpacked
 from asynccache.errors import AsyncCacheError, RankFailure
