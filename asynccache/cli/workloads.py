@@ -250,21 +250,11 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
     """
     if not speed:
         return [0.0] * len(trace)
-    times: list[float] = []
-    first = trace[0].timestamp
-    start, gap = 0, 0.0
-    while start < len(trace):
-        end = start
-        while end < len(trace) and trace[end].timestamp == trace[start].timestamp:
-            end += 1
-        gap = max(0.0, trace[end].timestamp - trace[start].timestamp) if end < len(trace) else gap
-        times += [trace[start].timestamp - first + gap * i / (end - start) for i in range(end - start)]
-        start = end
-    latest = 0.0
-    for i, at in enumerate(times):
-        latest = max(latest, at)
-        times[i] = latest / 1000.0 / speed
-    return times
+    stamps = np.maximum.accumulate([request.timestamp for request in trace])
+    ticks, first = np.unique(stamps - trace[0].timestamp, return_index=True)
+    end = ticks[-1] + (ticks[-1] - ticks[-2] if len(ticks) > 1 else 0.0)  # the last tick is as long as the one before
+    times: list[float] = np.interp(range(len(trace)), [*first, len(trace)], [*ticks, end]).tolist()
+    return [at / 1000.0 / speed for at in times]
 
 
 class TraceClock:
