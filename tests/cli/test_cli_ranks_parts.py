@@ -129,7 +129,6 @@ def test_a_batch_says_which_pages() -> None:
 
 def test_a_complaint_is_understood_and_nothing_else_is_taken_for_one() -> None:
     said = complaint(Verdict(9, 4, ("full page 3 differs", "full page 5 differs", "and so on")))
-    assert said == "4 pages are wrong: full page 3 differs; full page 5 differs"
     assert understood(2, said) == Verdict(0, 4, ("rank 2: full page 3 differs; full page 5 differs",))
-    for other in ("", "verifying failed: OSError()", "4 pages", "many pages are wrong: all"):
+    for other in ("", "verifying failed: OSError()", "4 pages", "4", "[]", "{}", "[4]"):
         assert understood(2, other) is None
