@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 from asynccache import compiled
 from asynccache.cli.main import Parser, sentence
-from asynccache.cli.output import check_writable, dump, progress
+from asynccache.cli.output import answer, check_writable, progress
 
 WIDTH = 80
 MISSED = "  missed"
@@ -67,8 +66,6 @@ def bench(module: Any, arguments: list[str], *, prog: str) -> int:
         check_writable(options.json)
     with progress() as tell:
         figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else tell)}
-    if not options.quiet and options.json != "-":
-        sys.stdout.write("\n\n".join([*map(text, module.charts(figures)), f"the {compiled.CORE} core ran"]) + "\n")
-    if options.json is not None:
-        dump(figures, options.json)
+    told = [*map(text, module.charts(figures)), f"the {compiled.CORE} core ran"]
+    answer(figures, None if options.quiet else "\n\n".join(told), options.json)
     return 0

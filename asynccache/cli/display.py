@@ -80,7 +80,7 @@ class Watch:
         moved = {name: stage.bytes for name, stage in statistics.stages.items()}
         (before, last), self._last = self._last, (now, moved)
         mebibytes = max(now - before, 1e-3) * (1 << 20)
-        lag = spread(self._meter.recent(), 1e3)
+        lag = spread(self._meter.recent, 1e3)
         return Screen(
             f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}{ranks}",
             f"{elapsed:.0f} s" if duration is None else f"{elapsed:.0f} of {duration:.0f} s",

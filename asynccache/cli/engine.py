@@ -6,8 +6,8 @@ gets the GIL back. So a request's work is in flight while its task waits, and th
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
 kernel on a stream.
 
-Each request has an ``EngineStream``. An ``Engine`` does its work: the ``StandInEngine`` of this process, or in
-``ranked`` an engine that sends the work to the processes of several ranks.
+An ``Engine`` does the work of requests: the ``StandInEngine`` of this process, or in ``ranked`` an engine that sends it
+to the processes of several ranks.
 
 The bytes that stand in for KV are a function of the tokens up to the end of a page, of the pool and of the layer. A
 page's *value* is 64 bits that depend on the namespace and on every token from the first of the prompt to the last of
@@ -107,37 +107,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Wait for the batches in flight, and take no more. Blocking."""
         ...
-
-
-class EngineStream:
-    """The batches of one request. ``work``: that of the latest batch, which the request names when it gives its pages
-    back; None: there was no batch yet."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.work: Any = None
-
-    def begin(self, pieces: Sequence[PageRun], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
-        """Begin to fill these pages, or to verify them; returns the batch's ``verdict``. If filling fails and nobody
-        asks for the verdict, the pages hold wrong bytes."""
-        if not any(len(piece.ids) for piece in pieces):
-            return _nothing
-        batch = self._engine.begin(pieces, verifies=verifies)
-        self.work = batch.work
-        return batch.verdict
-
-    async def write(self, pieces: Sequence[PageRun]) -> None:
-        """Fill these pages and return when they are filled. Cancelling leaves the batch running; ``work`` ends with
-        it."""
-        await self.begin(pieces)()
-
-    async def verify(self, pieces: Sequence[PageRun]) -> Verdict:
-        """Compare these pages with what they must hold. Cancelling is as for ``write``."""
-        return await self.begin(pieces, verifies=True)()
-
-
-async def _nothing() -> Verdict:
-    return NOTHING
 
 
 class StandInEngine:

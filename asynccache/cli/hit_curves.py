@@ -32,7 +32,7 @@ little less where paths are as long as the cache is large.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -137,22 +137,6 @@ def optimum(paths: Sequence[BlockPath], uses: Sequence[Sequence[int]], capacity:
 
 _SPACE = bytes(32)
 _UNSLICED = 1 << 30
-
-
-def compared(
-    paths: Sequence[BlockPath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
-) -> Iterator[dict[str, int]]:
-    """For each of ``sizes``: how many lookups ``lru``, the ``policy`` in use and the ``optimum`` answer, in blocks.
-
-    ``found``: the curve of the same requests, which LRU's figures are from, also where LRU is the policy in use.
-    ``times``: the seconds at which the requests come.
-    """
-    uses = next_uses(paths)
-    for size in sizes:
-        lru = found.found(size)
-        evicts = size < found.blocks and eviction != "lru"
-        policy = policy_hits(paths, size, eviction, times) if evicts else lru
-        yield {"lru": lru, "policy": policy, "optimum": optimum(paths, uses, size)}
 
 
 def policy_hits(paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float]) -> int:

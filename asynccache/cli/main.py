@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments) < len(given):
         os.environ["ASYNCCACHE_DEBUG"] = "1"
     debug = debugging()
-    _have_streams()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed: what is written to it is discarded
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
     if "_ARGCOMPLETE" in os.environ:  # set by the shell when somebody presses TAB
         import argcomplete
 
@@ -77,13 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         _refused(f"{type(error).__name__}: {error}; this is a bug in asynccache, --debug shows where", debug)
         return BUG
-
-
-def _have_streams() -> None:
-    """Discard what is written to standard output or error where that is closed."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
 
 
 def _refused(sentence: str, debug: bool) -> int:

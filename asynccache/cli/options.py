@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from asynccache import checks
 from asynccache.cli.arguments import CommandOptions, Json, NotNegative, Quiet, Rate, option, parsed_device
-from asynccache.cli.sizing import PRESET, replicas, sidecars
+from asynccache.cli.sizing import PRESET
 from asynccache.config import (
     COMPONENTS,
     MOST_LAYERS,
@@ -104,15 +104,6 @@ def _storage(name: str, text: str) -> str | tuple[str, ...] | None:
     return tuple(urls) if len(urls) > 1 else urls[0] if urls else None
 
 
-def _sidecars(name: str, text: str) -> str:
-    list(sidecars("" if text == "none" else text, 16, 1, 1))
-    return "" if text == "none" else text
-
-
-def _replicated(name: str, text: str) -> str:
-    return text if text != "none" and replicas(text) else ""
-
-
 class RunSettings(CommandOptions, frozen=True, kw_only=True):
     """All settings of one run, with defaults filled in. Those of a command that the other one does not have are at
     their defaults there.
@@ -151,7 +142,7 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     sidecars: Annotated[str, option(
         "LIST", f"pools that use another pool's slots, as NAME:FROM:BYTES_PER_TOKEN,...; {PRESET}: compressed KV on "
                 "full, which has no bytes of its own then, and compressor states on swa; none: no sidecars",
-        parse=_sidecars)] = ""
+)] = "none"
     device_tokens: Annotated[Size, option(
         "N|all", "room in L1; all (replay only): so much that nothing is evicted", parse=_size)] = 49152
     host_tokens: Annotated[Size, option(
@@ -187,7 +178,7 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
     pp: Annotated[Count, option("N", "pipeline stages; each rank holds the layers of its stage")] = 1
     replicated: Annotated[str, option(
         "LIST", "pools that every rank holds whole, as NAME, NAME:tp or NAME:cp; one of the ranks writes them if the "
-                "store is shared", parse=_replicated)] = ""
+                "store is shared")] = "none"
     rank_timeout: Annotated[Rate, option("SECONDS", "a rank that is silent for so long has failed")] = 30.0
     rank_delay: Annotated[NotNegative, option(
         "MS", "each rank waits a random time, up to MS milliseconds, before each batch")] = 0.0

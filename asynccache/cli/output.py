@@ -37,29 +37,17 @@ def check_writable(path: str, option: str = "--json") -> None:
 
 def answer(report: Mapping[str, Any], text: str | None, path: str | None) -> None:
     """Print ``text`` (None: nothing), and write ``report`` as JSON to ``path`` if there is one. With "-" the JSON is
-    printed in the text's place.
+    printed in the text's place. Blocking.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     if path != "-" and text is not None:
         print(text)
-    if path is not None:
-        dump(report, path)
-
-
-def dump(report: Mapping[str, Any], path: str) -> None:
-    """Write JSON to ``path``, or to standard output for ``-``. Blocking, so to be called when no loop runs any more.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    text = json.dumps(report, indent=2) + "\n"
-    if path != "-":
-        write(path, text)
-    else:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    if path is not None and path != "-":
+        write(path, json.dumps(report, indent=2) + "\n")
+    elif path is not None:
+        print(json.dumps(report, indent=2), flush=True)
 
 
 def write(path: str, text: str, option: str = "--json", mode: str = "w") -> None:

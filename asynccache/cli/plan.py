@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from asynccache.cli.arguments import CommandOptions, Json, Rate, option
-from asynccache.cli.hit_curves import compared, curve
+from asynccache.cli.hit_curves import curve, next_uses, optimum, policy_hits
 from asynccache.cli.output import answer, progress
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
 from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
@@ -96,10 +96,12 @@ def plan(options: Options, trace: Sequence[TraceRequest]) -> Report:
     tokens = sum(request.input_length for request in trace)
     steps = list(_steps(options))
     sizes = sorted({room // BLOCK_TOKENS for _, _, room in steps})
-    hits: dict[int, dict[str, int]] = {}
+    uses, times, hits = next_uses(paths), arrivals(trace, 1.0), dict[int, dict[str, int]]()
     with progress() as tell:
-        for row in compared(paths, found, sizes, options.eviction, arrivals(trace, 1.0)):
-            hits[sizes[len(hits)]] = row
+        for size in sizes:
+            lru, evicts = found.found(size), size < found.blocks and options.eviction != "lru"
+            hits[size] = {"lru": lru, "optimum": optimum(paths, uses, size),
+                          "policy": policy_hits(paths, size, options.eviction, times) if evicts else lru}
             tell(f"plan: {len(hits)} of {len(sizes)} sizes")
     return {
         "command": "plan", "trace": options.trace, "requests": len(trace),

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from asynccache.cli.engine import Engine, EngineStream, PageRun, Values, page_values
+from asynccache.cli.engine import NOTHING, Engine, PageRun, Values, Verdict, page_values
 from asynccache.cli.options import RunSettings
 from asynccache.cli.tally import Tally
-from asynccache.cli.workloads import RunRequest, Source, Tokens, TraceClock
+from asynccache.cli.workloads import RunRequest, Source, Tokens
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheClosed, CacheFull, LoadFailed, RankFailure
 
@@ -116,7 +116,7 @@ class Server:
                 await lease.loaded()
                 wait = time.monotonic() - began
                 if settings.verify:
-                    tally.verdict(request, await work.stream.verify(work.matched()))
+                    tally.verdict(request, await work.verified(work.matched()))
                 await work.prefill()
                 tally.prompt(request, lease.cached, lease.hits, wait, settings.prefill_tokens_per_s,
                              self._engine.slowdown)
@@ -125,18 +125,20 @@ class Server:
                 tally.cut_short += end < len(text.tokens)
                 if settings.command == "stress" and settings.verify:
                     done = (end if settings.insert_outputs else text.prompt) // settings.page_size
-                    tally.verdict(request, await work.stream.verify(work.pages(0, done, work.window(done), held=True)))
-                lease.release(after=work.stream.work, ended=request.ended)
+                    tally.verdict(request, await work.verified(work.pages(0, done, work.window(done), held=True)))
+                lease.release(after=work.latest, ended=request.ended)
             except BaseException:
-                lease.release(after=work.stream.work)
+                lease.release(after=work.latest)
                 raise
 
 
 class _Leased:
-    """The engine's part of a request that has a lease. ``stream``: the batches of its work."""
+    """The engine's part of a request that has a lease. ``latest``: its latest batch, which the request names when it
+    gives its pages back; None: there was none yet."""
 
     def __init__(self, settings: RunSettings, engine: Engine, request: RunRequest, text: Text, lease: Lease) -> None:
-        self.stream = EngineStream(engine)
+        self.latest: Any = None
+        self._engine = engine
         self._settings = settings
         self._page = settings.page_size
         self._request = request
@@ -175,15 +177,23 @@ class _Leased:
         value = self._text.values[last - 1 : last]
         return [PageRun(ComponentKind.MAMBA, self._lease.states[i : i + 1], value, last - 1) for i in range(slots)]
 
+    async def verified(self, pieces: Sequence[PageRun]) -> Verdict:
+        """Compare these pages with what they must hold. Cancelling leaves the batch running; ``latest`` ends with
+        it."""
+        if not any(len(piece.ids) for piece in pieces):
+            return NOTHING
+        self.latest, verdict = self._engine.begin(pieces, verifies=True)
+        return await verdict()
+
     async def _compute(self, pieces: Sequence[PageRun]) -> object:
         """Fill these pages. Every other request acts like an engine with a stream, and goes on while its work is
-        queued. Returns what ``commit`` takes as ``ready``: an event or batch number if the pages are still being
-        filled, None if they are filled."""
-        if self._request.number % 2:
-            await self.stream.write(pieces)
-            return None
-        self.stream.begin(pieces)
-        return self.stream.work
+        queued; if that fails, the pages hold wrong bytes. Returns what ``commit`` takes as ``ready``: an event or batch
+        number if the pages are still being filled, None if they are filled. Cancelling is as for ``verified``."""
+        if any(len(piece.ids) for piece in pieces):
+            self.latest, verdict = self._engine.begin(pieces, verifies=False)
+            if self._request.number % 2:
+                await verdict()
+        return None if self._request.number % 2 else self.latest
 
     async def prefill(self) -> None:
         """Compute the prompt from ``lease.cached`` on, chunk by chunk, and commit each chunk. Checkpoints of MAMBA are
@@ -199,9 +209,9 @@ class _Leased:
                                         + (self._states(last, 2) if due else []))
             checkpoint = (end, int(lease.states[1])) if due else None
             await lease.commit(text.tokens[: text.prompt if end == whole else end], ready, checkpoint)
-            lease.advance(end, after=self.stream.work)
+            lease.advance(end, after=self.latest)
             if (self._request.number + number) % 2:
-                lease.adopt(after=self.stream.work)
+                lease.adopt(after=self.latest)
             position = end
 
     async def decode(self) -> int:
@@ -271,18 +281,17 @@ class RequestRunner:
     """Runs one workload to its end. ``stop`` admits no more requests and lets those that run finish; ``abort``
     cancels those too.
 
-    ``total``: the number of requests that there will be; None if that is not known. ``traceback``: the text of the
+    ``total``: the number of requests that there will be; None if that is not known. ``trace_time``: the arrival of the
+    latest request that has begun, in seconds of the trace, however fast it is replayed. ``traceback``: the text of the
     first unexpected error of a request; None if there was none.
     """
 
-    def __init__(
-        self, server: Server, source: Source, settings: RunSettings, tally: Tally, clock: TraceClock | None = None
-    ) -> None:
+    def __init__(self, server: Server, source: Source, settings: RunSettings, tally: Tally) -> None:
         self.tally = tally
         self.running = 0
         self.total = source.total
         self.traceback: str | None = None
-        self._clock = clock
+        self.trace_time = 0.0
         self._server = server
         self._source = source
         self._timed = bool(settings.speed)
@@ -337,8 +346,7 @@ class RequestRunner:
         tally, cancelled = self.tally, self._rng.random() < self._cancel_rate
         self.running += 1
         tally.requests += 1
-        if self._clock is not None:
-            self._clock.begin(request)
+        self.trace_time = max(self.trace_time, request.time or 0.0)
         work = CancelledAt(self._server.serve(request, self._places if self._timed else None),
                            1 + int(self._rng.random() * self._awaits) if cancelled else None)
         try:

@@ -27,7 +27,7 @@ from asynccache.cli.page import page
 from asynccache.cli.serving import RequestRunner, Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.tally import Sampler, Tally
-from asynccache.cli.workloads import Source, StressSource, TraceClock, TraceSource, read_trace, survey
+from asynccache.cli.workloads import Source, StressSource, TraceSource, read_trace, survey
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation, RankFailure
@@ -99,8 +99,7 @@ class Session:
         if "traceback" in result:
             print(result["traceback"] if output.debugging()
                   else "asynccache: --debug shows where the error was raised", file=sys.stderr)
-        if settings.json is not None:
-            output.dump(result, settings.json)
+        output.answer(result, None, settings.json)
         if settings.report is not None:
             output.write(settings.report, page(result), "--report")
         written = [path for path in (settings.json, settings.report) if path not in (None, "-")]
@@ -192,13 +191,13 @@ class Session:
 
     async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
         """Serve all requests, and show, sample and expose the run meanwhile."""
-        settings, duration, loop, clock = self.settings, self.settings.admits_for, asyncio.get_running_loop(), None
+        settings, duration, loop = self.settings, self.settings.admits_for, asyncio.get_running_loop()
+        runner = RequestRunner(Server(cache, engine, settings, self.tally), source, settings, self.tally)
         if settings.command == "replay":  # ages of pages are by the trace's time, however fast it is replayed
-            clock = cache._opened().driver.clock = TraceClock()
-        self.cache = cache
-        self.runner = RequestRunner(Server(cache, engine, settings, self.tally), source, settings, self.tally, clock)
+            cache._opened().driver.clock = lambda: runner.trace_time
+        self.cache, self.runner = cache, runner
         if self.interrupted:
-            self.runner.stop()
+            runner.stop()
         gc.collect()
         gc.freeze()  # a full collection of all that torch and the rest have loaded would hold up the loop for 130 ms
         self.meter.start()
@@ -209,12 +208,12 @@ class Session:
 
             from asynccache.cli.display import Watch, show
 
-            self._watch = Watch(settings, self.runner, self.meter, cache)
+            self._watch = Watch(settings, runner, self.meter, cache)
             beside.append(asyncio.create_task(show(Console(file=sys.stderr), self._watch.take)))
-        ending = None if duration is None else loop.call_later(duration, self.runner.stop)
+        ending = None if duration is None else loop.call_later(duration, runner.stop)
         try:
             async with self._exposed(cache):
-                await self.runner.run()
+                await runner.run()
         finally:
             if ending is not None:
                 ending.cancel()

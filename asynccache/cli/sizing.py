@@ -36,7 +36,7 @@ def sidecars(text: str, page_size: int, bytes_per_token: int, layers: int) -> It
     Raises:
         ConfigError: an entry is neither.
     """
-    for entry in [entry.strip() for entry in text.split(",")] if text else []:
+    for entry in () if text in ("none", "") else map(str.strip, text.split(",")):
         match entry.split(":"):
             case [one] if one == PRESET:
                 for name, source, share in _DEEPSEEK if page_size % _COARSE == 0 else (*_DEEPSEEK, _COARSE_STATE):
@@ -57,7 +57,7 @@ def replicas(text: str) -> dict[str, Replicated]:
         ConfigError: an entry cannot be read.
     """
     found: dict[str, Replicated] = {}
-    for entry in filter(None, map(str.strip, text.split(","))):
+    for entry in () if text == "none" else filter(None, map(str.strip, text.split(","))):
         name, colon, over = entry.partition(":")
         over = over.replace("+", ",") if colon else Replicated.TP_CP.value
         if not name or over not in [one.value for one in Replicated if one.over]:

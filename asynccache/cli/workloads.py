@@ -257,21 +257,6 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
     return [at / 1000.0 / speed for at in times]
 
 
-class TraceClock:
-    """A clock that tells the time of a trace: the arrival of the latest request that has begun, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def begin(self, request: RunRequest) -> None:
-        """Move the clock on to the arrival of ``request``, which begins now."""
-        if request.time is not None:
-            self.now = max(self.now, request.time)
-
-
 class TraceSource:
     """The requests of a trace, in its order. ``hints``: the share of conversations whose last request tells the cache
     that it is the last. With ``shared_hints`` these requests also tell how much of their prompts later requests

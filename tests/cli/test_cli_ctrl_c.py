@@ -29,7 +29,7 @@ PHASES = {
     "audit": "asynccache.core.audit:check",
     "closing": "asynccache.memory.cpu:CpuDevice.aclose",
     "summary": "asynccache.cli.display:summary",
-    "writing": "asynccache.cli.output:dump",
+    "writing": "asynccache.cli.output:answer",
     "drawing": RUN + "page",
 }
 OVER = ("summary", "writing", "drawing")        # all is done by then but to tell it, so nothing was interrupted

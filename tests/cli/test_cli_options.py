@@ -84,7 +84,6 @@ def test_a_missing_file_is_refused() -> None:
     (["--device-tokens", "all"], "--device-tokens=all works with replay only"),
     (["--device-tokens", "none"], "--device-tokens=none must be a number of tokens, at least 1, or 'all'"),
     (["--loop", "trio"], "--loop='trio' must be one of asyncio, uvloop"),
-    (["--sidecars", "a:full:0"], "--sidecars=a:full:0: 'a:full:0' must be NAME:FROM:BYTES_PER_TOKEN or deepseek"),
     (["--device", "tpu"], "--device=tpu: unknown device 'tpu'"),
 ])
 def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: str) -> None:

@@ -80,7 +80,7 @@ def test_a_list_that_cannot_be_is_refused_before_anything_starts(
 
 def test_an_entry_without_its_source_names_the_option() -> None:
     with pytest.raises(ConfigError, match="--sidecars=x"):
-        RunSettings.read("replay", {"sidecars": "x"})
+        configure(RunSettings.read("replay", {"sidecars": "x"}))
 
 
 @pytest.mark.parametrize("storage", ["memory:?capacity=64MiB", "file"])

@@ -77,7 +77,7 @@ async def run(duty: Duty) -> dict[str, Any]:
     finally:
         await device.aclose()
     meter.stop()
-    lag = {name: round(value, 4) for name, value in meter.lag_ms()._asdict().items()}
+    lag = {name: round(value, 4) for name, value in meter.lag.spread(1e3)._asdict().items()}
     return account | {"leaks": {"tasks": len(asyncio.all_tasks() - before)}, "loop_lag_ms": lag,
                       "cpu_s": round(meter.cpu(), 3), "rss_bytes": peak_rss()}
 
