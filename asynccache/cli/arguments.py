@@ -80,7 +80,7 @@ class CommandOptions(Settings, frozen=True, kw_only=True):
                 text += "" if "const" in extra else f" (default: {'yes' if default else 'no'})"
                 parser.add_argument(flag, action=action, default=None, help=text)
                 continue
-            many = default if isinstance(default, tuple) else () if default in (None, "") else (default,)
+            many = default if isinstance(default, tuple) else () if field.required or default is None else (default,)
             texts = [f"{one:g}" if isinstance(one, float) else str(getattr(one, "value", one)) for one in many]
             written = extra.get("written", ",".join(texts))
             text += (f": {choices}" if choices else "") + (f" (default: {written})" if written else "")
