@@ -38,6 +38,8 @@ from asynccache.memory.device import Event
 if TYPE_CHECKING:
     import torch
 
+    from asynccache.memory.signals import HostGate
+
 CALL_BYTES = 1 << 20
 """The bytes of a layer that one call of torch fills or compares at most, unless a single page has more."""
 ENOUGH_CPU = 0.01
@@ -50,12 +52,6 @@ class Layers(Protocol):
     """The layers of one pool on the device."""
 
     def layer(self, i: int) -> torch.Tensor: ...
-
-
-class Gate(Event, Protocol):
-    """An event of the device that the program fires itself, by ``open``, from any thread."""
-
-    def open(self) -> None: ...
 
 
 class PageRun(NamedTuple):
@@ -117,7 +113,7 @@ class StandInEngine:
     by hand.
     """
 
-    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate]) -> None:
+    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], HostGate]) -> None:
         self._gate = gate
         self._thread = ThreadPoolExecutor(1, "engine")
         self._pools: dict[ComponentKind, list[_Pool]] = {kind: [] for kind in ComponentKind}

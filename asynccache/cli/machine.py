@@ -5,26 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from asynccache.memory.device import Device, parse_device
+from asynccache.memory.device import parse_device
 from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
 from asynccache.testing.faulty_backend import FaultyBackend
 
 if TYPE_CHECKING:
-    from asynccache.cli.engine import Gate
+    from asynccache.memory.cpu import CpuDevice
+    from asynccache.memory.cuda.device import CudaDevice
     from asynccache.memory.host_copies import Faults
 
 
-class GatedDevice(Device, Protocol):
-    """A device that also makes events which the stand-in engine fires itself."""
-
-    def gate(self) -> Gate:
-        """A new event, which fires when its ``open`` is called."""
-        ...
-
-
-def make_device(name: str, faults: Faults) -> GatedDevice:
+def make_device(name: str, faults: Faults) -> CpuDevice | CudaDevice:
     """A new device with these faults, which the caller closes.
 
     Raises:

@@ -89,7 +89,7 @@ def main() -> None:
     """Run until Ctrl-C."""
     parser = argparse.ArgumentParser()
     RunSettings.add_arguments(parser, "stress")
-    settings: RunSettings = RunSettings.read("stress", vars(parser.parse_args()))
+    settings: RunSettings = RunSettings.read("stress", {**vars(parser.parse_args()), "quiet": True})
     moments = Moments()
     moments.watch()
     session = Watched(settings)
