@@ -26,7 +26,6 @@ import uvloop
 
 from asynccache.cli.meter import spread
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
 from asynccache.worker import messages
@@ -38,6 +37,7 @@ from asynccache.worker.rank_performer import Performer
 from asynccache.worker.serving import connect
 from asynccache.worker.sockets import SECRET
 from asynccache.worker.topology import Topology
+from benchmarks.parsing import integer
 from benchmarks.tables import Chart, Row, bench
 
 Figures = dict[str, Any]
