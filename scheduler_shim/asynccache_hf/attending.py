@@ -1,19 +1,20 @@
 """One step's attention over pages: the new tokens of each request attend to that request's own past, in whatever pages
 it lies.
 
-transformers' continuous batching computes attention between the tokens and keys of all requests of a step, and masks
-most of the result. Here requests are grouped instead. Requests of about the same length with one new token each are one
-call, with a row for each; a request with several new tokens is a call of its own. Keys and values are read through an
-index of places; a request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the
-same index.
+Requests of about the same length with one new token each are one call, with a row for each; a request with several new
+tokens is a call of its own. Keys and values are read through an index of places; a request's place for a token is
+``page * page_size + offset``, so a sliding window is a part of the same index.
 
-transformers asks an attention function by name. The functions of ``IMPLEMENTATIONS`` are replaced by wrappers, which do
-the same as before unless they are given ``PagedAttention`` pages.
+transformers asks for an attention function by name. The one called ``sdpa`` is replaced by a wrapper, which does the
+same as before unless it is given ``PagedAttention`` pages. ``eager`` stands for a function of each family's own and is
+not in transformers' registry. A model that uses it has the name ``EAGER`` in its place while it computes on pages.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,18 +22,19 @@ import torch
 import torch.nn.functional as functional
 from asynccache_shim.model import Pages
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import ScratchMemory, TrackMemory
 from asynccache_hf.parts import KeysAndValues
 
-IMPLEMENTATIONS = ("sdpa", "paged|eager")
-"""The names of the attention functions that are replaced. A model that was loaded with ``eager`` has ``paged|eager``
-while transformers' continuous batching serves it."""
+EAGER = "asynccache_eager"
 
 KEYWORD = "asynccache_pages"
 """The argument of a model's ``forward`` that its attention functions find the pages in. ``cache`` will not do: since
 transformers 5.24 the model itself takes that."""
+
+_renaming = threading.Lock()
 
 LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
@@ -138,32 +140,25 @@ class PagedAttention:
         return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
 
 
-def unpageable(model: Any, layout: Layout) -> str | None:
-    """Return the reason why attention over pages cannot compute this model's layers; None if there is none: each keeps
-    keys and values by token and nothing else, and all windows are equal."""
-    for index, layer in enumerate(layout.layers):
-        if len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues):
-            kept = " and ".join(sorted({part.keeps for part in layer.parts})) or "nothing of its own"
-            return f"layer {index} keeps {kept}, and only keys and values by token can be computed on pages"
+def can_attend(model: Any, layout: Layout) -> bool:
+    """Return True if attention over pages may be tried with this model: its attention function is one that is replaced,
+    each of its layers keeps keys and values by token and nothing else, and all windows are equal."""
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager", EAGER):
+        return False
+    if any(len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues) for layer in layout.layers):
+        return False
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    if odd := sorted(types - set(LAYER_TYPES.values())):
-        return f"there are no layers of type {', '.join(odd)} on pages"
-    parts = [layer.parts[0] for layer in layout.layers]
-    if len({part.window for part in parts} - {None}) > 1:
-        return "its sliding windows differ in length"
+    windows = {layer.parts[0].window for layer in layout.layers} - {None}
     sizes = {pool.name: pool.layer_bytes for pool in layout.pools}
-    if any(track.page_bytes(layout.page_size) != sizes[track.pool] for part in parts for track in part.tracks):
-        return "layers that share a pool of pages keep more or less of a token"
-    return None
+    tracks = [track for layer in layout.layers for track in layer.parts[0].tracks]
+    flat = all(track.page_bytes(layout.page_size) == sizes[track.pool] for track in tracks)
+    return types <= set(LAYER_TYPES.values()) and len(windows) <= 1 and flat
 
 
-def places_of(layout: Layout, tables: Mapping[str, Pages], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return by component the place of every token, from the page tables."""
-    places = {}
-    for name in ("full", "swa") if layout.window else ("full",):
-        pages = np.asarray(tables[name], np.int64)[:, None] * layout.page_size + np.arange(layout.page_size)
-        places[name] = torch.from_numpy(pages.reshape(-1)).to(device)
-    return places
+def places_of(table: Pages, page_size: int, device: torch.device) -> torch.Tensor:
+    """Return the place of every token, from a page table."""
+    places = np.asarray(table, np.int64)[:, None] * page_size + np.arange(page_size)
+    return torch.from_numpy(places.reshape(-1)).to(device)
 
 
 def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,9 +168,8 @@ def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
         *others: Any, **given: Any,
     ) -> Any:  # fmt: skip
-        pages = given.pop(KEYWORD, None) or given.get("cache")  # by the latter from transformers' continuous batching
-        if isinstance(pages, PagedAttention):
-            given.pop("cache", None)
+        pages = given.pop(KEYWORD, None)
+        if pages is not None:
             return pages.attend(module, query, key, value, given.pop("scaling", None), given), None
         return usual(module, query, key, value, attention_mask, *others, **given)
 
@@ -184,12 +178,36 @@ def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_attention() -> None:
-    """Replace the attention functions of ``IMPLEMENTATIONS`` in transformers' registry. A second call does nothing."""
-    known = AttentionInterface()
-    for name in IMPLEMENTATIONS:
-        usual = known[name]
-        if not getattr(usual, "asynccache", False):
-            AttentionInterface.register(name, _with_paged_attention(usual))
+    """Replace ``sdpa`` in transformers' registry of attention functions, and add ``EAGER``. A second call does
+    nothing."""
+    usual = AttentionInterface()["sdpa"]
+    if not getattr(usual, "asynccache", False):
+        AttentionInterface.register("sdpa", _with_paged_attention(usual))
+        AttentionInterface.register(EAGER, _with_paged_attention(_own_eager))
+        AttentionMaskInterface.register(EAGER, eager_mask)
+
+
+def _own_eager(module: Any, *args: Any, **given: Any) -> Any:
+    """What ``eager`` is for this module: for calls of the model in other threads while it has the name ``EAGER``."""
+    return type(module).forward.__globals__["eager_attention_forward"](module, *args, **given)
+
+
+@contextmanager
+def named_eager(model: Any) -> Iterator[None]:
+    """Within it a model whose attention is ``eager`` has ``EAGER`` instead. One model at a time has."""
+    own = (model.config, model.config.get_text_config(decoder=True))
+    configs = [config for config in own if config._attn_implementation in ("eager", EAGER)]
+    if not configs:
+        yield
+        return
+    with _renaming:
+        for config in configs:
+            config._attn_implementation = EAGER
+        try:
+            yield
+        finally:
+            for config in configs:
+                config._attn_implementation = "eager"
 
 
 # groups

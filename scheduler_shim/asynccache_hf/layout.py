@@ -140,12 +140,11 @@ class Layout:
         swa = lease.page_table("swa") if self.window else np.empty(0, np.int32)
         return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
 
-    def chunk(
-        self, lease: Lease, request_id: int, tokens: Tokens, start: int, stop: int, checkpoint: Checkpoint | None
-    ) -> Chunk:
-        """The order to compute the positions from ``start`` to ``stop`` of ``tokens`` in the pages of a lease."""
+    def chunk(self, lease: Lease, tokens: Tokens, start: int, stop: int, checkpoint: Checkpoint | None) -> Chunk:
+        """The order to compute the positions from ``start`` to ``stop`` of ``tokens`` in the pages of a lease, for a
+        model with recurrent states: it carries nothing over from one call to the next."""
         tables = self.tables(lease)
-        return Chunk(request_id, tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
+        return Chunk(0, tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
 
     def pool(self, name: str) -> PoolPlan | None:
         """The plan of a pool, if there is such a one."""

@@ -29,8 +29,9 @@ class ScheduledRequest:
     """
 
     __slots__ = (
-        "_buffer", "behind", "blocked", "checkpointed", "computed", "deadline", "entering", "entry", "failed_loads", "handle", "id", "lease",
-        "length", "marks", "order", "pages", "patient", "priority", "reserved", "submitted", "terms", "watch",
+        "_buffer", "behind", "blocked", "checkpointed", "computed", "deadline", "entering", "entry", "failed_loads",
+        "handle", "id", "lease", "length", "marks", "order", "pages", "patient", "priority", "reserved", "submitted",
+        "terms", "watch",
     )  # fmt: skip
 
     def __init__(self, submitted: Request, number: int) -> None:
