@@ -149,10 +149,7 @@ def can_attend(model: Any, layout: Layout) -> bool:
         return False
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     windows = {layer.parts[0].window for layer in layout.layers} - {None}
-    sizes = {pool.name: pool.layer_bytes for pool in layout.pools}
-    tracks = [track for layer in layout.layers for track in layer.parts[0].tracks]
-    flat = all(track.page_bytes(layout.page_size) == sizes[track.pool] for track in tracks)
-    return types <= set(LAYER_TYPES.values()) and len(windows) <= 1 and flat
+    return types <= set(LAYER_TYPES.values()) and len(windows) <= 1
 
 
 def places_of(table: Pages, page_size: int, device: torch.device) -> torch.Tensor:

@@ -157,8 +157,7 @@ class PagedModel:
         self._empty = layout.new_cache(model.config)
         self._bound = bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]
-        flat = layout.packed and all(slots.is_flat for slots in kept)
-        self._packed = PackedRows(model, layout, kept) if flat else None
+        self._packed = PackedRows(model, layout, kept) if layout.packed else None
         self._has_tails = any(bound.part.has_tail for bound in self._bound)
         self._tails: dict[int, tuple[int, Tails]] = {}
 

@@ -80,7 +80,8 @@ class Heard(PagedModel):
 
 
 class Served:
-    """A cache, and a model that a scheduler serves on it: a step computes ``CHUNK`` tokens."""
+    """A cache, and a model that a scheduler serves on it: a step computes ``CHUNK`` tokens, and so recurrent states are
+    kept at the multiples of these, too."""
 
     def __init__(
         self, cache: AsyncCache, family: str, page_size: int = PAGE, weights: int = 0, model: Heard | None = None
@@ -89,7 +90,8 @@ class Served:
         self.family = family
         self.weights = weights
         self.model = model or Heard(model_of(family, weights), layout_of(family, page_size), cache.pools)
-        settings = SchedulerConfig(step_tokens=CHUNK, max_running=CHUNK - page_size, checkpoint_every=page_size)
+        step = max(CHUNK, page_size + 1)
+        settings = SchedulerConfig(step_tokens=step, max_running=step - page_size, checkpoint_every=page_size)
         self.scheduler = Scheduler(cache, self.model, settings)
         self.worst = 0.0
 

@@ -184,14 +184,14 @@ def test_in_half_precision_rounding_hides_no_lost_state(family: str) -> None:
 
 
 def test_a_model_that_raises_on_pages_is_refused() -> None:
-    model = make("llama")
+    model = make("deepseek_v3")
 
     def raises(module: Any, args: Any, options: Any) -> None:
         if options.get("past_key_values", options.get("cache")) is not None and options["position_ids"].min() > 0:
             raise RuntimeError("not from here")
 
     model.register_forward_pre_hook(raises, with_kwargs=True)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM: on pages it raises RuntimeError: not from here"):
+    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM: on pages it raises RuntimeError: not from here"):
         describe(model, 8, name="x")
 
 

@@ -190,7 +190,8 @@ def test_an_error_of_the_model_gives_the_pages_of_all_rows_back(llama: PrefixCac
     def stop(*_: Any, **options: Any) -> Any:
         raise RuntimeError("enough")
 
-    for more in ({"stopping_criteria": [stop]}, {}):
+    ways: tuple[dict[str, Any], ...] = ({"stopping_criteria": [stop]}, {})
+    for more in ways:
         hook = llama._model.model.layers[1].register_forward_hook(stop) if not more else None
         for _ in range(10):
             with pytest.raises(RuntimeError, match="enough"):

@@ -65,7 +65,7 @@ def babble(world: GroupWorld, rank: int) -> None:
 
 
 def say_nonsense(world: GroupWorld, rank: int) -> None:
-    world.process(rank).server._tell(m.WorksEnded(Status.DONE, [999_999]))
+    world.process(rank).serving._tell(m.WorksEnded(Status.DONE, [999_999]))
 
 
 def cut_all(world: GroupWorld, rank: int) -> None:

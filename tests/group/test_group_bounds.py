@@ -125,7 +125,7 @@ def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgott
                 group.give_up(op)
             await world.serve(text(2))
             await cache.flush()
-            performers: list[Any] = [group.own, world.process(1).server]
+            performers: list[Any] = [group.own, world.process(1).serving.performer]
             assert not any(performer.local._writing._given_up or performer._storing for performer in performers)
             assert not group._storing
         await world.aclose()
@@ -140,9 +140,9 @@ def test_of_a_store_that_was_detached_nothing_is_kept() -> None:
             group: Any = cache._opened().worker
             for _ in range(3):
                 name = await cache.attach_storage(GUEST)
-                assert len(group._open_stores) == 1
+                assert len(group.stores._open) == 1
                 await cache.detach_storage(name)
-                assert not group._open_stores
+                assert not group.stores._open
         await world.aclose()
 
     play(main)
@@ -165,7 +165,7 @@ def test_who_stops_waiting_for_a_batch_or_the_next_one_is_forgotten() -> None:
                     with pytest.raises(TimeoutError):
                         await asyncio.wait_for(wait(), 0.01)
             assert not group._batches[number]._changed._event._waiters
-            assert len(face._server.batches._came._event._waiters) == 1, "its process waits for the end"
+            assert len(face._performer.batches._came._event._waiters) == 1, "its process waits for the end"
             waiting = [asyncio.ensure_future(cache.batch_ended(number)) for _ in range(2)]
             await asyncio.sleep(0)
             group.own.batches.find(number).end()

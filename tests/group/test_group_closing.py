@@ -14,7 +14,7 @@ from asynccache.errors import BackendError
 from asynccache.memory.host_copies import Faults
 from asynccache.settle import completed
 from asynccache.worker import RankWorker, Topology
-from asynccache.worker.local import LATE
+from asynccache.worker.contract import LATE
 from asynccache.worker.group import OPENING, PINNING
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop

@@ -27,7 +27,7 @@ async def said_nothing(world: GroupWorld) -> None:
         world.run()
         group: Any = world.cache._opened().worker
         group._took[m.StoreHealth] = broken
-        world.process(1).server._tell(m.StoreHealth(True))
+        world.process(1).serving._tell(m.StoreHealth(True))
         await asyncio.sleep(0.1)
         assert group.failure is not None
         assert group.failure.rank == 1

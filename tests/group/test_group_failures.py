@@ -17,7 +17,7 @@ from asynccache.memory.pools import check_room
 from asynccache.storage import Result
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
-from asynccache.worker.local import LATE
+from asynccache.worker.contract import LATE
 from tests.group.group_kit import GroupWorld, RankDevice, play, settings, text
 from tests.group.striking import EFFECTS, FATES, Fate
 from tests.simulated.device import SimulatedStream
@@ -270,7 +270,7 @@ def test_a_configuration_with_other_slots_is_refused_by_name() -> None:
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
         world.begin()
-        world.process(1).server._shard = lambda _: settings(8, 40)
+        world.process(1).serving.performer._shard = lambda _: settings(8, 40)
         with pytest.raises(ConfigError, match="rank 1: shard: pool 'full': device_pages is 8 here and 16 at the head"):
             async with world.cache:
                 pass

@@ -49,7 +49,7 @@ def told_by_name(tell: Callable[[GroupWorld], None], why: str) -> None:
 
 def answers(world: GroupWorld, name: str, lie: Lie) -> None:
     """Rank 1 answers a call with what ``lie`` makes of its answer."""
-    performer: Any = world.process(1).server
+    performer: Any = world.process(1).serving.performer
     plain = getattr(performer, name)
 
     async def answer(order: Any) -> m.Message:
@@ -78,7 +78,7 @@ def test_pages_that_cannot_have_been_written_end_the_group(lie: str) -> None:
 def test_counters_that_cannot_be_end_the_group(lie: str) -> None:
     def tell(world: GroupWorld) -> None:
         def lying(said: Any) -> m.Message:
-            world.process(1).server._tell(m.StoreCounters(*COUNTED[lie]))
+            world.process(1).serving._tell(m.StoreCounters(*COUNTED[lie]))
             return said  # type: ignore[no-any-return]
 
         answers(world, "_store", lying)

@@ -10,7 +10,7 @@ import pytest
 from asynccache.errors import Unavailable
 from asynccache.worker import Topology
 from asynccache.worker.group import PINNING
-from tests.group.group_kit import GUEST, GroupWorld, servers, play, settings, text
+from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
 
@@ -19,8 +19,8 @@ def test_a_store_that_is_attached_beside_one_that_is_away_is_used() -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
         async with world.opened() as cache:
             group: Any = cache._opened().worker
-            for server in servers(world):
-                breaker = server.local._stores[1].store.breaker
+            for performer in performers(world):
+                breaker = performer.local.stores._open[1].store.breaker
                 for _ in range(5):
                     breaker.failure(breaker.allow(loop.time()), loop.time() + 1000, "read")
             await asyncio.sleep(0.1)
@@ -46,7 +46,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
         world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
         async with world.opened() as cache:
             link = world.process(1).link
-            own = servers(world)[1].local
+            own = performers(world)[1].local
             plain, seen = own.stores.open, list[tuple[float, float]]()
 
             async def open_store(*order: Any, **named: Any) -> Any:
@@ -75,7 +75,7 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
         world = GroupWorld(loop, Topology(tp=3), settings(8, 16))
         async with world.opened() as cache:
             group: Any = cache._opened().worker
-            own = servers(world)[2].local
+            own = performers(world)[2].local
             plain = own.stores.open
 
             async def open_store(*order: Any, **named: Any) -> Any:
@@ -91,16 +91,16 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
                 attaching.cancel()
                 await asyncio.wait([attaching])
                 assert attaching.cancelled() or isinstance(attaching.exception(), Unavailable)
-                assert not cache._opened().worker.stores
-                assert not group._open_stores
-                assert not any(server.local._stores for server in servers(world))
+                assert not cache._opened().worker.stores.entries
+                assert not group.stores._open
+                assert not any(performer.local.stores._open for performer in performers(world))
             own.stores.open = plain
             await cache.attach_storage(GUEST)
             await asyncio.sleep(0.1)
-            assert [len(server.local.stores) for server in servers(world)] == [1, 1, 1]
+            assert [len(performer.local.stores.entries) for performer in performers(world)] == [1, 1, 1]
             await world.serve(text(2))
             await cache.detach_storage(drain=1.0)
-            assert not any(server.local._stores for server in servers(world))
+            assert not any(performer.local.stores._open for performer in performers(world))
         await world.aclose()
 
     play(main)

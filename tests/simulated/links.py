@@ -21,19 +21,20 @@ from random import Random
 
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.admitting_ranks import Hello, Workers
-from asynccache.worker.link import Link, _raised
-from asynccache.worker.local import Device, EmbedderParts, Storage
-from asynccache.worker.rank_server import RankProcess, Shard
+from asynccache.worker.admitting_ranks import Workers
+from asynccache.worker.contract import Device, EmbedderParts, Storage
+from asynccache.worker.link import _raised
+from asynccache.worker.messages import Hello, encode
+from asynccache.worker.rank_performer import Shard
 from asynccache.worker.rank_worker import RankWorker
-from asynccache.worker.remote import encode
+from asynccache.worker.serving import WorkerEnd, serving
 from asynccache.worker.topology import Topology
 
 _TIMEOUT = 30.0
 
 
-class SimulatedLink(Link):
-    """One end, with nothing of a ``Link`` but its calls. ``peer``: the other one. ``frames``: how many were sent from here;
+class SimulatedLink:
+    """One end. ``peer``: the other one. ``timeout``: see ``RankLink``. ``frames``: how many were sent from here;
     ``cut_at``: the frame from here that does not arrive any more."""
 
     def __init__(self, random: Random, delay: float, timeout: float) -> None:
@@ -48,15 +49,20 @@ class SimulatedLink(Link):
         self._kept: list[bytes] = []
         self._heard: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
-        self.ended = False
+        self._ended = False
         self._left = False
         self._failure: RankFailure | None = None
 
     def __repr__(self) -> str:
-        return f"SimulatedLink({self.frames} frames sent, {'ended' if self.ended else 'open'})"
+        return f"SimulatedLink({self.frames} frames sent, {'ended' if self._ended else 'open'})"
+
+    @property
+    def ended(self) -> bool:
+        """See ``RankLink``."""
+        return self._ended
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._heard, self._lost = heard, lost
         asyncio.get_running_loop().call_soon(self._go_on)
 
@@ -68,9 +74,9 @@ class SimulatedLink(Link):
             self._tell()
 
     def send(self, frame: bytes) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         assert frame
-        if self.ended or self._left:
+        if self._ended or self._left:
             return
         self.frames += 1
         if self.cut_at is not None and self.frames > self.cut_at:
@@ -94,7 +100,7 @@ class SimulatedLink(Link):
 
     def come(self, frame: bytes) -> None:
         """A frame of the peer's is here."""
-        if self.ended or self._left:
+        if self._ended or self._left:
             return
         if self._heard is None or self._kept:
             self._kept.append(frame)
@@ -102,7 +108,7 @@ class SimulatedLink(Link):
             self._hear(frame)
 
     def _hear(self, frame: bytes) -> None:
-        if self.ended or self._heard is None or self.silent:
+        if self._ended or self._heard is None or self.silent:
             return
         try:
             self._heard(frame)
@@ -116,27 +122,27 @@ class SimulatedLink(Link):
         self.peer.end(RankFailure("closed the connection"))
 
     def patience(self, seconds: float | None) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._patience = max(self.timeout, seconds or 0.0)
 
     async def aclose(self) -> None:
-        """See ``Link``."""
-        if not self.ended and not self._left:
+        """See ``RankLink``."""
+        if not self._ended and not self._left:
             self._left, self._lost = True, None
             self._post(None)
         await asyncio.sleep(self.delay)
 
     def abort(self) -> None:
-        """See ``Link``."""
+        """See ``RankLink``."""
         self._lost = None
-        if not self.ended:
-            self.ended = True
+        if not self._ended:
+            self._ended = True
             self.peer.end(RankFailure("closed the connection"))
 
     def end(self, failure: RankFailure) -> None:
         """The peer has left, is gone or was given up."""
-        if not self.ended:
-            self.ended = True
+        if not self._ended:
+            self._ended = True
             self._under_way.clear()
             self._failure = failure
             if self._heard is not None:
@@ -184,20 +190,20 @@ class SimulatedWorker:
         self.link = link
         self.failure: BaseException | None = None
         self.opened = asyncio.Event()
-        self.server = RankProcess(link, rank, group.topology, EmbedderParts(device, None, locate), shard)
+        self.serving = WorkerEnd(link, rank, group.topology, EmbedderParts(device, None, locate), shard)
         self.task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._run(), name=f"worker {rank}")
 
     def __repr__(self) -> str:
-        return f"SimulatedWorker({self.rank}, {self.server!r})"
+        return f"SimulatedWorker({self.rank}, {self.serving!r})"
 
     @property
     def face(self) -> RankWorker:
         """The worker as the rank's engine sees it."""
-        return self.server.worker
+        return self.serving.worker
 
     async def _run(self) -> None:
         try:
-            async with self.server.serving():
+            async with serving(self.serving):
                 self.opened.set()
                 await self.face.ended()
         except AsyncCacheError as error:

@@ -149,4 +149,4 @@ def test_a_thread_whose_loop_has_ended_is_told() -> None:
 
     face, batch, stream = asyncio.run(live())
     with pytest.raises(RankFailure, match="the loop of its worker has ended"):
-        face._server.wait_batch(stream, batch, 0)
+        face._performer.wait_batch(stream, batch, 0)
