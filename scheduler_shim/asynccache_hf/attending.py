@@ -7,11 +7,12 @@ tokens is a call of its own. Keys and values are read through an index of places
 
 transformers asks for an attention function by name. The one called ``sdpa`` is replaced by a wrapper, which does the
 same as before unless it is given ``PagedAttention`` pages. ``eager`` stands for a function of each family's own and is
-not in transformers' registry. A model that uses it has the name ``EAGER`` in its place while it computes on pages.
+not in transformers' registry. The layers of a model that uses it ask for ``EAGER`` while it computes on pages.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as functional
 from asynccache_shim.model import Pages
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers import AttentionInterface, PreTrainedModel
 
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import ScratchMemory, TrackMemory
@@ -54,13 +54,12 @@ class StepRow(NamedTuple):
 
 class RowGroup(NamedTuple):
     """Requests that are computed in one call, each as one row of it. ``tokens``: the numbers of their tokens in the
-    step, ``[rows * new]``. ``read``: the places of the tokens that each row attends to, ``[rows * seen]``; None: one
-    request that attends to its new tokens only. ``mask``: ``[rows, 1, new, seen]``, true where a token attends; None:
-    to all before it."""
+    step, ``[rows * new]``. ``read``: the places of the tokens that each row attends to, ``[rows * seen]``. ``mask``:
+    ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
 
     tokens: torch.Tensor
     rows: int
-    read: torch.Tensor | None
+    read: torch.Tensor
     mask: torch.Tensor | None
 
 
@@ -99,7 +98,9 @@ def attend(
     for group in plan.groups:
         asks = query[0].index_select(1, group.tokens)
         asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
-        keys, values = _read(group, slots, key, value, scratch)
+        found = slots.take(group.read, scratch)
+        pair = (found["keys"], found.get("values", found["keys"]))
+        keys, values = (each.view(group.rows, -1, *each.shape[1:]).transpose(1, 2) for each in pair)
         out = _computed(asks, keys, values, group.mask, scaling, softcap, sinks)
         made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
     return made.unsqueeze(0)
@@ -143,7 +144,7 @@ class PagedAttention:
 def can_attend(model: Any, layout: Layout) -> bool:
     """Return True if attention over pages may be tried with this model: its attention function is one that is replaced,
     each of its layers keeps keys and values by token and nothing else, and all windows are equal."""
-    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager", EAGER):
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
         return False
     if any(len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues) for layer in layout.layers):
         return False
@@ -181,30 +182,40 @@ def replace_attention() -> None:
     if not getattr(usual, "asynccache", False):
         AttentionInterface.register("sdpa", _with_paged_attention(usual))
         AttentionInterface.register(EAGER, _with_paged_attention(_own_eager))
-        AttentionMaskInterface.register(EAGER, eager_mask)
 
 
 def _own_eager(module: Any, *args: Any, **given: Any) -> Any:
-    """What ``eager`` is for this module: for calls of the model in other threads while it has the name ``EAGER``."""
+    """What ``eager`` is for this module: for calls of the model in other threads while it asks for ``EAGER``."""
     return type(module).forward.__globals__["eager_attention_forward"](module, *args, **given)
 
 
+def eager_layers(model: Any) -> list[dict[str, Any]]:
+    """The attributes of those modules of ``model`` that ask for their attention function by its configuration, if that
+    says ``eager``."""
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != "eager":
+        return []
+    modules = (module for module in model.modules() if not isinstance(module, PreTrainedModel))
+    return [module.__dict__ for module in modules if module.__dict__.get("config") is config]
+
+
 @contextmanager
-def named_eager(model: Any) -> Iterator[None]:
-    """Within it a model whose attention is ``eager`` has ``EAGER`` instead. One model at a time has."""
-    own = (model.config, model.config.get_text_config(decoder=True))
-    configs = [config for config in own if config._attn_implementation in ("eager", EAGER)]
-    if not configs:
+def named_eager(layers: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within it these layers have a configuration that says ``EAGER``. Those of one model at a time have."""
+    if not layers:
         yield
         return
     with _renaming:
-        for config in configs:
-            config._attn_implementation = EAGER
+        own = layers[0]["config"]
+        other = copy.copy(own)
+        other._attn_implementation = EAGER
         try:
+            for layer in layers:
+                layer["config"] = other
             yield
         finally:
-            for config in configs:
-                config._attn_implementation = "eager"
+            for layer in layers:
+                layer["config"] = own
 
 
 # groups
@@ -232,18 +243,17 @@ def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, windo
     is shorter than the longest is filled up from its last place, and what was filled up is masked."""
     device = rows[0].places[component].device
     new, seen = rows[0].stop - rows[0].start, [_seen(row, window) for row in rows]
-    longest, read, mask = max(seen), None, None
+    longest, mask = max(seen), None
     tokens = (
         torch.tensor(starts, device=device) if new == 1 else torch.arange(starts[0], starts[0] + new, device=device)
     )
-    fresh = 1 < new == longest
-    if not fresh:
-        own = [row.places[component][row.stop - length : row.stop] for row, length in zip(rows, seen, strict=True)]
-        read = torch.cat([
-            part for each in own
-            for part in ((each,) if len(each) == longest else (each, each[-1:].expand(longest - len(each))))
-        ])  # fmt: skip
-    if min(seen) < longest or (new > 1 and not (fresh and (window is None or new <= window))):
+    own = [row.places[component][row.stop - length : row.stop] for row, length in zip(rows, seen, strict=True)]
+    read = torch.cat([
+        part for each in own
+        for part in ((each,) if len(each) == longest else (each, each[-1:].expand(longest - len(each))))
+    ])  # fmt: skip
+    causal = new == longest and (window is None or new <= window)  # nothing before it, and no window to leave
+    if min(seen) < longest or (new > 1 and not causal):
         keys = torch.arange(longest, device=device)
         last = (torch.tensor(seen, device=device) - 1)[:, None, None] if new == 1 else keys[None, -new:, None]
         mask = keys <= last
@@ -254,22 +264,6 @@ def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, windo
 
 
 # computing
-
-
-def _read(
-    group: RowGroup, slots: TrackMemory, key: torch.Tensor, value: torch.Tensor, scratch: ScratchMemory | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and the values that a group attends to, each ``[rows, heads, seen, width]``."""
-    if group.read is None:
-        first, last = int(group.tokens[0]), int(group.tokens[-1]) + 1
-        return key[:, :, first:last], value[:, :, first:last]
-    found = slots.take(group.read, scratch)
-    keys, values = found["keys"], found.get("values", found["keys"])
-    return _by_row(keys, group.rows), _by_row(values, group.rows)
-
-
-def _by_row(units: torch.Tensor, rows: int) -> torch.Tensor:
-    return units.view(rows, -1, *units.shape[1:]).transpose(1, 2)
 
 
 def _computed(

@@ -49,6 +49,7 @@ class ContinuousBatching(CachedModel):
         Raises:
             ConfigError: the model cannot be served like this, or a setting is unusable. Nothing is left open.
         """
+        page_size = checks.integer("page_size", page_size, 1)
         step_tokens = checks.integer("step_tokens", step_tokens, page_size + 1)
         self._seed = None if seed is None else checks.integer("seed", seed)
         self._generation = generation = copy.deepcopy(model.generation_config if generation_config is None else

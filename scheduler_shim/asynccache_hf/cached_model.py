@@ -61,7 +61,8 @@ class LoopThread:
     ends all the same."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._door = threading.Lock()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -116,16 +117,8 @@ class LoopThread:
         self._thread.join()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
+        with self._runner:  # whose end cancels what is left
             self._loop.run_forever()
-        finally:
-            if left := asyncio.all_tasks(self._loop):
-                for task in left:
-                    task.cancel()
-                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
 
 
 class CachedModel:

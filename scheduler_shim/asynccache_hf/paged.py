@@ -26,6 +26,7 @@ from asynccache_hf.attending import (
     PagedAttention,
     StepRow,
     can_attend,
+    eager_layers,
     named_eager,
     places_of,
     replace_attention,
@@ -58,35 +59,26 @@ Tails = Sequence[Any]
 
 class FilledCache:
     """transformers' cache of one request (``cache``), filled with what precedes ``start``. Whatever a model adds to it,
-    in one call or in many, ``save`` writes to the pages. ``layers`` and ``heard`` have, for each part, the layer of the
-    cache and the calls of it that were overheard."""
+    in one call or in many, ``save`` writes to the pages."""
 
     def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Pages], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
         self.cache = cache
-        self.start = start
-        self._bound = bound
-        self._tables = tables
-        self._page_size = page_size
-        span = self._span(start)
-        self.layers = [b.part.of(cache, b.layer) for b in bound]
+        self._span = span = CallSpan(tables, start, start, page_size)
+        self._kept = [(each, each.part.of(cache, each.layer)) for each in bound]
         if start:
-            for each, layer, tail in zip(bound, self.layers, tails, strict=True):
+            for (each, layer), tail in zip(self._kept, tails, strict=True):
                 each.part.load(layer, each.slots, span, tail)
-        self.heard = [each.part.watch(layer) for each, layer in zip(bound, self.layers, strict=True)]
+        self._heard = [each.part.watch(layer) for each, layer in self._kept]
 
-    def _span(self, stop: int) -> CallSpan:
-        return CallSpan(self._tables, self.start, stop, self._page_size)
-
-    def save(self, stop: int, heard: Sequence[Any] | None = None) -> None:
-        """Write the data that was added, up to token ``stop``, where the cache now ends, to the pages. ``heard``: for
-        each part the calls to use instead of those that this object has overheard."""
-        for each, layer, calls in zip(self._bound, self.layers, heard or self.heard, strict=True):
-            each.part.save(layer, each.slots, self._span(stop), calls)
+    def save(self, stop: int) -> None:
+        """Write the data that was added, up to token ``stop``, where the cache now ends, to the pages."""
+        for (each, layer), calls in zip(self._kept, self._heard, strict=True):
+            each.part.save(layer, each.slots, self._span._replace(stop=stop), calls)
 
     def tails(self) -> Tails:
         """Return for each part the data that it takes to go on within a page and that is not in the page."""
-        return [each.part.tail(layer) for each, layer in zip(self._bound, self.layers, strict=True)]
+        return [each.part.tail(layer) for each, layer in self._kept]
 
 
 def can_be_packed(model: Any, layout: Layout) -> bool:
@@ -104,6 +96,7 @@ class PackedRows:
         self._layout = layout
         self._pages = PagedAttention(layout, slots)
         self._keeps = "logits_to_keep" in parameters(model)
+        self._eager = eager_layers(model)
 
     def compute(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
         """Make one call, and return for each chunk the logits of its last ``keep`` tokens (0: of all).
@@ -122,7 +115,7 @@ class PackedRows:
         ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
         wanted = np.concatenate([np.arange(end - count, end) for count, end in zip(kept, ends, strict=True)])
         options: dict[str, Any] = {"logits_to_keep": torch.from_numpy(wanted).to(device)} if self._keeps else {}
-        with named_eager(self._model):
+        with named_eager(self._eager):
             out = self._model(
                 input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
                 position_ids=torch.from_numpy(places).to(device).unsqueeze(0),

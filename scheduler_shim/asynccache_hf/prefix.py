@@ -31,7 +31,7 @@ from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.call import VERSION, cache_name, parameters
 from asynccache_hf.describing import identified
 from asynccache_hf.layout import Layout
-from asynccache_hf.sampling import sampling_of
+from asynccache_hf.sampling import NO_PAGES, SPECULATION, refuse, sampling_of
 from asynccache_hf.trial import ExpectedLogits, TrialStage, compared, tolerance
 
 REFUSED = {
@@ -39,21 +39,12 @@ REFUSED = {
     "past_key_values": "the cache is what this object brings",
     "cache_params": "the cache is what this object brings",
     "cache_implementation": "the cache is what this object brings",
-    "assistant_model": "speculation takes tokens back, and pages keep them",
+    "assistant_model": SPECULATION,
     "custom_generate": "a loop of your own may use the cache in ways that are not known",
     "encoder_outputs": "an encoder's states are not a prefix of anything",
     "position_ids": "they follow from the tokens",
 }
 """Arguments that ``generate`` takes, ``PrefixCache`` does not, and why."""
-
-REFUSED_SETTINGS = {
-    "prompt_lookup_num_tokens": "speculation takes tokens back, and pages keep them",
-    "use_mtp": "speculation takes tokens back, and pages keep them",
-    "assistant_early_exit": "speculation takes tokens back, and pages keep them",
-    "token_healing": "it takes the last tokens of the prompt back",
-}
-"""Settings of a generation configuration, be it the caller's or the model's own, that ``PrefixCache`` does not take,
-and why."""
 
 REFUSED_FOR_ROWS = {
     "streamer": "a stream has one row, and there are several",
@@ -83,7 +74,7 @@ value."""
 
 
 NOT_TRIED = (
-    *REFUSED_SETTINGS, "penalty_alpha", "dola_layers", "stop_strings", "max_time", "max_length", "min_length",
+    *NO_PAGES, "penalty_alpha", "dola_layers", "stop_strings", "max_time", "max_length", "min_length",
     "min_new_tokens", "prefill_chunk_size",
 )  # fmt: skip
 """Settings of the model's own generation configuration that are left out when ``generate`` is tried."""
@@ -417,12 +408,7 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
     for name, value in settings.update(**options).items():
         if value is not None and name not in PASSED:
             raise ConfigError(f"{name}: {MORE_THAN_TOKENS}")
-    if (settings.num_beams or 1) != 1:
-        raise ConfigError(f"num_beams={settings.num_beams}: beams take over each other's KV, and the pages of a "
-                          "request hold one sequence")
-    for name, why in REFUSED_SETTINGS.items():
-        if getattr(settings, name, None):
-            raise ConfigError(f"{name}={checks.shown(getattr(settings, name))}: {why}")
+    refuse(settings, NO_PAGES)
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ConfigError(f"generation mode {mode.value!r}: it uses the cache in ways that are not known")

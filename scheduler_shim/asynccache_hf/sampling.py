@@ -13,28 +13,50 @@ from asynccache import ConfigError, checks
 COLDEST, HOTTEST = 1e-5, 1e5
 """The temperatures to divide by. At much higher ones than the first the likeliest token is already certain."""
 
-NOT_DONE: Mapping[str, tuple[Any, str]] = {
+Refusals = Mapping[str, tuple[Any, str]]
+"""Settings of a generation configuration: the value that changes nothing (so does None), and why others are refused."""
+
+SPECULATION = "speculation takes tokens back, and pages keep them"
+TOGETHER = "requests that are computed together have no such"
+
+NO_PAGES: Refusals = {
     "num_beams": (1, "beams take over each other's KV, and the pages of a request hold one sequence"),
-    "num_return_sequences": (1, "ask for the prompt as often as you want answers"),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit"),
-                    (None, "speculation takes tokens back, and pages keep them")),
+    "prompt_lookup_num_tokens": (None, SPECULATION),
+    "use_mtp": (False, SPECULATION),
+    "assistant_early_exit": (None, SPECULATION),
     "token_healing": (False, "it takes the last tokens of the prompt back"),
+}
+"""What cannot be done on pages."""
+
+NOT_TOGETHER: Refusals = {
+    **NO_PAGES,
+    "num_return_sequences": (1, "ask for the prompt as often as you want answers"),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "stop_strings", "sequence_bias", "bad_words_ids",
                      "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
-                     "watermarking_config", "exponential_decay_length_penalty"),
-                    (None, "requests that are computed together have no such")),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"),
-                    (1.0, "requests that are computed together have no such")),
+                     "watermarking_config", "exponential_decay_length_penalty"), (None, TOGETHER)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1.0, TOGETHER)),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens",
-                     "remove_invalid_values"), (0, "requests that are computed together have no such")),
+                     "remove_invalid_values"), (0, TOGETHER)),
 }  # fmt: skip
-"""Settings that are not done for requests that are computed together: the value that changes nothing (so does None),
-and why others are refused."""
+"""What is not done for requests that are computed together."""
 
-NOT_DRAWN: Mapping[str, float | None] = {
-    "min_p": None, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+NOT_DRAWN: Refusals = {
+    **dict.fromkeys(("min_p", "top_h"), (None, TOGETHER)), "typical_p": (1.0, TOGETHER),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0.0, TOGETHER)),
 }  # fmt: skip
-"""Settings of sampling that are not done, with the value that changes nothing."""
+"""Ways to sample that are not done for them."""
+
+
+def refuse(settings: Any, refusals: Refusals, where: str = "") -> None:
+    """
+    Raises:
+        ConfigError: the generation configuration ``settings`` has one of ``refusals``. The message names it, with
+            ``where`` before its name.
+    """
+    for name, (usual, why) in refusals.items():
+        value = getattr(settings, name, None)
+        if value is not None and value != usual:
+            raise ConfigError(f"{where}{name}={checks.shown(value)}: {why}")
 
 
 def sampling_of(settings: Any) -> Sampling:
@@ -43,20 +65,14 @@ def sampling_of(settings: Any) -> Sampling:
     Raises:
         ConfigError: it asks for something that is not done here; the message names it.
     """
-    for name, (usual, why) in NOT_DONE.items():
-        value = getattr(settings, name, None)
-        if value is not None and value != usual:
-            raise ConfigError(f"generation_config.{name}={checks.shown(value)}: {why}")
+    where = "generation_config."
+    refuse(settings, NOT_TOGETHER, where)
     if not settings.do_sample:
         return Sampling()
-    for name, usual in NOT_DRAWN.items():
-        value = getattr(settings, name, None)
-        if value is not None and value != usual:
-            raise ConfigError(f"generation_config.{name}={checks.shown(value)}: requests that are computed together "
-                              "have temperature, top_k and top_p only")  # fmt: skip
+    refuse(settings, NOT_DRAWN, where)
     given = {name: getattr(settings, name, None) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in given.items() if value is not None and (name, value) != ("top_k", 0)}
-    return sampled(Sampling(temperature=1.0), given, "generation_config.")
+    return sampled(Sampling(temperature=1.0), given, where)
 
 
 def sampled(sampling: Sampling, options: Mapping[str, Any], where: str = "") -> Sampling:
