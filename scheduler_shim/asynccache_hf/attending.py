@@ -24,6 +24,7 @@ import torch.nn.functional as functional
 from asynccache_shim.model import Pages
 from transformers import AttentionInterface, PreTrainedModel
 
+from asynccache_hf.call import parameters
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import ScratchMemory, TrackMemory
 from asynccache_hf.parts import KeysAndValues
@@ -85,27 +86,6 @@ def planned(rows: Sequence[StepRow], component: str, window: int | None) -> Step
     return StepPlan(write, tuple(groups))
 
 
-def attend(
-    plan: StepPlan, slots: TrackMemory, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    scaling: float | None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    scratch: ScratchMemory | None = None,
-) -> torch.Tensor:
-    """Write ``key`` and ``value`` (``[1, heads, tokens, width]``) to the pages, and return the attention of ``query``
-    over all tokens that it attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have them.
-    ``scratch``: memory for the keys and values that are read."""
-    slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
-    made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    for group in plan.groups:
-        asks = query[0].index_select(1, group.tokens)
-        asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
-        found = slots.take(group.read, scratch)
-        pair = (found["keys"], found.get("values", found["keys"]))
-        keys, values = (each.view(group.rows, -1, *each.shape[1:]).transpose(1, 2) for each in pair)
-        out = _computed(asks, keys, values, group.mask, scaling, softcap, sinks)
-        made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
-    return made.unsqueeze(0)
-
-
 class PagedAttention:
     """The pages that a model's attention is computed on, layer by layer: keys and values by token, in pages."""
 
@@ -126,12 +106,22 @@ class PagedAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
         given: Mapping[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute one layer's attention. ``query``, ``key`` and ``value`` are ``[1, heads, tokens, width]``; the result
-        is ``[1, tokens, heads, width]``."""
-        layer = module.layer_idx
-        plan = self._plans[self._components[layer]]
+        """Write ``key`` and ``value`` (``[1, heads, tokens, width]``) to the pages of one layer, and return the
+        attention of ``query`` over all tokens that it attends to: ``[1, tokens, heads, width]``."""
+        slots = self._slots[module.layer_idx]
+        plan = self._plans[self._components[module.layer_idx]]
         options = options_of(given, module)
-        return attend(plan, self._slots[layer], query, key, value, scaling, scratch=self._scratch, **options)
+        slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
+        made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+        for group in plan.groups:
+            asks = query[0].index_select(1, group.tokens)
+            asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
+            found = slots.take(group.read, self._scratch)
+            pair = (found["keys"], found.get("values", found["keys"]))
+            keys, values = (each.view(group.rows, -1, *each.shape[1:]).transpose(1, 2) for each in pair)
+            out = _computed(asks, keys, values, group.mask, scaling, **options)
+            made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
+        return made.unsqueeze(0)
 
     @property
     def mask(self) -> Any:
@@ -143,8 +133,10 @@ class PagedAttention:
 
 def can_attend(model: Any, layout: Layout) -> bool:
     """Return True if attention over pages may be tried with this model: its attention function is one that is replaced,
-    each of its layers keeps keys and values by token and nothing else, and all windows are equal."""
-    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
+    it takes positions, each of its layers keeps keys and values by token and nothing else, and all windows are
+    equal."""
+    used = getattr(model.config, "_attn_implementation", None)
+    if used not in ("sdpa", "eager") or "position_ids" not in parameters(model):
         return False
     if any(len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues) for layer in layout.layers):
         return False
@@ -305,6 +297,6 @@ def _spelt_out(
 
 
 def options_of(given: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """Return what a model says about its attention beside its scaling, as arguments of ``attend``."""
+    """Return what a model says about its attention beside its scaling, as arguments of ``_computed``."""
     sinks = given.get("s_aux")
     return {"softcap": given.get("softcap"), "sinks": getattr(module, "sinks", None) if sinks is None else sinks}

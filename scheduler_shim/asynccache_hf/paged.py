@@ -25,7 +25,6 @@ from asynccache_hf.attending import (
     KEYWORD,
     PagedAttention,
     StepRow,
-    can_attend,
     eager_layers,
     named_eager,
     places_of,
@@ -79,11 +78,6 @@ class FilledCache:
     def tails(self) -> Tails:
         """Return for each part the data that it takes to go on within a page and that is not in the page."""
         return [each.part.tail(layer) for each, layer in self._kept]
-
-
-def can_be_packed(model: Any, layout: Layout) -> bool:
-    """Return True if several requests may be tried in one call."""
-    return "position_ids" in parameters(model) and can_attend(model, layout)
 
 
 class PackedRows:

@@ -22,9 +22,10 @@ import torch
 from asynccache_shim.model import Checkpoint, Chunk, Pages
 
 from asynccache import ConfigError
+from asynccache_hf.attending import can_attend
 from asynccache_hf.call import VERSION, run_alone
 from asynccache_hf.layout import Layout
-from asynccache_hf.paged import PagedModel, can_be_packed
+from asynccache_hf.paged import PagedModel
 
 LEAST = 16
 """Tokens before the later of the two places, at least: more than a convolution reaches back."""
@@ -148,7 +149,7 @@ def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
 
 def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
     """Yield the layout for each way to call the model, the fastest first."""
-    if can_be_packed(model, layout):
+    if can_attend(model, layout):
         yield replace(layout, packed=True)
     yield layout
     if layout.recurrent:

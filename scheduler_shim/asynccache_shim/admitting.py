@@ -108,10 +108,9 @@ def _waits_for_another(board: Board, request: ScheduledRequest) -> bool:
         if board.held.get(other.id) is other and not other.over and other.computed < shared:
             return True
     page = board.shape.page_size
-    found = ((shared, other) for other in board.held.values() if (shared := other.computes_for(request, page)))
-    shared, other = max(found, key=lambda each: each[0], default=(0, None))
-    request.behind = None if other is None else (other, shared)
-    return other is not None
+    found = [(other, shared) for other in board.held.values() if (shared := other.computes_for(request, page))]
+    request.behind = max(found, key=lambda each: each[1], default=None)
+    return bool(found)
 
 
 async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bool:

@@ -96,8 +96,8 @@ class Request:
     extra_key: the cache's namespace for the prompt; prompts of different namespaces share nothing.
     sampling: how tokens are drawn (default: the most likely one).
     ended: the conversation will not go on, so what the request computes is the first to be evicted.
-    publishes: called in the loop before anything that the request has computed is published; if it returns False, that
-        is not published. None: everything is.
+    publishes: called in the loop before anything that the request has computed is published; if it returns False or
+        raises an error, that is not published. None: everything is.
 
     Attributes that the scheduler sets: ``state``; ``match``, the latest look-up; ``hits``, what the first lease found
     whose pages were loaded;

@@ -89,7 +89,10 @@ class ScheduledRequest:
 
     def publishes(self) -> bool:
         """Return True if what the request has computed may be published."""
-        return self.terms.publishes is None or self.terms.publishes()
+        try:
+            return self.terms.publishes is None or bool(self.terms.publishes())
+        except Exception:  # the caller's own; it must not end the loop
+            return False
 
     def computes_for(self, other: ScheduledRequest, page_size: int) -> int:
         """Return with how many tokens, in whole pages, ``other`` begins like this request, if not all of these are
