@@ -261,7 +261,7 @@ def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, windo
 def _computed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return a group's attention, ``[rows, heads, new, width]``."""
     rows, heads, new, _ = query.shape
     shared = heads // key.shape[1]
