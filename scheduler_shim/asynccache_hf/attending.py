@@ -13,6 +13,7 @@ not in transformers' registry. The layers of a model that uses it ask for ``EAGE
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,7 +179,12 @@ def replace_attention() -> None:
 
 def _own_eager(module: Any, *args: Any, **given: Any) -> Any:
     """What ``eager`` is for this module: for calls of the model in other threads while it asks for ``EAGER``."""
-    return type(module).forward.__globals__["eager_attention_forward"](module, *args, **given)
+    return _eager_of(module)(module, *args, **given)
+
+
+def _eager_of(module: Any) -> Any:
+    """The function that ``eager`` stands for in this module's file; None: it has none."""
+    return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
 
 
 def eager_layers(model: Any) -> list[dict[str, Any]]:
@@ -187,8 +193,8 @@ def eager_layers(model: Any) -> list[dict[str, Any]]:
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "eager":
         return []
-    modules = (module for module in model.modules() if not isinstance(module, PreTrainedModel))
-    return [module.__dict__ for module in modules if module.__dict__.get("config") is config]
+    asking = (module for module in model.modules() if module.__dict__.get("config") is config and _eager_of(module))
+    return [module.__dict__ for module in asking if not isinstance(module, PreTrainedModel)]
 
 
 @contextmanager
