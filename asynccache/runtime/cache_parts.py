@@ -28,12 +28,12 @@ from asynccache.runtime.prefetch import HandleClaims
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import Namespaces
-from asynccache.worker.contract import Reports
+from asynccache.worker.local import Reports
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
 
 OnEvent = Callable[[Notice], None]
 
@@ -47,7 +47,7 @@ class CacheParts:
     """All parts of a cache, built when it opens. ``start`` makes their tasks; after ``close`` every call is refused."""
 
     def __init__(
-        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: Worker, on_event: OnEvent | None
+        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: LocalWorker, on_event: OnEvent | None
     ) -> None:  # fmt: skip
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         self.core = CacheCore(settings)

@@ -32,8 +32,9 @@ from asynccache.core.cache import CacheCore, CoreLease
 from asynccache.core.plan import BackupHost, Copy, Failing, LoadBack, Outcome, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
-from asynccache.worker.contract import BatchInFlight, Worker
 from asynccache.worker.joining import joined
+from asynccache.worker.local import LocalWorker
+from asynccache.worker.work import BatchInFlight
 
 Stamps = npt.NDArray[np.int64]
 
@@ -51,8 +52,8 @@ class EngineBatches:
     outcome of each retirement and of each such commit. ``spawn``: makes a task for what has to wait."""
 
     def __init__(
-        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], post: Callable[[Outcome | Failing], None],
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        self, worker: LocalWorker, core: CacheCore, pools: Sequence[PoolSpec],
+        post: Callable[[Outcome | Failing], None], spawn: Callable[[Coroutine[Any, Any, None], str], object],
     ) -> None:  # fmt: skip
         self.fences = Fences(_slots_of(pools))
         self._post = post

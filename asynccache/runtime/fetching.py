@@ -33,9 +33,10 @@ from asynccache.runtime.driving import drive
 from asynccache.runtime.outbox import Lateness, StoreCall
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES
-from asynccache.worker.contract import ReadOrder, Result, StoreQuestion, Worker
+from asynccache.worker.local import LocalWorker, Result
 from asynccache.worker.pool_layout import FULL, PoolLayout
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import ReadOrder, StoreQuestion
 
 BATCH_BYTES = 4 << 20
 BATCH_PAGES = 128
@@ -55,8 +56,8 @@ class Fetch:
     """
 
     def __init__(
-        self, driver: Driver, worker: Worker, pools: PoolLayout, meter: StageMeter, lateness: Lateness, first: Prefetch,
-        shape: PrefetchShape, threshold: int,
+        self, driver: Driver, worker: LocalWorker, pools: PoolLayout, meter: StageMeter, lateness: Lateness,
+        first: Prefetch, shape: PrefetchShape, threshold: int,
     ) -> None:  # fmt: skip
         self.op = 0
         self.shape = shape
@@ -347,7 +348,7 @@ class Fetch:
 
     async def _get(self, reads: Sequence[tuple[PoolSpec, Sequence[int], bytes]], *, run: bool) -> list[list[int]]:
         """Read pages of several pools into their slots, in one call. Returns for each pool the pages that failed.
-        ``run``: see ``Worker.read``."""
+        ``run``: see ``LocalWorker.read``."""
         orders = [
             ReadOrder(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES])
             for spec, pages, slots in reads

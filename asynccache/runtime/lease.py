@@ -44,7 +44,7 @@ from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 
 if TYPE_CHECKING:
     from asynccache.runtime.lease_wait import LeaseParts
-    from asynccache.worker.contract import BatchInFlight
+    from asynccache.worker.work import BatchInFlight
 
 Pages = npt.NDArray[np.int32]
 

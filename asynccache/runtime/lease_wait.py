@@ -31,7 +31,7 @@ from asynccache.runtime.driving import holding, slices, woken
 from asynccache.runtime.prefetch import CachedOnArrival, Prefetch
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.tokens import TOKEN_BYTES, Namespaces, Tokens, as_key
-from asynccache.worker.contract import Worker
+from asynccache.worker.local import LocalWorker
 
 if TYPE_CHECKING:
     from asynccache.runtime.engine_batches import EngineBatches
@@ -75,8 +75,8 @@ class LeaseParts:
     window."""
 
     def __init__(
-        self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: EngineBatches,
-        lookups: Lookups, *, hashes: bool,
+        self, driver: Driver, worker: LocalWorker, prefetching: Prefetching, namespaces: Namespaces,
+        engine: EngineBatches, lookups: Lookups, *, hashes: bool,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.engine = engine

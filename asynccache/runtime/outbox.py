@@ -28,9 +28,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from asynccache.core.plan import SLOT_BYTES, BackupStorage, Outcome, Status
-from asynccache.worker.contract import Worker
 from asynccache.worker.inbox import Inbox
+from asynccache.worker.local import LocalWorker
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import WriteOrder
 
 TASKS = 16
 """The most batches in flight. A batch takes several turns of a busy loop, so with fewer batches the store would be idle
@@ -165,7 +166,7 @@ class Outbox:
     """
 
     def __init__(
-        self, worker: Worker, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
+        self, worker: LocalWorker, post: Callable[[Outcome], None], clock: Callable[[], float], backlog: Backlog,
         lateness: Lateness,
     ) -> None:  # fmt: skip
         self.backlog = backlog
@@ -269,7 +270,7 @@ class Outbox:
         self._flying[first] = batch
         try:
             with self._lateness.call(StoreCall.WRITE):
-                stored = await self._worker.store([queued.effect for queued in batch])
+                stored = await self._worker.store([WriteOrder(*queued.effect) for queued in batch])
             self.meter.count(0, stored.pages, stored.full_pages, stored.bytes)
             for queued in batch:
                 self._end(queued, stored.failed)

@@ -42,7 +42,7 @@ from asynccache.runtime.prefetch import (
     prefetch_of,
 )
 from asynccache.runtime.tokens import TOKEN_BYTES, Chain
-from asynccache.worker.contract import Worker
+from asynccache.worker.local import LocalWorker
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter
 
@@ -60,7 +60,7 @@ class Prefetching:
     and how many prefetches have ended in each way (``outcomes``)."""
 
     def __init__(
-        self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, claims: HandleClaims,
+        self, config: CacheConfig, driver: Driver, worker: LocalWorker, pools: PoolLayout, claims: HandleClaims,
         outbox: Outbox, lateness: Lateness, spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._config = config

@@ -14,7 +14,7 @@ from asynccache.core.cache import Listing, Unsaved
 from asynccache.core.plan import More, Plan, Status
 from asynccache.errors import BackendError
 from asynccache.runtime.driving import all_ended, in_turns
-from asynccache.worker.contract import MOMENT
+from asynccache.worker.local import MOMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.outbox import Outbox
     from asynccache.runtime.prefetching import Prefetching
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
 
 HOPELESS_ROUNDS = 3
 """After so many rounds in a row in which no backup was DONE, nothing more is tried."""
@@ -50,7 +50,7 @@ async def unsaved(driver: Driver) -> Unsaved:
     return await in_turns(driver, lambda: driver.core.survey().unsaved, reads=True)
 
 
-async def flush(driver: Driver, worker: Worker) -> Unsaved:
+async def flush(driver: Driver, worker: LocalWorker) -> Unsaved:
     """``drain``, then have the stores make durable what they were given. See ``AsyncCache.flush``."""
     left = await drain(driver)
     if worker.has_stores:
@@ -59,7 +59,7 @@ async def flush(driver: Driver, worker: Worker) -> Unsaved:
 
 
 async def forget(
-    driver: Driver, worker: Worker, prefetching: Prefetching, outbox: Outbox, space: bytes
+    driver: Driver, worker: LocalWorker, prefetching: Prefetching, outbox: Outbox, space: bytes
 ) -> None:
     """Drop a namespace on device, host and, as far as the tree knows it, in storage.
 
@@ -87,7 +87,7 @@ async def forget(
         await worker.delete(pages)
 
 
-async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, outbox: Outbox) -> None:
+async def forget_all(driver: Driver, worker: LocalWorker, prefetching: Prefetching, outbox: Outbox) -> None:
     """Drop every namespace on every tier. Pages that are published meanwhile go to storage afterwards.
 
     Leases finish undisturbed and publish nothing more. If it is cancelled while it waits for the tree lock, no page is
@@ -129,13 +129,13 @@ async def _invalidate(driver: Driver, begin: Callable[[], Plan | More]) -> None:
     await in_turns(driver, lambda: some)
 
 
-def longest_write(worker: Worker) -> float:
+def longest_write(worker: LocalWorker) -> float:
     """Return for how many seconds a write may be under way after the outbox has given it up: it waits for its place,
     and then for the store, for ``timeout`` seconds each. A store that takes longer does not let go of its buffers."""
-    return 2 * max((entry.options.timeout for entry in worker.stores.entries), default=0.0) + MOMENT
+    return 2 * max((entry.options.timeout for entry in worker.stores), default=0.0) + MOMENT
 
 
-async def _ended_in_time(driver: Driver, ops: Iterable[int], worker: Worker) -> bool:
+async def _ended_in_time(driver: Driver, ops: Iterable[int], worker: LocalWorker) -> bool:
     """Wait until the operations ``ops`` have ended, but not longer than ``longest_write``. Returns whether they have
     ended. Cancelling it stops the waiting."""
     try:

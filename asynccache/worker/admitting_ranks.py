@@ -14,16 +14,33 @@ from typing import TYPE_CHECKING
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.link import RankLink
-from asynccache.worker.messages import Welcome, decode_hello, encode
+from asynccache.worker.link import Link, open_listener
+from asynccache.worker.remote import Message, decoder, encode
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
-    from asynccache.worker.contract import Storage
-    from asynccache.worker.rank_performer import Shard
+    from asynccache.worker.local import Storage
+    from asynccache.worker.rank_server import Shard
 
 TIMEOUT = 30.0
 ARRIVAL = 300.0
+
+
+class Hello(Message):
+    """A rank's first message: the version of asynccache that it runs, and its rank."""
+
+    version: str
+    rank: int
+
+
+class Welcome(Message):
+    """The head's answer: how many ranks there are by tp, cp and pp."""
+
+    topology: tuple[int, int, int]
+
+
+_decode_hello = decoder(Hello)
+decode_welcome = decoder(Welcome)
 
 
 def _as_it_is(url: str) -> Storage:
@@ -48,7 +65,7 @@ class Workers:
         self.shard = None if shard is None else checks.function("shard", shard)
         self.locate = locate
         self.address = ""
-        self._links: dict[int, RankLink] = {}
+        self._links: dict[int, Link] = {}
         self._came = asyncio.Event()
         self._taken = self._complete = self._closed = False
 
@@ -60,10 +77,10 @@ class Workers:
         here = {rank for rank, link in self._links.items() if not link.ended}
         return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in here]
 
-    def answer(self, hello: bytes, link: RankLink) -> bytes:
+    def answer(self, hello: bytes, link: Link) -> bytes:
         """Return the encoded welcome for the worker that says ``hello`` over ``link``, and keep the link. Raises
         ``RankFailure``: the worker is refused; the text is the reason."""
-        word = decode_hello(hello)
+        word: Hello = _decode_hello(hello)
         if word.version != VERSION:
             raise RankFailure(f"asynccache {word.version} cannot work for a head of {VERSION}")
         if not 0 <= word.rank < self.topology.ranks:
@@ -79,7 +96,7 @@ class Workers:
         topology = self.topology
         return encode(Welcome((topology.tp, topology.cp, topology.pp)))
 
-    async def arrived(self) -> Mapping[int, RankLink]:
+    async def arrived(self) -> Mapping[int, Link]:
         """Return the links of all ranks but the head's own, by rank, when all have come. Cancelling it stops the
         waiting.
 
@@ -134,8 +151,6 @@ async def listen(
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.
     """
-    from asynccache.worker.sockets import open_listener
-
     workers = Workers(topology, own=own, timeout=timeout, arrival=arrival, shard=shard)
     listener = await open_listener(address, secret, workers.answer, timeout=workers.timeout)
     workers.address = listener.address

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from asynccache.config import PoolSpec
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status
+from asynccache.core.plan import SLOT_BYTES, Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
 from asynccache.storage import PageKey, Result
-from asynccache.worker.contract import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import Mover
@@ -304,7 +304,7 @@ class WritingStage:
         be called before or while ``store`` writes this batch, and not later."""
         self._given_up.add(op)
 
-    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
+    async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
         """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
         pages."""
         first = batch[0].op
@@ -318,7 +318,7 @@ class _Batch:
     """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
     operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
 
-    def __init__(self, store: WritableStore, pools: PoolMap, batch: Sequence[BackupStorage]) -> None:
+    def __init__(self, store: WritableStore, pools: PoolMap, batch: Sequence[WriteOrder]) -> None:
         self._store = store
         self._pools = pools
         self._batch = batch
@@ -363,7 +363,7 @@ class _Batch:
             if hits < count:
                 self.failed.add(run.op)
 
-    def _weight(self, effect: BackupStorage) -> int:
+    def _weight(self, effect: WriteOrder) -> int:
         """Return how many pages ``effect`` writes, in all pools."""
         return sum(
             len(pages.slots) // SLOT_BYTES * len(pools.get(pages.component, ()))
@@ -416,7 +416,7 @@ class ReadingStage:
         return f"ReadingStage({self._pools!r})"
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """See ``Worker.ask``."""
+        """See ``LocalWorker.ask``."""
         return [await self._ask(question) for question in asked]
 
     async def _ask(self, asked: StoreQuestion) -> bytes:
@@ -430,7 +430,7 @@ class ReadingStage:
         return bytes(answers)
 
     async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
-        """See ``Worker.read``."""
+        """See ``LocalWorker.read``."""
         answers: list[bytes] = []
         for pool, hashes, slots in reads:
             pages = _run(answers[-1]) if run and answers else len(hashes) // HASH_BYTES

@@ -8,12 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from asynccache import BatchFailed, RankFailure, Sidecar
-from asynccache.core.plan import BackupStorage, StoredPages
+from asynccache.core.plan import StoredPages
 from asynccache.runtime import fetching
 from asynccache.worker import Topology
 from asynccache.worker import link as links
-from asynccache.worker import messages as m
 from asynccache.worker.group import WorkerGroup
+from asynccache.worker.local import LocalWorker
+from asynccache.worker.work import WriteOrder
 from tests.group.group_kit import GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
@@ -94,11 +95,12 @@ def test_a_long_operation_that_is_given_up_is_written_no_further(monkeypatch: py
             assert isinstance(group, WorkerGroup)
             hashes = b"".join(page.to_bytes(32, "big") for page in range(40))
             slots = b"".join(page.to_bytes(4, "little") for page in range(40))
-            effect = BackupStorage(10**6, (StoredPages(0, hashes, slots),))
-            whole = await group.store([effect])
+            order = WriteOrder(10**6, (StoredPages(0, hashes, slots),))
+            whole = await group.store([order])
             assert (whole.failed, whole.full_pages, whole.pages) == (frozenset(), 40, 80)
-            storing = asyncio.create_task(group.store([effect._replace(op=10**6 + 1)]))
-            await asyncio.sleep(0)
+            storing = asyncio.create_task(group.store([order._replace(op=10**6 + 1)]))
+            while not group._storing:                  # noqa: ASYNC110  before the next turn
+                await asyncio.sleep(0)
             group.give_up(10**6 + 1)
             given_up = await storing
             assert given_up.failed == {10**6 + 1}
@@ -119,14 +121,14 @@ def test_a_head_that_cannot_say_something_ends_the_group_and_all_are_told() -> N
                 group = cache._opened().worker
                 assert isinstance(group, WorkerGroup)
                 waiting = asyncio.create_task(cache.batch_ended(cache.send_batch()))
-                group._put(m.DeletePages(12345, bytes(17 << 20)))
+                group.tell(LocalWorker.is_away, bytes(17 << 20))
                 async with asyncio.timeout(60.0):
                     told += filter(None, await asyncio.gather(waiting, return_exceptions=True))
         except RankFailure as failure:
             told.append(failure)
-        assert [str(one)[:48] for one in told] == ["rank 0: the head cannot send its DeletePages: it"] * 2
+        assert [str(one)[:48] for one in told] == ["rank 0: the head cannot send its is_away: it has"] * 2
         await world.group.ended()
-        assert "the head cannot send its Delete" in str(world.process(1).failure)
+        assert "the head cannot send its is_away" in str(world.process(1).failure)
         await world.aclose()
 
     play(main)

@@ -10,14 +10,14 @@ import pytest
 
 from asynccache import CacheConfig, ConfigError, Full, Replicated, Sidecar
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupStorage, StoredPages
+from asynccache.core.plan import StoredPages
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Result
 from asynccache.worker import Topology
-from asynccache.worker.contract import ReadOrder, StoredBatch, StoreQuestion
 from asynccache.worker.local import SWEEP, LocalBatches
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stages import BATCH_PAGES, ReadingStage, WritingStage
+from asynccache.worker.work import ReadOrder, StoredBatch, StoreQuestion, WriteOrder
 
 PAGES = 4
 HASHES = b"".join(bytes([page]) * HASH_BYTES for page in range(PAGES))
@@ -98,7 +98,7 @@ class Slow:
 async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_under_way() -> None:
     count = 2 * BATCH_PAGES
     hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
-    effect = BackupStorage(7, (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),))
+    effect = WriteOrder(7, (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),))
     for give_up, outcome in ((True, StoredBatch(frozenset({7}), BATCH_PAGES, 0, BATCH_PAGES)),
                              (False, StoredBatch(frozenset(), 2 * count, count, 2 * count))):  # fmt: skip
         store = Slow()
@@ -119,11 +119,11 @@ async def test_a_batch_that_is_given_up_in_the_turn_in_which_it_comes_and_anothe
     pages = (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),)
     store = Slow()
     writing = WritingStage(store, pools())
-    other = asyncio.ensure_future(writing.store([BackupStorage(1, (pages[0]._replace(hashes=HASHES, slots=SLOTS),))]))
+    other = asyncio.ensure_future(writing.store([WriteOrder(1, (pages[0]._replace(hashes=HASHES, slots=SLOTS),))]))
     await store.begun.wait()
     store.go.set()
     for _ in range(5):  # in one of them the other one ends before this one begins
-        storing = asyncio.ensure_future(writing.store([BackupStorage(7, pages)]))
+        storing = asyncio.ensure_future(writing.store([WriteOrder(7, pages)]))
         writing.give_up(7)
         assert (await storing).failed == {7}
     await other
@@ -160,7 +160,7 @@ async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_an
     for rank in (0, 1):
         mapped = PoolMap([spec.on_rank(rank, 2) for spec in config.pools()], 1, {"full": Host(), "side": Host()})
         store = Tiered(own, shared)
-        stored = await WritingStage(store, mapped).store([BackupStorage(1, (StoredPages(0, HASHES, SLOTS),))])
+        stored = await WritingStage(store, mapped).store([WriteOrder(1, (StoredPages(0, HASHES, SLOTS),))])
         assert stored.failed == (frozenset() if own or shared else frozenset({1}))
         assert all([key.pool for key in keys] == ["side"] * PAGES + ["full"] * PAGES for keys in store.own)
         expected = (["side"] * PAGES if rank == 0 else []) + ["full"] * PAGES

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from asynccache.worker.sockets import SECRET
+from asynccache.worker.link import SECRET
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked")
 FAREWELL = 1.0
