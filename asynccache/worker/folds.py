@@ -30,7 +30,7 @@ def found(said: Mapping[int, Sequence[bytes]], asked: Sequence[StoreQuestion]) -
     return _worst_of(said, asked, int.__eq__, "answered a question of other pages")
 
 
-def read(said: Mapping[int, Sequence[bytes]], reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+def read(said: Mapping[int, Sequence[bytes]], reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
     """Return, for each of ``reads``, the worst result of each page. Of a ``run`` there may be fewer results than
     pages."""
     return _worst_of(said, reads, int.__le__ if run else int.__eq__, "read other pages")

@@ -674,12 +674,12 @@ class WorkerGroup(LocalWorker):
         """See ``LocalWorker``."""
         return await self._in_parts(asked, lambda part: self.folded(LocalWorker.ask, part))
 
-    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+    async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
         """See ``LocalWorker``. The pages of a run have to fit one message; a fetch reads 128 pages of each pool at a
         time, at most."""
 
         async def read(part: Sequence[ReadOrder]) -> list[bytes]:
-            return await self.folded(LocalWorker.read, part, run=run)
+            return await self.folded(LocalWorker.read, part, run)
 
         if run:
             answers = await read(reads)

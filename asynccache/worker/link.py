@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiofiles
 
@@ -56,7 +56,7 @@ from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker.remote import Ended, Message, encode
 
 LENGTH = 4
-_PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack
+_PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
 BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 LIMIT = 64 << 10
@@ -95,42 +95,33 @@ RETRY = 0.1
 SECRET, SECRET_FILE = "ASYNCCACHE_SECRET", "ASYNCCACHE_SECRET_FILE"
 
 
-class Reader(asyncio.StreamReader):
-    """A stream that notes when anything came last, by the loop's clock: a piece of a long frame is a sign of life,
-    too."""
+class Link(asyncio.Protocol):
+    """One end of an authenticated connection. The handshake is read from asyncio's streams; then the link takes the
+    transport over, because a frame that waits for a task is a third slower. ``timeout``: seconds of silence that are a
+    failure, the same at both ends; see ``patience``. ``ended``: True once nothing comes or goes any more, as far as is
+    known here. All calls belong to the thread of its loop.
 
-    def __init__(self) -> None:
-        super().__init__(LIMIT)
-        self.heard_at = 0.0
+    Of what comes before ``begin`` about ``LIMIT`` bytes are kept here, so that a peer that is gone is noticed; the rest
+    stays in the socket. ``early``: what came with the handshake."""
 
-    def feed_data(self, data: Any) -> None:
-        """See ``asyncio.StreamReader``."""
-        self.heard_at = asyncio.get_running_loop().time()
-        super().feed_data(data)
-
-
-class Link:
-    """One end of an authenticated connection. ``timeout``: seconds of silence that are a failure, the same at both
-    ends; see ``patience``. ``ended``: True once nothing comes or goes any more, as far as is known here. All calls
-    belong to the thread of its loop."""
-
-    def __init__(self, reader: Reader, writer: asyncio.StreamWriter, timeout: float) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, early: bytes, timeout: float) -> None:
         self.timeout = timeout
         self.ended = False
-        self._reader = reader
-        self._writer = writer
+        self._writer = writer                          # which would close the transport when it is forgotten
         self._transport = writer.transport
         self._loop = asyncio.get_running_loop()
-        self._begun = asyncio.Event()
-        self._heard: Callable[[bytes], None] = _deaf
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._rest = bytearray(early)
+        self._heard: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
         self._failure: RankFailure | None = None
         self._leaving = self._spoke = False
         self._patience = timeout
-        self._begun_at, self._doubted = inf, 0.0
+        self._heard_at = self._doubted = 0.0
         self._beat_at = self._loop.time() + timeout / 4
         self._timer = self._loop.call_at(self._beat_at, self._watch)
-        self._reading = self._loop.create_task(self._read(), name="asynccache-link")
+        self._transport.set_write_buffer_limits(0)     # 0: uvloop would keep smaller pieces until its turn ends
+        self._transport.set_protocol(self)
 
     def __repr__(self) -> str:
         return f"Link({self._failure or 'closed' if self.ended else 'open'})"
@@ -139,12 +130,17 @@ class Link:
         """Call ``heard`` from now on with every frame, in order, and ``lost`` at most once, after the last frame. To be
         called once. An error that ``heard`` raises ends the link. ``lost`` gets that error if it is a
         ``RankFailure``, else a ``RankFailure`` with that error as its cause."""
-        self._heard, self._lost = heard, lost
-        self._begun_at = self._loop.time()
-        self._begun.set()
+        self._lost = lost
+        self._loop.call_soon(self._go_on, heard)
+
+    def _go_on(self, heard: Callable[[bytes], None]) -> None:
+        if self._lost is not None:
+            self._heard, self._heard_at = heard, self._loop.time()
+            self._deliver(b"")
         if self.ended:
-            self._loop.call_soon(self._tell)
+            self._tell()
         else:
+            self._transport.resume_reading()
             self._watch()
 
     def send(self, frame: bytes) -> None:
@@ -174,12 +170,12 @@ class Link:
         """Send what is unsent, say goodbye, and return when the peer has closed, too; ``GRACE`` seconds at most.
         ``lost`` is not called any more. Cancelling it aborts. A second call is harmless."""
         if not (self.ended or self._leaving):
-            self._leaving, self._heard, self._lost = True, _deaf, None
-            self._begun.set()  # to hear of the peer's end
+            self._leaving, self._lost = True, None
             self._transport.write(BYE)
             self._transport.write_eof()
+            self._transport.resume_reading()           # to hear of the peer's end
         try:
-            await asyncio.wait([self._reading], timeout=GRACE)
+            await asyncio.wait([self._closed], timeout=GRACE)
         finally:
             self.abort()
 
@@ -192,7 +188,6 @@ class Link:
         """Do nothing more. The connection stays as it is, for somebody else to close."""
         self.ended = True
         self._timer.cancel()
-        self._reading.cancel()
 
     def _watch(self) -> None:
         """Send a sign of life if one is due, and look whether the peer has been silent for too long."""
@@ -204,54 +199,75 @@ class Link:
             if not self._spoke and not self._leaving:
                 self._transport.write(BEAT)
             self._spoke, self._beat_at = False, now + self.timeout / 4
-        heard_at = max(self._begun_at, self._reader.heard_at)
-        silent_at = heard_at + self._patience
+        silent_at = inf if self._heard is None else self._heard_at + self._patience
         if now >= silent_at:
-            if self._doubted == heard_at:
+            if self._doubted == self._heard_at:
                 self._end(RankFailure(f"was silent for {self._patience:g} s"))
                 return
-            self._doubted, silent_at = heard_at, now + DOUBT
+            self._doubted, silent_at = self._heard_at, now + DOUBT
         self._timer = self._loop.call_at(min(self._beat_at, silent_at), self._watch)
 
-    async def _read(self) -> None:
-        read = self._reader.readexactly
-        while not self.ended:
-            size = None
-            try:
-                size = _UNPACK(await read(LENGTH))[0]
-                frame = await read(size) if 0 < size <= MOST_FRAME else b""
-            except asyncio.IncompleteReadError as error:
-                cut = " in the middle of a frame" if size or error.partial else ""
-                self._end(RankFailure(f"closed the connection{cut}"))
-                return
-            except OSError as error:
-                self._end(RankFailure(f"is gone: {error}"))
-                return
-            if not size:
-                continue
-            if not self._begun.is_set():
-                await self._begun.wait()  # meanwhile the stream stops reading when it is full
-            if frame:
-                self._hear(frame)
-            elif _PACK(size) == BYE:
-                self._end(RankFailure("has left"))
-            else:
-                self._end(RankFailure(f"sent a frame of {size} bytes, where {MOST_FRAME} are the most"))
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        if self.ended or self._leaving:
+            return
+        self._heard_at = self._loop.time()
+        if self._heard is not None:
+            self._deliver(data)
+        else:
+            self._rest += data
+            if len(self._rest) > LIMIT:
+                self._transport.pause_reading()
 
-    def _hear(self, frame: bytes) -> None:
+    def _deliver(self, data: bytes | bytearray) -> None:
+        """Hand on all frames that are whole. What remains is kept until more comes; the pieces of a long frame are
+        joined in place, and not copied again for each."""
+        heard, start = self._heard, 0
+        assert heard is not None
+        if self._rest:
+            self._rest += data
+            data = self._rest
+        end = len(data)
         try:
-            self._heard(frame)
+            while end >= (begin := start + LENGTH) and self._lost is not None:
+                size = _UNPACK(data, start)[0]
+                if size > MOST_FRAME:
+                    left = data[start:begin] == BYE
+                    raise RankFailure(  # noqa: TRY301
+                        "has left" if left else f"sent a frame of {size} bytes, where {MOST_FRAME} are the most"
+                    )
+                if end < begin + size:
+                    break
+                start = begin + size
+                if size:
+                    heard(bytes(data[begin:start]))
         except Exception as error:
             self._end(_raised(error))
+            return
+        if data is self._rest:
+            del self._rest[:start]
+        elif start < end:
+            self._rest = bytearray(data[start:])
+
+    def eof_received(self) -> None:
+        """See ``asyncio.Protocol``. Returns None, so the transport closes."""
+        if self._rest and self._heard is not None:
+            self._end(RankFailure("closed the connection in the middle of a frame"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self._end(RankFailure("closed the connection" if error is None else f"is gone: {error}"))
 
     def _end(self, failure: RankFailure | None) -> None:
         if self.ended:
             return
         self.ended, self._failure = True, failure
         self._timer.cancel()
-        self._reading.cancel()
         self._transport.abort()
-        self._loop.call_soon(self._tell)
+        if self._heard is not None:
+            self._loop.call_soon(self._tell)
 
     def _tell(self) -> None:
         """Tell the listener that the link has failed, and forget it, so that neither keeps the other alive."""
@@ -460,29 +476,26 @@ async def open_link(address: str, secret: bytes | None, hello: bytes, *, timeout
 async def _enter(where: ListenAddress, secret: bytes, hello: bytes) -> tuple[Link, bytes]:
     """Connect, and return the link and the head's welcome. Raises ``OSError``: there was no greeting, and another
     attempt may get one; and ``RankFailure``: the head refused, or one end does not know the secret."""
-    loop, reader = asyncio.get_running_loop(), Reader()
-    protocol = asyncio.StreamReaderProtocol(reader)
     if where.path:
-        transport, _ = await loop.create_unix_connection(lambda: protocol, where.path)
+        reader, writer = await asyncio.open_unix_connection(where.path, limit=LIMIT)
     else:
-        transport, _ = await loop.create_connection(lambda: protocol, where.host, where.port)
-    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        reader, writer = await asyncio.open_connection(where.host, where.port, limit=LIMIT)
     try:
         try:
             greeting = await _take(reader, len(GREETING))
         except RankFailure as error:
             raise ConnectionError(f"what listens there {error}") from None
         timeout, welcome = await _prove(reader, writer, greeting, secret, hello)
-        return Link(reader, _eager(writer), timeout), welcome
+        return Link(writer, await _rest(reader), timeout), welcome
     except BaseException as error:
-        transport.abort()
+        writer.transport.abort()
         if isinstance(error, RankFailure):
             raise RankFailure(f"the head at {where} {error}") from None
         raise
 
 
 async def _prove(
-    reader: Reader, writer: asyncio.StreamWriter, greeting: bytes, secret: bytes, hello: bytes
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, greeting: bytes, secret: bytes, hello: bytes
 ) -> tuple[float, bytes]:
     """Carry out the rank's part of the handshake. Returns the link's time-out and the head's welcome."""
     if greeting[:-1] != GREETING[:-1]:
@@ -506,7 +519,7 @@ async def _prove(
     return TIMEOUT.unpack_from(content)[0], content[TIMEOUT.size :]
 
 
-async def _take(reader: Reader, count: int) -> bytes:
+async def _take(reader: asyncio.StreamReader, count: int) -> bytes:
     """Return the next ``count`` bytes of the handshake. Raises ``RankFailure``: the peer has closed."""
     try:
         return await reader.readexactly(count)
@@ -516,7 +529,7 @@ async def _take(reader: Reader, count: int) -> bytes:
         raise RankFailure(f"is gone: {error}") from None
 
 
-async def _take_frame(reader: Reader, most: int) -> bytes:
+async def _take_frame(reader: asyncio.StreamReader, most: int) -> bytes:
     """Return the next frame of the handshake. Raises ``RankFailure``: the peer has closed, or the frame has more than
     ``most`` bytes."""
     count = _UNPACK(await _take(reader, LENGTH))[0]
@@ -525,10 +538,10 @@ async def _take_frame(reader: Reader, most: int) -> bytes:
     return await _take(reader, count)
 
 
-def _eager(writer: asyncio.StreamWriter) -> asyncio.StreamWriter:
-    """Let each write go out at once: uvloop would keep small pieces until its turn ends."""
-    writer.transport.set_write_buffer_limits(0)
-    return writer
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    """Return, at once, what has come behind the handshake. Nothing is read from ``reader`` afterwards."""
+    reader.feed_eof()
+    return await reader.read()
 
 
 # the head's end
@@ -551,17 +564,12 @@ class Listener:
 
     async def open(self, where: ListenAddress) -> None:
         """Begin to listen at ``where``. To be called once. Raises ``OSError``: the address cannot be used."""
-        loop = asyncio.get_running_loop()
-
-        def stream() -> asyncio.StreamReaderProtocol:
-            return asyncio.StreamReaderProtocol(Reader(), self._came)
-
         if where.path:
             await _unused(where.path)
-            self._server = await loop.create_unix_server(stream, sock=_private(where.path))
+            self._server = await asyncio.start_unix_server(self._came, sock=_private(where.path), limit=LIMIT)
             self.address = str(where)
             return
-        server = await loop.create_server(stream, where.host, where.port)
+        server = await asyncio.start_server(self._came, where.host, where.port, limit=LIMIT)
         self._server = server
         self.address = str(where._replace(port=server.sockets[0].getsockname()[1]))
 
@@ -581,7 +589,6 @@ class Listener:
         await asyncio.gather(*strangers.values(), return_exceptions=True)
 
     def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert isinstance(reader, Reader)
         if self._server is None:
             writer.transport.abort()
             return
@@ -596,13 +603,13 @@ class Listener:
         if self._strangers.pop(writer).cancel():
             writer.transport.abort()  # a task that is cancelled before it begins does not
 
-    async def _admit(self, reader: Reader, writer: asyncio.StreamWriter) -> None:
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry out the handshake. If it fails, the connection is closed; nobody else is disturbed, and nothing is
         reported."""
         try:
             async with asyncio.timeout(HANDSHAKE):
                 hello = await self._authenticated(reader, writer)
-            link = Link(reader, _eager(writer), self._timeout)
+            link = Link(writer, await _rest(reader), self._timeout)
             try:
                 answer = TAKEN + TIMEOUT.pack(self._timeout) + self._answer(hello, link)
             except RankFailure as error:
@@ -619,7 +626,7 @@ class Listener:
             writer.transport.abort()
             raise
 
-    async def _authenticated(self, reader: Reader, writer: asyncio.StreamWriter) -> bytes:
+    async def _authenticated(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         """Return the hello of a peer that knows the secret. Raises ``RankFailure``: it does not, or has closed."""
         ours = secrets.token_bytes(NONCE)
         writer.write(GREETING + ours)

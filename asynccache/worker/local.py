@@ -364,7 +364,7 @@ class LocalWorker:
         return await self._reading.ask(asked)
 
     @remote(fold=folds.read)
-    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
+    async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
         """Read pages from the stores. Returns bytes for each of ``reads``: a ``Result`` for each page.
 
         ``run``: ``reads`` name the same pages in several pools, and the pages are wanted up to the first one that is

@@ -26,7 +26,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from asynccache import checks
 from asynccache.config import CacheConfig
@@ -41,7 +41,6 @@ from asynccache.worker.rank_worker import EngineBatch, RankWorker, SentBatches
 from asynccache.worker.remote import (
     Answer,
     BatchOver,
-    Call,
     Died,
     Ended,
     Failed,
@@ -134,18 +133,20 @@ class RankServer:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
         for message in messages:
             try:
-                order = _BY_TYPE[type(message)]
-                arguments = {name: getattr(message, name) for name in order.arguments}
-                done = getattr(self if order.name in _OWN else self._own, order.name)(**arguments)
-                if isinstance(message, Call):
-                    self._begin(order, message, done)
+                order, own = _BY_TYPE[type(message)]
+                method = getattr(self if own else self._own, order.name)
+                if order.answer is None:
+                    method(*astuple(message))
+                else:
+                    call, *arguments = astuple(message)
+                    self._begin(order, message, call, method(*arguments))
             except Exception as error:
                 self.die(error)
 
-    def _begin(self, order: Order, message: Call, work: Any) -> None:
+    def _begin(self, order: Order, message: Message, call: int, work: Any) -> None:
         task = self._loop.create_task(work, name=f"asynccache-{order.name}-{self.rank}")
-        self._calls[message.call] = message, task
-        task.add_done_callback(partial(self._answer, order, message.call))  # also if it is cancelled before it begins
+        self._calls[call] = message, task
+        task.add_done_callback(partial(self._answer, order, call))  # also if it is cancelled before it begins
 
     def _answer(self, order: Order, call: int, done: asyncio.Task[Any]) -> None:
         del self._calls[call]
@@ -417,8 +418,7 @@ class RankServer:
 
 ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
 """All that a head may say to a rank."""
-_BY_TYPE = {order.message: order for order in ORDERS.values()}
-_OWN = frozenset(orders_of(RankServer))
+_BY_TYPE = {order.message: (order, order.name in vars(RankServer)) for order in ORDERS.values()}
 _STORE = ORDERS["store"].message
 decode_orders = order_decoder(ORDERS)
 
@@ -501,10 +501,10 @@ class RankProcess(RankServer):
         """See ``RankServer``."""
         self._end(RankFailure(reason, rank if rank >= 0 else None))
 
-    def _begin(self, order: Order, message: Call, work: Any) -> None:
+    def _begin(self, order: Order, message: Any, call: int, work: Any) -> None:
         if order.name == "close":
-            self._last_call, self._closing_takes = message.call, getattr(message, "patience", 0.0)
-        super()._begin(order, message, work)
+            self._last_call, self._closing_takes = call, message.patience
+        super()._begin(order, message, call, work)
 
     def _say(self, message: Message) -> None:
         self._wire.put(message)

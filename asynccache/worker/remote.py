@@ -129,12 +129,11 @@ def remote(fold: Fold | None = None) -> Callable[[F], F]:
 
 
 class Order(NamedTuple):
-    """A remote method by its ``name``. ``message``: the type of its message. ``arguments``: their names. ``answer``:
-    the type of its answer; None: nobody answers."""
+    """A remote method by its ``name``. ``message``: the type of its message, which has the arguments in order; of a
+    call, behind its number. ``answer``: the type of its answer; None: nobody answers."""
 
     name: str
     message: type[Any]
-    arguments: tuple[str, ...]
     answer: type[Any] | None
     fold: Fold | None
 
@@ -151,15 +150,14 @@ def orders_of(*owners: type) -> dict[str, Order]:
 
 def _order(name: str, method: Callable[..., Any]) -> Order:
     hints = get_type_hints(method)
-    arguments = tuple(signature(method).parameters)[1:]
-    fields = [(argument, hints[argument]) for argument in arguments]
+    fields = [(argument, hints[argument]) for argument in list(signature(method).parameters)[1:]]
     answer = None
     if iscoroutinefunction(method):
         value = [("value", hints["return"])]
         answer = msgspec.defstruct(f"{name}_answer", value, bases=(Answer,), tag=f"{name}.answer")
     base = Message if answer is None else Call
     message = msgspec.defstruct(name, fields, bases=(base,), tag=name)
-    return Order(name, message, arguments, answer, getattr(method, _MARK))
+    return Order(name, message, answer, getattr(method, _MARK))
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -467,7 +467,7 @@ MUTATIONS = {
     "a page is not written": Mutation(
         a_backup_to_storage_loses_its_last_page, 11, matters=lambda c: c.calm and stored(c)
     ),
-    "windows need not be whole": Mutation(windows_need_not_be_whole, 2299, matters=windows_break),
+    "windows need not be whole": Mutation(windows_need_not_be_whole, 2121, matters=windows_break),
     "pools are not aligned": Mutation(pools_are_not_aligned, 566, matters=ends_differ),
     "the head is not missed": Mutation(the_head_is_not_missed, 2, matters=has_fate),
     "nobody is told of the end": Mutation(nobody_is_told, 2, matters=has_fate),

@@ -298,14 +298,11 @@ async def test_a_worker_that_has_come_in_is_no_stranger_any_more(what: str, monk
     monkeypatch.setattr(links, "MOST_STRANGERS", 1)
     loop, head, closing = asyncio.get_running_loop(), Head(), list[asyncio.Task[None]]()
     elsewhere = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
-    reader = links.Reader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport, _ = await loop.create_connection(lambda: protocol, *elsewhere.sockets[0].getsockname())
-    other = asyncio.StreamWriter(transport, protocol, reader, loop)
+    other = await asyncio.open_connection(*elsewhere.sockets[0].getsockname())
 
     def answer(hello: bytes, link: Link) -> bytes:
         if what == "a stranger comes":  # after the worker's last step, and before the listener hears that it ended
-            loop.call_soon(listener._came, reader, other)
+            loop.call_soon(listener._came, *other)
         else:
             closing.append(loop.create_task(listener.aclose()))
         return head.take(hello, link)
@@ -316,7 +313,7 @@ async def test_a_worker_that_has_come_in_is_no_stranger_any_more(what: str, monk
     await asyncio.sleep(0.05)
     assert not ear.lost
     worker.abort()
-    transport.abort()
+    other[1].transport.abort()
     elsewhere.close()
     await elsewhere.wait_closed()
     await head.aclose(listener)

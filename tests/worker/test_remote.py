@@ -159,7 +159,6 @@ def test_a_new_call_is_one_method() -> None:
     decode = r.order_decoder({"count": order})
     sent = order.message(7, 1, [b"a", b"b"])
     assert decode(r.encode([sent])) == [sent]
-    assert order.arguments == ("store", "keys")
     assert order.fold({0: 3, 1: 4}, 1, [b"a", b"b"]) == 7
     with pytest.raises(RankFailure, match="no message"):
         decode(r.encode([order.message(7, "1", [b"a"])]))
