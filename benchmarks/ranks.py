@@ -29,14 +29,13 @@ from asynccache.cli.output import Tell
 from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
-from asynccache.worker.admitting_ranks import Workers, listen
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.joining import joined
 from asynccache.worker.link import SECRET
 from asynccache.worker.local import EmbedderParts, Reports
+from asynccache.worker.messages import encode
 from asynccache.worker.rank_server import ORDERS, RankServer, connect
-from asynccache.worker.remote import encode
-from asynccache.worker.topology import Topology
+from asynccache.worker.ranks import Topology, Workers, listen
 from asynccache.worker.work import Work
 from benchmarks.tables import Chart, Row, bench
 

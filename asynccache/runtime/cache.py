@@ -32,7 +32,6 @@ from asynccache.runtime.saving_and_forgetting import flush, forget, forget_all, 
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
 from asynccache.settle import completed
-from asynccache.worker.admitting_ranks import Workers
 from asynccache.worker.local import (
     LATE,
     MOMENT,
@@ -43,6 +42,7 @@ from asynccache.worker.local import (
     check_device,
     check_storage,
 )
+from asynccache.worker.ranks import Workers
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:

@@ -14,21 +14,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynccache.worker.admitting_ranks import Workers, listen
     from asynccache.worker.rank_server import connect
     from asynccache.worker.rank_worker import EngineBatch, RankWorker
-    from asynccache.worker.topology import RankPlace, Topology
+    from asynccache.worker.ranks import RankPlace, Topology, Workers, listen
 
 __all__ = ["EngineBatch", "RankPlace", "RankWorker", "Topology", "Workers", "connect", "listen"]
 
 _LAZY = {
     "EngineBatch": "asynccache.worker.rank_worker",
-    "RankPlace": "asynccache.worker.topology",
+    "RankPlace": "asynccache.worker.ranks",
     "RankWorker": "asynccache.worker.rank_worker",
-    "Topology": "asynccache.worker.topology",
-    "Workers": "asynccache.worker.admitting_ranks",
+    "Topology": "asynccache.worker.ranks",
+    "Workers": "asynccache.worker.ranks",
     "connect": "asynccache.worker.rank_server",
-    "listen": "asynccache.worker.admitting_ranks",
+    "listen": "asynccache.worker.ranks",
 }
 
 

@@ -14,7 +14,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
 from asynccache.storage.call_guard import BreakerState
 from asynccache.storage.contract import Result
-from asynccache.worker.remote import Failed
+from asynccache.worker.messages import Failed
 from asynccache.worker.work import ReadOrder, StoredBatch, StoreQuestion, WriteOrder
 
 _ORDER = (Result.HIT, Result.MISS, Result.FAILED, Result.CORRUPT)

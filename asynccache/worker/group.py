@@ -34,34 +34,22 @@ from asynccache.settle import settled
 from asynccache.storage.contract import Result
 from asynccache.storage.url import check_name
 from asynccache.worker import folds
+from asynccache.worker import messages as m
 from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Wire, slices
 from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Reports, Storage, StoreEntry
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_server import ORDERS, PINNING, RankServer
-from asynccache.worker.remote import (
-    Answer,
-    BatchOver,
-    Died,
-    Ended,
-    Failed,
-    Message,
-    StoreCounters,
-    StoreHealth,
-    StoreKeys,
-    news_decoder,
-    orders_of,
-    sendable,
-)
+from asynccache.worker.remote import news_decoder, orders_of
 from asynccache.worker.stats import StageMeter
 from asynccache.worker.watched_keys import WatchedKeys
 from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import DevicePool
-    from asynccache.worker.admitting_ranks import Workers
     from asynccache.worker.link import Link
     from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.ranks import Workers
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -150,7 +138,7 @@ class GroupBatch(AwaitedAnswers):
 
     def hear(self, rank: int, message: object) -> bool:
         """See ``AwaitedAnswers``."""
-        if isinstance(message, BatchOver) and message.error and rank in self.left:
+        if isinstance(message, m.BatchOver) and message.error and rank in self.left:
             self.failed = True
             self._changed.tell()
         return super().hear(rank, message)
@@ -222,7 +210,7 @@ class WorkerGroup(LocalWorker):
         self._numbers = 0
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
-        self._to_forget: list[Message] = []
+        self._to_forget: list[m.Message] = []
         self._storing: dict[int, bool] = {}  # by the first operation of a batch: whether it was given up
         self._sent: dict[int, GroupBatch] = {}
         self._last_batch = 0
@@ -232,7 +220,7 @@ class WorkerGroup(LocalWorker):
         self._used: tuple[StoreEntry, ...] = ()
         self._last_store = 0
         self._shut: set[int] = set()
-        self._counters: dict[int, StoreCounters] = {}
+        self._counters: dict[int, m.StoreCounters] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._meters = {"backup_host": StageMeter(), "load_back": StageMeter()}
         self._weights: dict[int, tuple[int, int]] = {}
@@ -342,7 +330,7 @@ class WorkerGroup(LocalWorker):
     def _say_lost(self, rank: int | None, reason: str) -> None:
         """Tell the other processes that the group is over, also if this one knows it already."""
         lost = ORDERS["group_lost"].message
-        self._wire.send([lost(-1 if rank is None else rank, sendable(reason))])
+        self._wire.send([lost(-1 if rank is None else rank, m.sendable(reason))])
 
     async def _let_go(self, patience: float, latest: float) -> None:
         """Close the head's own worker and the links. ``patience``: as for ``LocalWorker.aclose``. ``latest``: until
@@ -374,7 +362,7 @@ class WorkerGroup(LocalWorker):
 
     # both ways
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: m.Message) -> None:
         if self.failure is None:
             self._wire.put(message)
             if self.own is not None:
@@ -425,7 +413,7 @@ class WorkerGroup(LocalWorker):
             raise
         finally:
             del self._calls[number]
-        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, Failed)}
+        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.Failed)}
         if failures:
             error = folds.error_of(failures)
             if isinstance(error, RankFailure) and order.fold is not None:
@@ -461,29 +449,29 @@ class WorkerGroup(LocalWorker):
         for message in _decode_news(frame):
             self._take(rank, message)
 
-    def _take(self, rank: int, message: Message) -> None:
+    def _take(self, rank: int, message: m.Message) -> None:
         """Act on what worker ``rank`` says."""
         if self.failure is not None:
             return
         match message:
-            case Ended():
+            case m.Ended():
                 self._ended(rank, message)
-            case Answer():
+            case m.Answer():
                 call = self._calls.get(message.call)
                 if call is None or not call.hear(rank, message):
                     self._nonsense(rank, f"answered call {message.call}, which nobody made or which it had answered")
-            case BatchOver():
+            case m.BatchOver():
                 self._over(rank, message)
-            case StoreKeys():
+            case m.StoreKeys():
                 self.keys.told(message.store, rank, message.there, message.keys)
-            case StoreHealth():
+            case m.StoreHealth():
                 (self._shut.add if message.shut else self._shut.discard)(rank)
-            case StoreCounters():
+            case m.StoreCounters():
                 if not folds.are_counters([message.storage, *message.stores.values()]):
                     self._nonsense(rank, "counted what nobody can")
                 else:
                     self._counters[rank] = message
-            case Died():
+            case m.Died():
                 self._fail(RankFailure(message.reason, rank))
 
     # the end
@@ -563,7 +551,7 @@ class WorkerGroup(LocalWorker):
         if number in self._unable:
             raise BatchFailed(number, self._unable[number])
 
-    def _over(self, rank: int, news: BatchOver) -> None:
+    def _over(self, rank: int, news: m.BatchOver) -> None:
         batch = self._sent.get(news.number)
         if batch is None or not batch.hear(rank, news):
             self._nonsense(rank, f"ended batch {news.number}, which was not sent or had ended")
@@ -577,7 +565,7 @@ class WorkerGroup(LocalWorker):
 
     def perform(self, plan: Sequence[Work]) -> None:
         """See ``LocalWorker``."""
-        orders: list[Message] = []
+        orders: list[m.Message] = []
         if self._to_forget and not all(work.kind is CopyKind.BACKUP for work in plan):
             # A plan with a load or a private copy was decided after all known outcomes were applied. So from now on no
             # batch and no private copy names a load whose failure was known by then.
@@ -590,7 +578,7 @@ class WorkerGroup(LocalWorker):
         if self.failure is None and self.own is not None:
             self.own.take(*orders)
 
-    def _ended(self, rank: int, news: Ended) -> None:
+    def _ended(self, rank: int, news: m.Ended) -> None:
         for first in news.works:
             copies = self._copies.get(first)
             if copies is None or rank not in copies.left:
@@ -606,17 +594,15 @@ class WorkerGroup(LocalWorker):
         """Count a work that has ended on all workers, and report its end. Private copies are not counted, see
         ``stages``."""
         work, failed = copies.work, copies.failed
+        status = Status.FAILED if failed else Status.DONE
         if work.kind is not CopyKind.CLONE:
             meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
             meter.took(perf_counter() - copies.at, count)
-            if failed:
-                meter.errors += count
-            else:
-                meter.count(count, *self._size_of(work.moves))
+            meter.ended(count, status, self._size_of(work.moves))
         if failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
             self._to_forget += map(_FORGET, work.ops)
         if self._reports is not None:
-            self._reports.ended(Status.FAILED if failed else Status.DONE, work.ops)
+            self._reports.ended(status, work.ops)
 
     def _size_of(self, moves: Iterable[Move]) -> tuple[int, int, int]:
         """Return how much ``moves`` copy: pages, summed over all workers; FULL's pages; and bytes, summed over all

@@ -47,13 +47,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import aiofiles
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
-from asynccache.worker.remote import Ended, Message, encode
+from asynccache.worker.messages import Ended, Message, encode
 
 LENGTH = 4
 _PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
@@ -108,7 +108,7 @@ class Link(asyncio.Protocol):
         self.timeout = timeout
         self.ended = False
         self._writer = writer                          # which would close the transport when it is forgotten
-        self._transport = writer.transport
+        self._transport = cast("asyncio.Transport", writer.transport)
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._rest = bytearray(early)
@@ -233,7 +233,7 @@ class Link(asyncio.Protocol):
                 size = _UNPACK(data, start)[0]
                 if size > MOST_FRAME:
                     left = data[start:begin] == BYE
-                    raise RankFailure(  # noqa: TRY301
+                    raise RankFailure(
                         "has left" if left else f"sent a frame of {size} bytes, where {MOST_FRAME} are the most"
                     )
                 if end < begin + size:

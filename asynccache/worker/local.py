@@ -19,7 +19,6 @@ This module does not import torch: a head without a rank of its own knows these 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -240,9 +239,8 @@ class LocalWorker:
         self._reports = reports
         for attached in self._stores.values():
             attached.store.breaker.changed = reports.health
-        size_of, clock = self._map.size_of, time.perf_counter  # uvloop's clock counts milliseconds
-        self.backup_host = BackupHostStage(self.mover, reports.ended, size_of, clock)
-        self.load_back = LoadBackStage(self.mover, reports.ended, size_of, clock, reports.failed)
+        self.backup_host = BackupHostStage(self.mover, self._map, reports)
+        self.load_back = LoadBackStage(self.mover, self._map, reports)
         return [
             ("backup-host", self.backup_host.run()),
             ("load-back", self.load_back.run()),
@@ -371,7 +369,7 @@ class LocalWorker:
         missing in any pool. If a pool lacks a page, this page and those behind it are not read from the later pools,
         which have no results for them. Cancelling it returns after the stores have let go of the host's pages.
         """
-        return await self._reading.read(reads, run=run)
+        return await self._reading.read(reads, run)
 
     @remote()
     async def delete(self, hashes: Sequence[bytes]) -> None:

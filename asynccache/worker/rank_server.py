@@ -33,28 +33,13 @@ from asynccache.config import CacheConfig
 from asynccache.core.plan import Status
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.admitting_ranks import ARRIVAL, Hello, decode_welcome
+from asynccache.worker import messages as m
 from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Link, Wire, open_link
 from asynccache.worker.local import EmbedderParts, LocalWorker, Reports, StoreEntry, check_device
 from asynccache.worker.rank_worker import EngineBatch, RankWorker, SentBatches
-from asynccache.worker.remote import (
-    Answer,
-    BatchOver,
-    Died,
-    Ended,
-    Failed,
-    Message,
-    Order,
-    StoreCounters,
-    StoreHealth,
-    StoreKeys,
-    encode,
-    order_decoder,
-    orders_of,
-    remote,
-)
-from asynccache.worker.topology import Topology
+from asynccache.worker.ranks import ARRIVAL, Topology, decode_welcome
+from asynccache.worker.remote import Order, order_decoder, orders_of, remote
 from asynccache.worker.work import CopyKind, Work
 
 if TYPE_CHECKING:
@@ -99,13 +84,14 @@ class RankServer:
     """
 
     def __init__(
-        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None, tell: Callable[[Message], None]
+        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None,
+        tell: Callable[[m.Message], None],
     ) -> None:  # fmt: skip
         self.rank = rank
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
-        self.batches = SentBatches(lambda number, error: tell(BatchOver(number, error)), self._try_held, self.die)
+        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self.die)
         self.worker = RankWorker(self)
         self._given = given
         self._shard = shard
@@ -120,7 +106,7 @@ class RankServer:
         self._shut = False
         self._stopped = False
         self._closing: asyncio.Task[None] | None = None
-        self._counted = StoreCounters({}, {})
+        self._counted = m.StoreCounters({}, {})
 
     def __repr__(self) -> str:
         return (
@@ -129,7 +115,7 @@ class RankServer:
 
     # messages
 
-    def take(self, *messages: Message) -> None:
+    def take(self, *messages: m.Message) -> None:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
         for message in messages:
             try:
@@ -143,7 +129,7 @@ class RankServer:
             except Exception as error:
                 self.die(error)
 
-    def _begin(self, order: Order, message: Message, call: int, work: Any) -> None:
+    def _begin(self, order: Order, message: m.Message, call: int, work: Any) -> None:
         task = self._loop.create_task(work, name=f"asynccache-{order.name}-{self.rank}")
         self._calls[call] = message, task
         task.add_done_callback(partial(self._answer, order, call))  # also if it is cancelled before it begins
@@ -151,9 +137,9 @@ class RankServer:
     def _answer(self, order: Order, call: int, done: asyncio.Task[Any]) -> None:
         del self._calls[call]
         if done.cancelled():
-            self._tell(Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
+            self._tell(m.Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
         elif (error := done.exception()) is not None:
-            self._tell(Failed(call, type(error).__name__, str(error)))
+            self._tell(m.Failed(call, type(error).__name__, str(error)))
         else:
             assert order.answer is not None
             self._tell(order.answer(call, done.result()))
@@ -183,7 +169,7 @@ class RankServer:
         if not self._stopped:
             self._stopped = True
             self.finish(RankFailure(said(error), self.rank))
-            self._tell(Died(said(error)))
+            self._tell(m.Died(said(error)))
 
     def finish(self, failure: RankFailure | None) -> None:
         """Note that nothing more comes from the head. ``failure``: what every later call of the engine raises; None:
@@ -311,7 +297,7 @@ class RankServer:
         if status is Status.FAILED and loads:
             self._failed |= loads
             self.batches.lose(loads)
-        self._tell(Ended(status, [ops[0]]))
+        self._tell(m.Ended(status, [ops[0]]))
 
     @remote()
     def forget_load(self, op: int) -> None:
@@ -397,20 +383,20 @@ class RankServer:
 
     def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         for at in range(0, len(keys), KEYS):
-            self._tell(StoreKeys(store, there, tuple(keys[at : at + KEYS])))
+            self._tell(m.StoreKeys(store, there, tuple(keys[at : at + KEYS])))
 
     def _note_health(self) -> None:
         """Tell the head whether all stores refuse calls, if that has changed."""
         local = self.local
         if local is not None and local.shut != self._shut:
             self._shut = local.shut
-            self._tell(StoreHealth(self._shut))
+            self._tell(m.StoreHealth(self._shut))
 
     def count(self) -> None:
         """Tell the head what the stores count, if that has changed since the last time."""
         if self.local is not None:
             storage, stores = self.local.store_statistics()
-            counters = StoreCounters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
+            counters = m.StoreCounters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
             if counters != self._counted:
                 self._counted = counters
                 self._tell(counters)
@@ -432,7 +418,7 @@ class RankProcess(RankServer):
     ) -> None:
         super().__init__(rank, topology, given, shard, self._say)
         self._link = link
-        self._wire = Wire([link], lambda failure: self._wire.put(Died(failure.reason)))
+        self._wire = Wire([link], lambda failure: self._wire.put(m.Died(failure.reason)))
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._counting: asyncio.TimerHandle | None = None
@@ -506,9 +492,9 @@ class RankProcess(RankServer):
             self._last_call, self._closing_takes = call, message.patience
         super()._begin(order, message, call, work)
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: m.Message) -> None:
         self._wire.put(message)
-        if not isinstance(message, Answer):
+        if not isinstance(message, m.Answer):
             return
         if message.call == self._last_call:
             self._wire.flush()
@@ -560,7 +546,7 @@ async def connect(
     if device is not None:
         check_device("device", device)
     arrival = checks.number("arrival", arrival, above=0)
-    link, welcome = await open_link(address, secret, encode(Hello(VERSION, rank)), timeout=arrival)
+    link, welcome = await open_link(address, secret, m.encode(m.Hello(VERSION, rank)), timeout=arrival)
     try:
         topology = Topology(*decode_welcome(welcome).topology)
         process = RankProcess(link, rank, topology, EmbedderParts(device), shard)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from asynccache import checks
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
 from asynccache.worker.inbox import ChangeSignal
-from asynccache.worker.topology import Topology
+from asynccache.worker.ranks import Topology
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig

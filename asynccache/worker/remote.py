@@ -3,9 +3,6 @@
 ``@remote`` marks a method that another process may call. ``orders_of`` makes a message of each: a typed array with the
 method's name and its arguments. A coroutine is *answered*, with what it returns; a plain method is not. So a new call
 is one method, and what is decoded has been checked against the method's annotations.
-
-A frame is a MessagePack array of messages. One that holds anything else raises ``RankFailure``, which ends the link;
-none of its messages is acted on.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar, Union, get_type_hints
 
 import msgspec
 
-from asynccache.core.plan import Status
-from asynccache.errors import RankFailure
+from asynccache.worker import messages as m
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,96 +21,7 @@ Fold = Callable[..., Any]
 """A function that makes one answer of those of all ranks: it gets them by rank, and then the arguments of the call. It
 raises ``RankFailure`` with a rank whose answer cannot be right."""
 
-MOST_REASON = 4096
-"""The most bytes of a reason."""
 _MARK = "__remote_fold__"
-
-
-class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
-    """A value that goes over a link."""
-
-
-class Call(Message):
-    """A message that is answered once, with the same number."""
-
-    call: int
-
-
-class Answer(Message):
-    """The answer to the call of this number."""
-
-    call: int
-
-
-class Failed(Answer, tag="failed"):
-    """A call failed. ``kind``: the name of the error's class."""
-
-    kind: str
-    reason: str
-
-    def __post_init__(self) -> None:
-        self.reason = sendable(self.reason)
-
-
-# what a rank says unasked
-
-
-class Ended(Message, tag="ended"):
-    """Works have ended, in this order and all with ``status``, and their buffers are let go. ``works``: the first
-    operation of each."""
-
-    status: Status
-    works: list[int]
-
-
-class BatchOver(Message, tag="over"):
-    """A batch is over. ``error``: why the engine could not run it; empty if it did."""
-
-    number: int
-    error: str = ""
-
-    def __post_init__(self) -> None:
-        self.error = sendable(self.error)
-
-
-class StoreKeys(Message, tag="keys"):
-    """A watched store has these keys from now on or, if ``there`` is False, has them no more."""
-
-    store: int
-    there: bool
-    keys: tuple[bytes, ...]
-
-
-class StoreHealth(Message, tag="health"):
-    """``shut``: True if all stores refuse calls."""
-
-    shut: bool
-
-
-class StoreCounters(Message, tag="counters"):
-    """The stores' counters: their sums, and those of each store by name."""
-
-    storage: dict[str, int | float]
-    stores: dict[str, dict[str, int | float]]
-
-
-class Died(Message, tag="died"):
-    """The end of a worker that cannot go on."""
-
-    reason: str
-
-    def __post_init__(self) -> None:
-        self.reason = sendable(self.reason)
-
-
-def sendable(reason: str) -> str:
-    """Return ``reason``, which may be any text, as it can be sent: not too long, and without what has no UTF-8."""
-    if len(reason) * 4 <= MOST_REASON and reason.isascii():
-        return reason
-    return reason.encode(errors="replace")[:MOST_REASON].decode(errors="ignore")
-
-
-# orders
 
 
 def remote(fold: Fold | None = None) -> Callable[[F], F]:
@@ -154,36 +61,19 @@ def _order(name: str, method: Callable[..., Any]) -> Order:
     answer = None
     if iscoroutinefunction(method):
         value = [("value", hints["return"])]
-        answer = msgspec.defstruct(f"{name}_answer", value, bases=(Answer,), tag=f"{name}.answer")
-    base = Message if answer is None else Call
+        answer = msgspec.defstruct(f"{name}_answer", value, bases=(m.Answer,), tag=f"{name}.answer")
+    base = m.Message if answer is None else m.Call
     message = msgspec.defstruct(name, fields, bases=(base,), tag=name)
     return Order(name, message, answer, getattr(method, _MARK))
 
 
-encode = msgspec.msgpack.Encoder().encode
-"""Encodes a list of messages as a frame, or one message of the handshake."""
-
-
-def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Return a function that decodes a value of this type. It raises ``RankFailure`` for anything else."""
-    decode = msgspec.msgpack.Decoder(kind).decode
-
-    def decoded(frame: bytes) -> Any:
-        try:
-            return decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise RankFailure(f"sent what is no message: {error}") from None
-
-    return decoded
-
-
-def order_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[Message]]:
+def order_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[m.Message]]:
     """Return a function that decodes a frame of a head."""
-    return decoder(list[Union[tuple(order.message for order in orders.values())]])  # type: ignore[misc]  # noqa: UP007
+    return m.decoder(list[Union[tuple(order.message for order in orders.values())]])  # type: ignore[misc]  # noqa: UP007
 
 
-def news_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[Message]]:
+def news_decoder(orders: Mapping[str, Order]) -> Callable[[bytes], list[m.Message]]:
     """Return a function that decodes a frame of a rank: answers, and what it says unasked."""
     answers = [order.answer for order in orders.values() if order.answer is not None]
-    kinds = (Ended, BatchOver, StoreKeys, StoreHealth, StoreCounters, Died, Failed, *answers)
-    return decoder(list[Union[kinds]])  # type: ignore[valid-type]  # noqa: UP007
+    kinds = (m.Ended, m.BatchOver, m.StoreKeys, m.StoreHealth, m.StoreCounters, m.Died, m.Failed, *answers)
+    return m.decoder(list[Union[kinds]])  # type: ignore[valid-type]  # noqa: UP007

@@ -27,8 +27,8 @@ from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import Topology
 from asynccache.worker.local import LocalWorker, Storage
+from asynccache.worker.messages import Ended, Message
 from asynccache.worker.rank_server import RankServer, Shard
-from asynccache.worker.remote import Ended, Message
 from asynccache.worker.work import Work
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.core.plan import Status
-from asynccache.worker.remote import Ended
+from asynccache.worker.messages import Ended
 
 if TYPE_CHECKING:
     from tests.group.group_kit import GroupWorld

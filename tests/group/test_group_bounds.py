@@ -10,8 +10,8 @@ import pytest
 
 from asynccache import Sidecar
 from asynccache.worker import Topology
+from asynccache.worker.messages import Message
 from asynccache.worker.rank_server import ORDERS, decode_orders
-from asynccache.worker.remote import Message
 from asynccache.worker.work import CopyKind
 from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
 from tests.simulated.loop import SimulatedLoop

@@ -11,7 +11,7 @@ import pytest
 from asynccache import AsyncCache, RankFailure
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import Topology
-from asynccache.worker.remote import StoreHealth
+from asynccache.worker.messages import StoreHealth
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.runtime import runtime_kit
 from tests.simulated.loop import SimulatedLoop

@@ -11,8 +11,8 @@ import pytest
 from asynccache import RankFailure
 from asynccache.core.plan import StoredPages
 from asynccache.worker import Topology
+from asynccache.worker.messages import StoreCounters
 from asynccache.worker.rank_server import ORDERS
-from asynccache.worker.remote import StoreCounters
 from asynccache.worker.work import StoredBatch, WriteOrder
 from tests.group.group_kit import GroupWorld, play, settings
 from tests.simulated.loop import SimulatedLoop

@@ -24,9 +24,9 @@ from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
 from asynccache.worker import folds, stages, watched_keys
 from asynccache.worker.group import AwaitedAnswers, GroupBatch, WorkerGroup
+from asynccache.worker.messages import BatchOver, Ended, Message
 from asynccache.worker.rank_server import ORDERS, RankProcess, RankServer
 from asynccache.worker.rank_worker import EngineBatch, SentBatches
-from asynccache.worker.remote import BatchOver, Ended, Message
 from asynccache.worker.work import StoredBatch, Work
 from tests.group import test_group_bytes, test_group_calls
 from tests.group.random_worlds import Climate, draw, play
@@ -313,7 +313,7 @@ def one_replica_writes_everywhere(patch: Patch) -> None:
         if ours:
             await self._put_in(ours, shared=True)
 
-    patch.setattr(stages._Batch, "_put", put)
+    patch.setattr(stages._Batch, "put", put)
 
 
 def every_replica_writes(patch: Patch) -> None:
@@ -322,7 +322,7 @@ def every_replica_writes(patch: Patch) -> None:
     async def put(self: Any, part: Sequence[Any]) -> None:
         await self._put_in(part, shared=True)
 
-    patch.setattr(stages._Batch, "_put", put)
+    patch.setattr(stages._Batch, "put", put)
 
 
 def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:

@@ -21,13 +21,12 @@ from random import Random
 
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.admitting_ranks import Hello, Workers
 from asynccache.worker.link import Link, _raised
 from asynccache.worker.local import Device, EmbedderParts, Storage
+from asynccache.worker.messages import Hello, encode
 from asynccache.worker.rank_server import RankProcess, Shard
 from asynccache.worker.rank_worker import RankWorker
-from asynccache.worker.remote import encode
-from asynccache.worker.topology import Topology
+from asynccache.worker.ranks import Topology, Workers
 
 _TIMEOUT = 30.0
 
@@ -58,9 +57,9 @@ class SimulatedLink(Link):
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
         """See ``Link``."""
         self._hears, self._lost = heard, lost
-        asyncio.get_running_loop().call_soon(self._go_on)
+        asyncio.get_running_loop().call_soon(self._replay)
 
-    def _go_on(self) -> None:
+    def _replay(self) -> None:
         kept, self._kept = self._kept, []
         for frame in kept:
             self._hear(frame)

@@ -9,9 +9,8 @@ import pytest
 from asynccache.errors import RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import Topology, listen
-from asynccache.worker.admitting_ranks import Hello
 from asynccache.worker.link import Link, open_link
-from asynccache.worker.remote import encode
+from asynccache.worker.messages import Hello, encode
 from tests.waiting import until
 from tests.worker.link_kit import ANYWHERE, SECRET
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from asynccache.core.plan import BackupHost, Clone, Copy, LoadBack, Move
 from asynccache.worker.joining import joined
 from asynccache.worker.link import MOST_FRAME
+from asynccache.worker.messages import encode
 from asynccache.worker.rank_server import ORDERS
-from asynccache.worker.remote import encode
 from asynccache.worker.work import CopyKind, Work
 
 

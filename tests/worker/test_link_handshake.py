@@ -302,7 +302,7 @@ async def test_a_worker_that_has_come_in_is_no_stranger_any_more(what: str, monk
 
     def answer(hello: bytes, link: Link) -> bytes:
         if what == "a stranger comes":  # after the worker's last step, and before the listener hears that it ended
-            loop.call_soon(listener._came, *other)
+            loop.call_soon(listener._came, other[0], other[1])
         else:
             closing.append(loop.create_task(listener.aclose()))
         return head.take(hello, link)

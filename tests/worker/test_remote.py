@@ -13,6 +13,7 @@ import pytest
 from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Replicated, Sidecar, SlidingWindow
 from asynccache.core.plan import Move, Status, StoredPages
 from asynccache.storage import StoreOptions
+from asynccache.worker import messages as m
 from asynccache.worker import remote as r
 from asynccache.worker.group import WorkerGroup
 from asynccache.worker.local import LocalWorker, StoreEntry
@@ -65,24 +66,24 @@ def news() -> list[Any]:
     """Each message of a rank."""
     answers = [order.answer(3, ANSWERS.get(name)) for name, order in ORDERS.items() if order.answer is not None]
     return [
-        *answers, r.Ended(Status.FAILED, [7, 9]), r.BatchOver(3, "no memory"), r.BatchOver(4),
-        r.Failed(2, "Unavailable", "locked"), r.StoreKeys(1, False, (bytes(32),)), r.StoreHealth(True),
-        r.StoreCounters({"pages": 1, "s": 0.5}, {"x": {"pages": 1}}), r.Died("OSError: out of memory"),
+        *answers, m.Ended(Status.FAILED, [7, 9]), m.BatchOver(3, "no memory"), m.BatchOver(4),
+        m.Failed(2, "Unavailable", "locked"), m.StoreKeys(1, False, (bytes(32),)), m.StoreHealth(True),
+        m.StoreCounters({"pages": 1, "s": 0.5}, {"x": {"pages": 1}}), m.Died("OSError: out of memory"),
     ]  # fmt: skip
 
 
 def test_all_messages_of_one_frame_come_back_as_they_were_sent_and_in_order() -> None:
     assert CALLS.keys() == ORDERS.keys(), "each remote method is among them"
-    assert decode_orders(r.encode(orders())) == orders()
-    assert decode_news(r.encode(news())) == news()
-    unasked = {kind for kind in vars(r).values() if isinstance(kind, type) and issubclass(kind, r.Message)}
-    assert {type(one) for one in news()} >= unasked - {r.Message, r.Call, r.Answer}
+    assert decode_orders(m.encode(orders())) == orders()
+    assert decode_news(m.encode(news())) == news()
+    unasked = {kind for kind in vars(m).values() if isinstance(kind, type) and issubclass(kind, m.Message)}
+    assert {type(one) for one in news()} >= unasked - {m.Message, m.Call, m.Answer, m.Hello, m.Welcome}
 
 
 def test_what_is_to_be_stored_comes_back_with_its_pages() -> None:
     """Also where the core is compiled, whose annotations say less."""
     order: Any
-    (order,) = decode_orders(r.encode([ORDERS["store"].message(2, [WriteOrder(10, PAGES)])]))
+    (order,) = decode_orders(m.encode([ORDERS["store"].message(2, [WriteOrder(10, PAGES)])]))
     assert [type(one) for one in order.batch] == [WriteOrder]
     assert [type(one) for one in order.batch[0].pages] == [StoredPages] * 2
 
@@ -91,13 +92,13 @@ def test_the_head_says_nothing_that_a_worker_may_and_the_other_way_round() -> No
     for messages, decode in ((news(), decode_orders), (orders(), decode_news)):
         for message in messages:
             with pytest.raises(RankFailure, match="no message"):
-                decode(r.encode([message]))
+                decode(m.encode([message]))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
     random = Random(seed)
-    whole = {True: r.encode(orders()), False: r.encode(news())}
+    whole = {True: m.encode(orders()), False: m.encode(news())}
     for _ in range(300):
         head = random.random() < 0.5
         frame = bytearray(whole[head])
@@ -115,7 +116,7 @@ def test_what_is_no_frame_raises_a_failure_and_nothing_else(seed: int) -> None:
             decoded = (decode_orders if head else decode_news)(bytes(frame))
         except RankFailure:
             continue
-        assert all(isinstance(one, r.Message) for one in decoded)  # another number, or other bytes: that is no harm
+        assert all(isinstance(one, m.Message) for one in decoded)  # another number, or other bytes: that is no harm
 
 
 @pytest.mark.parametrize("wrong", [
@@ -158,7 +159,7 @@ def test_a_new_call_is_one_method() -> None:
     assert order.fold is not None
     decode = r.order_decoder({"count": order})
     sent = order.message(7, 1, [b"a", b"b"])
-    assert decode(r.encode([sent])) == [sent]
+    assert decode(m.encode([sent])) == [sent]
     assert order.fold({0: 3, 1: 4}, 1, [b"a", b"b"]) == 7
     with pytest.raises(RankFailure, match="no message"):
-        decode(r.encode([order.message(7, "1", [b"a"])]))
+        decode(m.encode([order.message(7, "1", [b"a"])]))

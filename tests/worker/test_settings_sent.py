@@ -8,8 +8,8 @@ import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.worker import Topology, listen
+from asynccache.worker.messages import encode
 from asynccache.worker.rank_server import ORDERS, decode_orders
-from asynccache.worker.remote import encode
 
 
 def config(threshold: int) -> CacheConfig:

@@ -16,9 +16,9 @@ from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import EngineBatch, RankWorker, Topology
 from asynccache.worker.local import EmbedderParts
+from asynccache.worker.messages import Message
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_server import ORDERS, RankServer
-from asynccache.worker.remote import Message
 from asynccache.worker.work import CopyKind, Work
 
 T = TypeVar("T")

@@ -11,18 +11,9 @@ from asynccache.core.plan import Status
 from asynccache.errors import RankFailure
 from asynccache.worker import link as links
 from asynccache.worker.link import Wire, slices
+from asynccache.worker.messages import MOST_REASON, BatchOver, Died, Ended, Failed, Message, encode, sendable
 from asynccache.worker.rank_server import ORDERS, decode_orders
-from asynccache.worker.remote import (
-    MOST_REASON,
-    BatchOver,
-    Died,
-    Ended,
-    Failed,
-    Message,
-    encode,
-    news_decoder,
-    sendable,
-)
+from asynccache.worker.remote import news_decoder
 from tests.simulated.links import simulated_links
 from tests.simulated.loop import SimulatedLoop, simulate
 

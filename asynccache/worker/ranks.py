@@ -1,4 +1,5 @@
-"""Admission of a group's workers: one for each rank of the topology, of the same version as the head.
+"""The ranks of a group: their coordinates, and how their workers come in: one for each rank, of the same version as the
+head. Ranks are numbered as engines number them: tp fastest, then cp, then pp.
 
 Law: a worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
 worker's link ends before all have come, another worker of its rank may take its place.
@@ -9,14 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker.link import Link, open_listener
-from asynccache.worker.remote import Message, decoder, encode
-from asynccache.worker.topology import Topology
+from asynccache.worker.messages import Hello, Welcome, decoder, encode
 
 if TYPE_CHECKING:
     from asynccache.worker.local import Storage
@@ -25,22 +26,44 @@ if TYPE_CHECKING:
 TIMEOUT = 30.0
 ARRIVAL = 300.0
 
-
-class Hello(Message):
-    """A rank's first message: the version of asynccache that it runs, and its rank."""
-
-    version: str
-    rank: int
-
-
-class Welcome(Message):
-    """The head's answer: how many ranks there are by tp, cp and pp."""
-
-    topology: tuple[int, int, int]
-
-
 _decode_hello = decoder(Hello)
 decode_welcome = decoder(Welcome)
+
+
+class RankPlace(NamedTuple):
+    """One rank's coordinates, each from 0 on."""
+
+    tp: int
+    cp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The number of ranks in each direction: tensor-, context- and pipeline-parallel."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp"):
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks in all."""
+        return self.tp * self.cp * self.pp
+
+    def place(self, rank: int) -> RankPlace:
+        """Return the coordinates of ``rank``. Raises ``ConfigError``: there is no such rank."""
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"rank={rank} is not one of the {self.ranks} ranks of {self}")
+        return RankPlace(rank % self.tp, rank // self.tp % self.cp, rank // (self.tp * self.cp))
+
+    def rank(self, place: RankPlace) -> int:
+        """Return the number of the rank at ``place``."""
+        return place.tp + self.tp * (place.cp + self.cp * place.pp)
 
 
 def _as_it_is(url: str) -> Storage:
