@@ -18,7 +18,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, Move, Status, StoredPages
+from asynccache.core.plan import SLOT_BYTES, Move, Status
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.contract import Result
@@ -36,7 +36,7 @@ from asynccache.storage.url import check_name
 from asynccache.worker import folds
 from asynccache.worker import messages as m
 from asynccache.worker.inbox import ChangeSignal
-from asynccache.worker.link import Wire, slices
+from asynccache.worker.link import Wire
 from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Reports, Storage, StoreEntry
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.rank_server import ORDERS, PINNING, RankServer
@@ -58,8 +58,9 @@ OPENING = 600.0
 """Seconds that an opening which was cancelled may take to end: memory that is being pinned is pinned first."""
 UNABLE = 1024
 """The most batches that are remembered as not run by their engine, for questions after they are over."""
-DELETED = 4096
-"""The most pages that one message tells to delete."""
+
+PART = 64 << 10
+"""The most pages that one message asks about, or tells to delete."""
 
 _STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.CLONE: "load_back"}
 _decode_news = news_decoder(ORDERS)
@@ -80,20 +81,22 @@ class WorkInFlight:
 
 
 class AwaitedAnswers:
-    """The answers to a call; and, as ``GroupBatch``, the ends of a batch. ``left``: the ranks that have not answered
-    yet. ``said``: the answers of the others, by rank."""
+    """What all ranks have to say about one thing: the answers to a call, or the ends of a batch (``BatchInFlight``).
+    ``left``: the ranks that have not spoken yet. ``said``: what the others have, by rank. ``failed``: True once a rank
+    has said that it could not run the batch."""
 
-    __slots__ = ("_changed", "_failed", "left", "number", "said")
+    __slots__ = ("_broken", "_changed", "failed", "left", "number", "said")
 
-    def __init__(self, number: int, ranks: Iterable[int]) -> None:
+    def __init__(self, number: int, ranks: Iterable[int], *, failed: bool = False) -> None:
         self.number = number
         self.left = set(ranks)
         self.said: dict[int, Any] = {}
+        self.failed = failed
         self._changed = ChangeSignal()
-        self._failed: Callable[[], BaseException] | None = None
+        self._broken: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
+        return f"AwaitedAnswers({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
 
     def done(self) -> bool:
         """Return True once every rank has spoken."""
@@ -107,9 +110,17 @@ class AwaitedAnswers:
             CacheClosed: the cache was closed before every rank has spoken.
         """
         while self.left:
-            if self._failed is not None:
-                raise self._failed()
-            await self._changed.wait()
+            await self._change()
+
+    async def settled(self) -> None:
+        """See ``BatchInFlight``. Raises as ``wait``."""
+        while self.left and not self.failed:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._broken is not None:
+            raise self._broken()
+        await self._changed.wait()
 
     def hear(self, rank: int, message: object) -> bool:
         """Note what ``rank`` says. Returns False, and notes nothing, if it was not expected to say anything more."""
@@ -117,38 +128,16 @@ class AwaitedAnswers:
             return False
         self.left.discard(rank)
         self.said[rank] = message
-        if not self.left:
+        if isinstance(message, m.BatchOver) and message.error:
+            self.failed = True
+        if self.failed or not self.left:
             self._changed.tell()
         return True
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """The ranks will not speak any more: whoever waits, now or later, gets an ``error()``."""
-        self._failed = error
+        self._broken = error
         self._changed.tell()
-
-
-class GroupBatch(AwaitedAnswers):
-    """A batch of the engine on all ranks; see ``BatchInFlight``. ``failed``: True once a rank has said so."""
-
-    __slots__ = ("failed",)
-
-    def __init__(self, number: int, ranks: Iterable[int], failed: bool = False) -> None:
-        super().__init__(number, ranks)
-        self.failed = failed
-
-    def hear(self, rank: int, message: object) -> bool:
-        """See ``AwaitedAnswers``."""
-        if isinstance(message, m.BatchOver) and message.error and rank in self.left:
-            self.failed = True
-            self._changed.tell()
-        return super().hear(rank, message)
-
-    async def settled(self) -> None:
-        """See ``BatchInFlight``. Raises as ``wait``."""
-        while self.left and not self.failed:
-            if self._failed is not None:
-                raise self._failed()
-            await self._changed.wait()
 
 
 async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
@@ -211,8 +200,7 @@ class WorkerGroup(LocalWorker):
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
-        self._storing: dict[int, bool] = {}  # by the first operation of a batch: whether it was given up
-        self._sent: dict[int, GroupBatch] = {}
+        self._sent: dict[int, AwaitedAnswers] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
         self._opening = 0
@@ -533,13 +521,13 @@ class WorkerGroup(LocalWorker):
     def batch(self, event: object) -> BatchInFlight:
         """See ``LocalWorker``. A batch that is not known any more is over."""
         assert isinstance(event, int)
-        return self._sent.get(event) or GroupBatch(event, (), failed=event in self._unable)
+        return self._sent.get(event) or AwaitedAnswers(event, (), failed=event in self._unable)
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
         """See ``LocalWorker``."""
         self._last_batch += 1
         number = self._last_batch
-        self._sent[number] = GroupBatch(number, self._ranks)
+        self._sent[number] = AwaitedAnswers(number, self._ranks)
         self.tell(RankServer.send_batch, number, payload, loads)
         return number
 
@@ -628,62 +616,34 @@ class WorkerGroup(LocalWorker):
             raise ConfigError(f"{what}: the head has no worker of its own: layers are waited for where the engine runs")
         return self.own
 
-    # pages. Lists that are too long for one message are sent in parts, one after the other.
+    # pages
 
     async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
-        """See ``LocalWorker``. Once a part of an operation has failed, nothing more of the operation is written."""
-        first = batch[0].op
-        parts: list[StoredBatch] = []
-        self._storing[first] = False
-        try:
-            for part in _parts(batch):
-                if self._storing[first] or any(part[0].op in done.failed for done in parts):
-                    parts.append(StoredBatch(frozenset(order.op for order in part), 0, 0, 0))
-                else:
-                    parts.append(await self.folded(LocalWorker.store, part))
-        finally:
-            del self._storing[first]
-        done = parts[0] if len(parts) == 1 else folds.total(parts, full_pages=sum)
+        """See ``LocalWorker``."""
+        done = await self.folded(LocalWorker.store, batch)
         if self.keys.watches:
             for order in batch:
                 if order.op not in done.failed:
                     self.keys.name(pages.hashes for pages in order.pages if pages.component == FULL)
         return done
 
-    def give_up(self, op: int) -> None:
-        """See ``LocalWorker``."""
-        if op in self._storing:
-            self._storing[op] = True
-        self.tell(RankServer.give_up, op)
-
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """See ``LocalWorker``."""
-        return await self._in_parts(asked, lambda part: self.folded(LocalWorker.ask, part))
+        """See ``LocalWorker``. What is about more than ``PART`` pages is asked in parts."""
+        if sum(len(question.hashes) for question in asked) <= PART * HASH_BYTES:
+            answers = await self.folded(LocalWorker.ask, asked)
+        else:
+            answers = []
+            for pool, hashes in asked:
+                parts = [hashes[at : at + PART * HASH_BYTES] for at in range(0, len(hashes), PART * HASH_BYTES)]
+                said = [await self.folded(LocalWorker.ask, [StoreQuestion(pool, part)]) for part in parts]
+                answers.append(b"".join(answer for (answer,) in said))
+        self._name(asked, answers)
+        return answers
 
     async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
-        """See ``LocalWorker``. The pages of a run have to fit one message; a fetch reads 128 pages of each pool at a
-        time, at most."""
-
-        async def read(part: Sequence[ReadOrder]) -> list[bytes]:
-            return await self.folded(LocalWorker.read, part, run)
-
-        if run:
-            answers = await read(reads)
-            self._name(reads, answers)
-            return answers
-        return await self._in_parts(reads, read)
-
-    async def _in_parts(
-        self, wanted: Sequence[Asked], call: Callable[[Sequence[Asked]], Awaitable[list[bytes]]]
-    ) -> list[bytes]:
-        """Make ``call`` for as many of the ``wanted`` pages at a time as fit one message, and return the answers joined
-        as if it had been one call."""
-        answers = [b""] * len(wanted)
-        for part in slices([len(pages.hashes) // HASH_BYTES for pages in wanted]):
-            found = await call([_cut(wanted[at], begin, end) for at, begin, end in part])
-            for (at, _, _), answer in zip(part, found, strict=True):
-                answers[at] += answer
-        self._name(wanted, answers)
+        """See ``LocalWorker``."""
+        answers = await self.folded(LocalWorker.read, reads, run)
+        self._name(reads, answers)
         return answers
 
     def _name(self, wanted: Sequence[StoreQuestion | ReadOrder], answers: Sequence[bytes]) -> None:
@@ -699,8 +659,8 @@ class WorkerGroup(LocalWorker):
 
     async def delete(self, hashes: Sequence[bytes]) -> None:
         """See ``LocalWorker``."""
-        for at in range(0, len(hashes), DELETED):
-            await self.folded(LocalWorker.delete, hashes[at : at + DELETED])
+        for at in range(0, len(hashes), PART):
+            await self.folded(LocalWorker.delete, hashes[at : at + PART])
 
     def is_away(self, page_hash: bytes) -> bool:
         """See ``LocalWorker``. True if all stores of any worker refuse calls, since then no page can be fetched
@@ -861,26 +821,3 @@ def _use(entry: StoreEntry) -> tuple[str, bool]:
 def _agreed(entries: Sequence[StoreEntry]) -> StoreEntry:
     """Return the entry of a store, given those of all ranks."""
     return entries[0]._replace(shared=any(entry.shared for entry in entries))
-
-
-Pages = TypeVar("Pages", StoreQuestion, ReadOrder, StoredPages)
-Asked = TypeVar("Asked", StoreQuestion, ReadOrder)
-
-
-def _cut(pages: Pages, begin: int, end: int) -> Pages:
-    """Return the pages from ``begin`` up to ``end`` of ``pages``."""
-    hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
-    if isinstance(pages, StoreQuestion):
-        return pages._replace(hashes=hashes)
-    return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
-
-
-def _parts(batch: Sequence[WriteOrder]) -> Iterator[Sequence[WriteOrder]]:
-    """Yield ``batch`` in parts that fit one message each: the whole batch or, if that does not fit, pieces of one
-    operation each."""
-    if len(list(slices([len(pages.hashes) // HASH_BYTES for order in batch for pages in order.pages]))) <= 1:
-        yield batch
-        return
-    for order in batch:
-        for part in slices([len(pages.hashes) // HASH_BYTES for pages in order.pages]):
-            yield [WriteOrder(order.op, tuple(_cut(order.pages[at], begin, end) for at, begin, end in part))]

@@ -43,7 +43,7 @@ import secrets
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -61,7 +61,7 @@ BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 LIMIT = 64 << 10
 """A stream stops reading when twice so many bytes are kept here."""
-MOST_FRAME = 16 << 20
+MOST_FRAME = 128 << 20
 """The most bytes of a frame."""
 MOST_UNSENT = 256 << 20
 """The most bytes that are kept for a peer that does not read."""
@@ -73,9 +73,6 @@ time-out, and what the peer said meanwhile waits in the socket."""
 
 SLICE = 1024
 """The most messages of a frame, so that a long plan is performed while its end is still being encoded."""
-BYTES_PER_PAGE = 256
-"""An upper bound of the bytes that a page takes in any message: its hash, a slot or two, and its share of the name of
-the list that it is in."""
 
 VERSION = 1
 GREETING = b"acachel" + bytes([VERSION])
@@ -354,25 +351,6 @@ class Wire:
             self._failed(RankFailure(f"cannot send its {type(messages[0]).__name__}: {why}"))
 
 
-def slices(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut lists of pages into parts that fit a frame. ``counts``: how many pages each list has. Yields each part as
-    tuples: the index of a list, its first page in this part, and the page after its last one."""
-    most = room = max(1, MOST_FRAME // BYTES_PER_PAGE)
-    part: list[tuple[int, int, int]] = []
-    for at, count in enumerate(counts):
-        begin = 0
-        while begin < count:
-            end = min(count, begin + room)
-            part.append((at, begin, end))
-            room -= end - begin
-            begin = end
-            if not room:
-                yield part
-                part, room = [], most
-    if part:
-        yield part
-
-
 Answer = Callable[[bytes, Link], bytes]
 """The function that a listener calls with a worker's hello and its link. It returns the welcome and keeps the link, but
 sends nothing over it yet; or it raises ``RankFailure``, whose text the worker gets."""
@@ -510,7 +488,7 @@ async def _prove(
     if not hmac.compare_digest(proof, _proof(secret, b"head", theirs, ours)):
         raise RankFailure("does not know the secret: not authenticated")
     writer.write(_PACK(len(hello)) + hello)
-    answer = await _take_frame(reader, MOST_FRAME)
+    answer = await _take_frame(reader, MOST_HELLO)
     kind, content = answer[:1], answer[1:]
     if kind == REFUSED:
         raise RankFailure(f"refused: {content.decode(errors='replace')}")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from math import inf
@@ -590,17 +590,14 @@ def said(error: BaseException) -> str:
 def _in_turn(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
     """Make ``call`` on the loop's thread, behind all that this thread has handed to the loop before. Returns what it
     returns, and raises what it raises. Raises ``RankFailure``: the loop ends first."""
-    answer: Future[T] = Future()
+    async def ask() -> T:
+        return call()
 
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
+    asking = ask()
     try:
-        loop.call_soon_threadsafe(run)
+        answer = asyncio.run_coroutine_threadsafe(asking, loop)
     except RuntimeError:
+        asking.close()
         raise RankFailure(LOOP_ENDED) from None
     while not wait([answer], LOOP_ALIVE).done:
         if loop.is_closed():

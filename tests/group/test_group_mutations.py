@@ -23,7 +23,7 @@ from asynccache.errors import RankFailure
 from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
 from asynccache.worker import folds, stages, watched_keys
-from asynccache.worker.group import AwaitedAnswers, GroupBatch, WorkerGroup
+from asynccache.worker.group import AwaitedAnswers, WorkerGroup
 from asynccache.worker.messages import BatchOver, Ended, Message
 from asynccache.worker.rank_server import ORDERS, RankProcess, RankServer
 from asynccache.worker.rank_worker import EngineBatch, SentBatches
@@ -214,8 +214,8 @@ def over_on_one(patch: Patch) -> None:
     counts: dict[int, int] = {}
     plain = AwaitedAnswers.__init__
 
-    def begin(self: AwaitedAnswers, number: int, ranks: Collection[int]) -> None:
-        plain(self, number, ranks)
+    def begin(self: AwaitedAnswers, number: int, ranks: Collection[int], *, failed: bool = False) -> None:
+        plain(self, number, ranks, failed=failed)
         counts[id(self)] = len(ranks)
 
     def is_over(self: AwaitedAnswers) -> bool:
@@ -237,7 +237,7 @@ def over_on_one(patch: Patch) -> None:
 
 def failed_batches_count_as_run(patch: Patch) -> None:
     """What a rank says of a batch that it could not run is heard, and has no consequence for its pages."""
-    patch.setattr(GroupBatch, "failed", property(lambda self: False, lambda self, failed: None))
+    patch.setattr(AwaitedAnswers, "failed", property(lambda self: False, lambda self, failed: None))
 
 
 def copies_wait_for_no_batch(patch: Patch) -> None:

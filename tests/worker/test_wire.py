@@ -10,7 +10,7 @@ import pytest
 from asynccache.core.plan import Status
 from asynccache.errors import RankFailure
 from asynccache.worker import link as links
-from asynccache.worker.link import Wire, slices
+from asynccache.worker.link import Wire
 from asynccache.worker.messages import MOST_REASON, BatchOver, Died, Ended, Failed, Message, encode, sendable
 from asynccache.worker.rank_server import ORDERS, decode_orders
 from asynccache.worker.remote import news_decoder
@@ -143,14 +143,3 @@ def test_a_reason_can_be_sent_whatever_it_says() -> None:
         lost = ORDERS["group_lost"].message(0, sendable(reason))
         assert decode_orders(encode([lost])) == [lost]
     assert BatchOver(1, "out of memory: é").error == "out of memory: é"
-
-
-def test_lists_of_pages_are_cut_into_parts_that_fit_a_frame_and_nothing_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(links, "MOST_FRAME", 10 * links.BYTES_PER_PAGE)
-    for counts in ([], [0, 0], [3], [10], [11], [4, 0, 25, 1, 1, 9], [10, 10]):
-        parts = list(slices(counts))
-        assert all(0 < sum(end - begin for _, begin, end in part) <= 10 for part in parts)
-        pages = [(at, page) for part in parts for at, begin, end in part for page in range(begin, end)]
-        assert pages == [(at, page) for at, count in enumerate(counts) for page in range(count)]
