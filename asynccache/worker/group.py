@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -58,7 +58,6 @@ OPENING = 600.0
 """Seconds that an opening which was cancelled may take to end: memory that is being pinned is pinned first."""
 UNABLE = 1024
 """The most batches that are remembered as not run by their engine, for questions after they are over."""
-
 PART = 64 << 10
 """The most pages that one message asks about, or tells to delete."""
 
@@ -164,9 +163,11 @@ def everywhere(group: type[WorkerGroup]) -> type[WorkerGroup]:
     """Give ``group`` each remote method of ``LocalWorker`` that it does not have itself, called on all ranks."""
 
     def sending(method: Callable[..., Any], answered: bool) -> Callable[..., Any]:
+        @wraps(method)
         def tell(self: WorkerGroup, *args: Any, **named: Any) -> None:
             self.tell(method, *args, **named)
 
+        @wraps(method)
         async def folded(self: WorkerGroup, *args: Any, **named: Any) -> Any:
             return await self.folded(method, *args, **named)
 
@@ -250,7 +251,8 @@ class WorkerGroup(LocalWorker):
             count, size = self._weights.get(int(spec.component), (0, 0))
             self._weights[int(spec.component)] = (count + len(sizes), size + sum(sizes))
         self.keys.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
-        self._used = tuple(map(_agreed, zip(*[one.stores for one in opened.values()], strict=True)))
+        alike = zip(*[one.stores for one in opened.values()], strict=True)
+        self._used = tuple(_agreed(number, entries) for number, entries in enumerate(alike, 1))
         self._open_stores = {entry.number: entry for entry in self._used}
         self._last_store = len(self._used)
         self._be_patient(-1)
@@ -427,11 +429,9 @@ class WorkerGroup(LocalWorker):
 
     def _patience(self) -> float:
         """Return for how many seconds a worker may be busy with a call that was cancelled."""
-        return (
-            OPENING
-            if self._opening
-            else self._timeout + max((entry.options.timeout for entry in self._open_stores.values()), default=0.0)
-        )
+        if self._opening:
+            return OPENING
+        return self._timeout + max((entry.options.timeout for entry in self._open_stores.values()), default=0.0)
 
     def _heard(self, rank: int, frame: bytes) -> None:
         for message in _decode_news(frame):
@@ -723,7 +723,7 @@ class WorkerGroup(LocalWorker):
                 opened = await self.call(RankServer.open_store, number, storage, dict(options), position)
             finally:
                 self._be_patient(-1)
-            entry = _agreed(list(opened.values()))
+            entry = _agreed(number, list(opened.values()))
             for rank, one in opened.items():
                 if _use(one) != _use(entry):
                     raise ConfigError(f"storage: rank {rank} opened another store: {one.options}")
@@ -818,6 +818,6 @@ def _use(entry: StoreEntry) -> tuple[str, bool]:
     return entry.options.name, entry.options.write
 
 
-def _agreed(entries: Sequence[StoreEntry]) -> StoreEntry:
+def _agreed(number: int, entries: Sequence[StoreEntry]) -> StoreEntry:
     """Return the entry of a store, given those of all ranks."""
-    return entries[0]._replace(shared=any(entry.shared for entry in entries))
+    return StoreEntry(number, entries[0].options, any(entry.shared for entry in entries))
