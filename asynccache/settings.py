@@ -91,7 +91,7 @@ class Field(NamedTuple):
     def read(self, name: str, text: str) -> Any:
         """Return what ``text`` stands for: the value of an environment variable or of an option in a URL, where all
         values are text. Raises ConfigError: as ``check``."""
-        none = self.optional and self.parse is None and text in ("none", "")
+        none = self.optional and "parse" not in self.extra and text in ("none", "")
         return self.check(name, text if none else self._read(name, text))
 
     def _read(self, name: str, text: str) -> Any:

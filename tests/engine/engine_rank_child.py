@@ -120,7 +120,7 @@ def _model(job: Job, topology: Topology, worker: RankWorker, group: Any) -> Shar
 
 def _counted(worker: RankWorker) -> Callable[[], dict[str, float]]:
     """The pages that this rank has moved, asked when its worker is closed already."""
-    local = worker._performer.local
+    local = worker._server.local
     assert local is not None
     stores = [attached.store for attached in local._tiers.attached]
 

@@ -26,10 +26,10 @@ from asynccache.memory.host_copies import Fates, Faults
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import Topology
-from asynccache.worker import messages as m
-from asynccache.worker.contract import Storage, Work
-from asynccache.worker.local import LocalWorker
-from asynccache.worker.rank_performer import Shard
+from asynccache.worker.local import LocalWorker, Storage
+from asynccache.worker.messages import Ended, Message
+from asynccache.worker.rank_server import RankServer, Shard
+from asynccache.worker.work import Work
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine
 from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
@@ -243,8 +243,8 @@ class GroupWorld:
             rank: RankEngine(face, self.devices[rank], self.loop.entropy(f"engine {rank}"), self.lag)
             for rank, face in faces.items()
         }
-        for performer in performers(self):
-            performer._tell = partial(self._note_ends, performer.rank, performer._tell)
+        for server in servers(self):
+            server._tell = partial(self._note_ends, server.rank, server._tell)
         self.running = {rank: self.loop.create_task(engine.run()) for rank, engine in self.engines.items()}
         driver, worker, core = self.cache._opened().driver, self.cache._opened().worker, self.cache.core
         clock, hand_over = driver.clock, worker.perform
@@ -262,8 +262,8 @@ class GroupWorld:
         driver.clock = audited  # asked before each call of the core
         worker.perform = noted  # type: ignore[method-assign]
 
-    def _note_ends(self, rank: int, tell: Callable[[m.Message], None], message: m.Message) -> None:
-        if isinstance(message, m.WorksEnded):
+    def _note_ends(self, rank: int, tell: Callable[[Message], None], message: Message) -> None:
+        if isinstance(message, Ended):
             for first in message.works:
                 for op in self.works.get(first, [first]):
                     self.said[op][rank] = message.status
@@ -310,7 +310,7 @@ class GroupWorld:
         """The worker of a rank, beneath its links."""
         own = self.cache.worker
         face = own if own is not None and own.rank == rank else self.process(rank).face
-        local = face._performer.local
+        local = face._server.local
         assert local is not None
         return local
 
@@ -340,7 +340,7 @@ class GroupWorld:
     def known_to_fail(self) -> frozenset[int]:
         """The batches of which the head knows that they fail."""
         group: Any = self.cache._opened().worker
-        return frozenset([*group._unable, *[number for number, batch in group._batches.items() if batch.failed]])
+        return frozenset([*group._unable, *[number for number, batch in group._sent.items() if batch.failed]])
 
     async def push_out(self, pages: int) -> None:
         """Take ``pages`` device pages for a moment, so that what is cached leaves the device."""
@@ -355,11 +355,11 @@ class GroupWorld:
         assert not core.active_fetches()
 
 
-def performers(world: GroupWorld) -> list[Any]:
+def servers(world: GroupWorld) -> list[Any]:
     """The objects that do the work on each rank, in the order of the ranks."""
     own = world.cache.worker
-    found: dict[int, Any] = {} if own is None else {own.rank: own._performer}
-    found |= {rank: process.serving.performer for rank, process in world.group.processes.items()}
+    found: dict[int, RankServer] = {} if own is None else {own.rank: own._server}
+    found |= {rank: process.server for rank, process in world.group.processes.items()}
     return [found[rank] for rank in sorted(found)]
 
 

@@ -32,7 +32,7 @@ from asynccache.memory.host_copies import Faults
 from asynccache.runtime.lease import Lease
 from asynccache.worker import Topology
 from tests.group.engine_bytes import BAD, Task, task_for
-from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, performers, settings, text
+from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, servers, settings, text
 from tests.group.rank_engine import CANNOT
 from tests.group.striking import FATES
 from tests.simulated.backend import HONEST, Hostility
@@ -288,8 +288,8 @@ class RandomWorld:
         core = self.world.cache.core.world
         stored = [(node, component) for node in _nodes(core.roots.values()) for component in core.components
                   if core.stored(node) >> component.index & 1]  # fmt: skip
-        for performer in performers(self.world):
-            rank, pools = performer.rank, performer.local._map
+        for server in servers(self.world):
+            rank, pools = server.rank, server.local._map
             there = {*self.world.backends[rank].pages, *self.world.guests[rank].pages}
             for node, component in stored:
                 hashes = [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]

@@ -16,7 +16,7 @@ from asynccache.events.mirror import Mirror
 from asynccache.metrics import CacheCollector
 from asynccache.storage import BreakerState, PageKey
 from asynccache.worker import Topology
-from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
+from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop
 
@@ -30,7 +30,7 @@ def stored_keys(world: GroupWorld) -> list[list[PageKey]]:
 
 def key_of(world: GroupWorld, rank: int, pool: str, page_hash: bytes) -> PageKey:
     """What a rank's stores know a page of ``pool`` by."""
-    return PageKey(pool, performers(world)[rank].local._map.key(pool, page_hash).key)
+    return PageKey(pool, servers(world)[rank].local._map.key(pool, page_hash).key)
 
 
 def hashes_of(world: GroupWorld, prompt: list[int]) -> list[bytes]:
@@ -184,14 +184,14 @@ def test_statistics_and_metrics_cover_the_stores_and_copies_of_all_workers(own: 
             stored = sum(len(backend.pages) for backend in world.backends.values())
             assert stored == 4 * 2 * 4, "four pages of two pools on four ranks"
             assert statistics.stores["SimulatedBackend"]["pages"] == statistics.storage["pages"] == stored
-            page = sum(spec.bytes_per_page for performer in performers(world) for spec in performer.config.pools())
+            page = sum(spec.bytes_per_page for server in servers(world) for spec in server.config.pools())
             for name in ("backup_host", "backup_storage"):
                 stage = statistics.stages[name]
                 assert (stage.full_pages, stage.pages, stage.bytes, stage.errors) == (4, stored, 4 * page, 0), name
             found = metrics(cache)
             assert found["asynccache_storage", "SimulatedBackend", "pages"] == stored
             assert found["asynccache_stage_bytes_total", "backup_host"] == 4 * page
-            breaker = performers(world)[3].local.stores._open[1].store.breaker
+            breaker = servers(world)[3].local._stores[1].store.breaker
             for _ in range(5):
                 breaker.failure(breaker.allow(loop.time()), loop.time() + 1000, "read")
             await cache.flush()
@@ -242,7 +242,7 @@ def test_events_tell_of_a_page_in_storage_when_all_have_it_until_one_has_lost_it
             await cache.flush()
             assert blocks() == (4, 4, 4)
             page = hashes_of(world, text(4))[3]
-            await performers(world)[1].local._tiers.delete([key_of(world, 1, "full", page)])
+            await servers(world)[1].local._tiers.delete([key_of(world, 1, "full", page)])
             await asyncio.sleep(0.1)
             assert blocks() == (4, 4, 3), "rank 1 has lost its part"
             await cache.reset()
@@ -275,9 +275,9 @@ def test_a_store_is_attached_and_detached_on_all_workers_or_none_whenever_who_as
                 asking.cancel()
                 await asyncio.wait([asking])
                 await asyncio.sleep(1.0)
-                for performer in performers(world):
-                    assert [entry.options.name for entry in performer.local.stores.entries] == list(cache.stores)
-                    assert len(performer.local.stores._open) == len(cache.stores), "nothing is open that is not used"
+                for server in servers(world):
+                    assert [entry.options.name for entry in server.local.stores] == list(cache.stores)
+                    assert len(server.local._stores) == len(cache.stores), "nothing is open that is not used"
                 seen.add((there, asking.cancelled(), "guest" in cache.stores))
                 await world.serve(text(3, seed=at % 3))
         assert seen >= {(False, True, False), (False, False, True), (True, True, True), (True, False, False)}, seen
@@ -308,7 +308,7 @@ def test_stores_come_and_go_while_requests_run_on_all_workers_at_the_same_place(
                 await cache.detach_storage("guest", drain=bool(turn % 3))
                 assert not any(backend.holding for backend in world.guests.values())
             await cache.detach_storage()
-            assert [len(performer.local.stores.entries) for performer in performers(world)] == [0] * 4
+            assert [len(server.local.stores) for server in servers(world)] == [0] * 4
             await cache.attach_storage(GUEST, name="guest")
             over = True
             assert sum([await task for task in running]) > 30

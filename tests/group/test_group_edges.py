@@ -65,7 +65,7 @@ def test_a_batch_takes_bytes_and_leases_that_are_held_and_nothing_else() -> None
                     with pytest.raises(ConfigError, match="batch"):
                         await cache.batch_ended(value)
             assert cache.worker is not None
-            assert cache.worker._performer.batches.last == 0, "nothing was sent"
+            assert cache.worker._server.batches.last == 0, "nothing was sent"
             await world.serve(text(2))
         await world.aclose()
 
@@ -147,7 +147,7 @@ def test_a_copy_waits_for_a_batch_that_has_no_event_yet_and_others_go_on() -> No
             for number in numbers:
                 await other.heard(number)
             await asyncio.sleep(1.0)
-            performer = world.process(1).serving.performer
+            performer = world.process(1).server
             operations = cache.statistics().core.operations
             assert len(performer._held) == sum(operations.values()) - operations["retire"] - operations["compute"]
             other.end_batch(1)

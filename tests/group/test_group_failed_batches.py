@@ -10,7 +10,7 @@ import pytest
 
 from asynccache import BatchFailed, LoadFailed
 from asynccache.worker import EngineBatch, RankWorker, Topology
-from tests.group.group_kit import PAGE, GroupWorld, performers, play, settings, text
+from tests.group.group_kit import PAGE, GroupWorld, play, servers, settings, text
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop
 
@@ -89,10 +89,10 @@ def test_whoever_has_heard_of_the_failure_finds_nothing_and_holders_learn_of_it(
                 lease.release(after=number)
             async with cache.lease(text(2, extra=1)) as holder:
                 assert holder.cached == 2 * PAGE
-                for performer in performers(world):
-                    batch = await faces(world)[performer.rank].heard(number)
+                for server in servers(world):
+                    batch = await faces(world)[server.rank].heard(number)
                     assert batch is not None
-                    batch.fail("no") if performer.rank else batch.end()
+                    batch.fail("no") if server.rank else batch.end()
                 with pytest.raises(BatchFailed):
                     await cache.batch_ended(number)
                 async with cache.lease(text(2, extra=1)) as other:

@@ -9,8 +9,8 @@ import pytest
 
 from asynccache.errors import Unavailable
 from asynccache.worker import Topology
-from asynccache.worker.group import PINNING
-from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
+from asynccache.worker.rank_server import PINNING
+from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
 from tests.simulated.loop import SimulatedLoop
 
 
@@ -19,8 +19,8 @@ def test_a_store_that_is_attached_beside_one_that_is_away_is_used() -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
         async with world.opened() as cache:
             group: Any = cache._opened().worker
-            for performer in performers(world):
-                breaker = performer.local.stores._open[1].store.breaker
+            for server in servers(world):
+                breaker = server.local._stores[1].store.breaker
                 for _ in range(5):
                     breaker.failure(breaker.allow(loop.time()), loop.time() + 1000, "read")
             await asyncio.sleep(0.1)
@@ -46,8 +46,8 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
         world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
         async with world.opened() as cache:
             link = world.process(1).link
-            own = performers(world)[1].local
-            plain, seen = own.stores.open, list[tuple[float, float]]()
+            own = servers(world)[1].local
+            plain, seen = own.open_store, list[tuple[float, float]]()
 
             async def open_store(*order: Any, **named: Any) -> Any:
                 await asyncio.sleep(0.1)
@@ -56,7 +56,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
                     raise Unavailable("locked")
                 return await plain(*order, **named)
 
-            own.stores.open = open_store
+            own.open_store = open_store
             if well:
                 await cache.attach_storage(GUEST)
             else:
@@ -75,14 +75,14 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
         world = GroupWorld(loop, Topology(tp=3), settings(8, 16))
         async with world.opened() as cache:
             group: Any = cache._opened().worker
-            own = performers(world)[2].local
-            plain = own.stores.open
+            own = servers(world)[2].local
+            plain = own.open_store
 
             async def open_store(*order: Any, **named: Any) -> Any:
                 await asyncio.sleep(0.1)
                 raise Unavailable("locked")
 
-            own.stores.open = open_store
+            own.open_store = open_store
             with pytest.raises(Unavailable, match="rank 2: locked"):
                 await cache.attach_storage(GUEST)
             for at in range(0, 120, 8):
@@ -91,16 +91,16 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
                 attaching.cancel()
                 await asyncio.wait([attaching])
                 assert attaching.cancelled() or isinstance(attaching.exception(), Unavailable)
-                assert not cache._opened().worker.stores.entries
-                assert not group.stores._open
-                assert not any(performer.local.stores._open for performer in performers(world))
-            own.stores.open = plain
+                assert not cache._opened().worker.stores
+                assert not group._open_stores
+                assert not any(server.local._stores for server in servers(world))
+            own.open_store = plain
             await cache.attach_storage(GUEST)
             await asyncio.sleep(0.1)
-            assert [len(performer.local.stores.entries) for performer in performers(world)] == [1, 1, 1]
+            assert [len(server.local.stores) for server in servers(world)] == [1, 1, 1]
             await world.serve(text(2))
             await cache.detach_storage(drain=1.0)
-            assert not any(performer.local.stores._open for performer in performers(world))
+            assert not any(server.local._stores for server in servers(world))
         await world.aclose()
 
     play(main)

@@ -14,7 +14,7 @@ from asynccache import AsyncCache
 from asynccache.errors import BackendError, CacheClosed
 from asynccache.storage import CheckedStore
 from asynccache.storage.checked import store_layout
-from asynccache.worker.contract import LATE
+from asynccache.worker.local import LATE
 from tests.runtime.runtime_kit import local, settings, text
 from tests.runtime.test_hung_storage import Hangs, forget_host
 from tests.simulated.device import SimulatedDevice

@@ -26,7 +26,7 @@ from asynccache.memory.host_copies import Faults
 from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
 from asynccache.worker import Topology
-from asynccache.worker.contract import Storage
+from asynccache.worker.local import Storage
 from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation
 from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.simulated.device import SimulatedDevice

@@ -21,21 +21,19 @@ from random import Random
 
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.admitting_ranks import Workers
-from asynccache.worker.contract import Device, EmbedderParts, Storage
-from asynccache.worker.link import _raised
+from asynccache.worker.link import Link, _raised
+from asynccache.worker.local import Device, EmbedderParts, Storage
 from asynccache.worker.messages import Hello, encode
-from asynccache.worker.rank_performer import Shard
+from asynccache.worker.rank_server import RankProcess, Shard
 from asynccache.worker.rank_worker import RankWorker
-from asynccache.worker.serving import WorkerEnd, serving
-from asynccache.worker.topology import Topology
+from asynccache.worker.ranks import Topology, Workers
 
 _TIMEOUT = 30.0
 
 
-class SimulatedLink:
-    """One end. ``peer``: the other one. ``timeout``: see ``RankLink``. ``frames``: how many were sent from here;
-    ``cut_at``: the frame from here that does not arrive any more."""
+class SimulatedLink(Link):
+    """One end, with nothing of a ``Link`` but its calls. ``peer``: the other one. ``frames``: how many were sent from
+    here; ``cut_at``: the frame from here that does not arrive any more."""
 
     def __init__(self, random: Random, delay: float, timeout: float) -> None:
         self.peer: SimulatedLink
@@ -47,26 +45,21 @@ class SimulatedLink:
         self.timeout = self._patience = timeout
         self._under_way: deque[bytes | None] = deque()
         self._kept: list[bytes] = []
-        self._heard: Callable[[bytes], None] | None = None
+        self._hears: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
-        self._ended = False
+        self.ended = False
         self._left = False
         self._failure: RankFailure | None = None
 
     def __repr__(self) -> str:
-        return f"SimulatedLink({self.frames} frames sent, {'ended' if self._ended else 'open'})"
-
-    @property
-    def ended(self) -> bool:
-        """See ``RankLink``."""
-        return self._ended
+        return f"SimulatedLink({self.frames} frames sent, {'ended' if self.ended else 'open'})"
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
-        """See ``RankLink``."""
-        self._heard, self._lost = heard, lost
-        asyncio.get_running_loop().call_soon(self._go_on)
+        """See ``Link``."""
+        self._hears, self._lost = heard, lost
+        asyncio.get_running_loop().call_soon(self._replay)
 
-    def _go_on(self) -> None:
+    def _replay(self) -> None:
         kept, self._kept = self._kept, []
         for frame in kept:
             self._hear(frame)
@@ -74,9 +67,9 @@ class SimulatedLink:
             self._tell()
 
     def send(self, frame: bytes) -> None:
-        """See ``RankLink``."""
+        """See ``Link``."""
         assert frame
-        if self._ended or self._left:
+        if self.ended or self._left:
             return
         self.frames += 1
         if self.cut_at is not None and self.frames > self.cut_at:
@@ -100,18 +93,18 @@ class SimulatedLink:
 
     def come(self, frame: bytes) -> None:
         """A frame of the peer's is here."""
-        if self._ended or self._left:
+        if self.ended or self._left:
             return
-        if self._heard is None or self._kept:
+        if self._hears is None or self._kept:
             self._kept.append(frame)
         else:
             self._hear(frame)
 
     def _hear(self, frame: bytes) -> None:
-        if self._ended or self._heard is None or self.silent:
+        if self.ended or self._hears is None or self.silent:
             return
         try:
-            self._heard(frame)
+            self._hears(frame)
         except AssertionError:
             raise  # a law that a test checks is broken
         except Exception as error:
@@ -122,30 +115,30 @@ class SimulatedLink:
         self.peer.end(RankFailure("closed the connection"))
 
     def patience(self, seconds: float | None) -> None:
-        """See ``RankLink``."""
+        """See ``Link``."""
         self._patience = max(self.timeout, seconds or 0.0)
 
     async def aclose(self) -> None:
-        """See ``RankLink``."""
-        if not self._ended and not self._left:
+        """See ``Link``."""
+        if not self.ended and not self._left:
             self._left, self._lost = True, None
             self._post(None)
         await asyncio.sleep(self.delay)
 
     def abort(self) -> None:
-        """See ``RankLink``."""
+        """See ``Link``."""
         self._lost = None
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self.peer.end(RankFailure("closed the connection"))
 
     def end(self, failure: RankFailure) -> None:
         """The peer has left, is gone or was given up."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._under_way.clear()
             self._failure = failure
-            if self._heard is not None:
+            if self._hears is not None:
                 asyncio.get_running_loop().call_soon(self._tell)
 
     def _tell(self) -> None:
@@ -190,20 +183,20 @@ class SimulatedWorker:
         self.link = link
         self.failure: BaseException | None = None
         self.opened = asyncio.Event()
-        self.serving = WorkerEnd(link, rank, group.topology, EmbedderParts(device, None, locate), shard)
+        self.server = RankProcess(link, rank, group.topology, EmbedderParts(device, None, locate), shard)
         self.task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._run(), name=f"worker {rank}")
 
     def __repr__(self) -> str:
-        return f"SimulatedWorker({self.rank}, {self.serving!r})"
+        return f"SimulatedWorker({self.rank}, {self.server!r})"
 
     @property
     def face(self) -> RankWorker:
         """The worker as the rank's engine sees it."""
-        return self.serving.worker
+        return self.server.worker
 
     async def _run(self) -> None:
         try:
-            async with serving(self.serving):
+            async with self.server.serving():
                 self.opened.set()
                 await self.face.ended()
         except AsyncCacheError as error:

@@ -31,7 +31,7 @@ from asynccache.cli.tally import Tally
 from asynccache.config import CacheConfig
 from asynccache.errors import BackendError, CacheClosed, RankFailure
 from asynccache.worker import Topology, listen
-from asynccache.worker.sockets import SECRET
+from asynccache.worker.link import SECRET
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked")
 ARRIVAL = 30.0
