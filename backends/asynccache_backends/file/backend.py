@@ -130,7 +130,7 @@ class FileBackend:
         lock, threads = FolderLock(), ThreadPool(THREADS, "asynccache-file")
         log: SegmentLog | None = None
         try:
-            folder = await threads.run(lock.take, settings.folder, settings.mode, settings.used)
+            folder = await threads.run(lock.take, settings.folder, settings.mode or None, settings.used)
             noted = settings.capacity if settings.used else None
             manifest = await load_manifest(folder, threads, layout.schema, noted)
             direct = settings.direct != "off" and await threads.run(supports_direct, folder)

@@ -39,8 +39,8 @@ def _permissions(name: str, text: str) -> int:
 class FileSettings(Settings, frozen=True):
     """The settings of a file store. Sizes are in bytes.
 
-    ``mode``: permissions of the folder and, without the bits for execution, of its files; None: those that the folder
-    has. ``used``: whether pages may be stored. If not, the store is only looked at, and must exist.
+    ``mode``: permissions of the folder and, without the bits for execution, of its files; 0: those that the folder has.
+    ``used``: whether pages may be stored. If not, the store is only looked at, and must exist.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class FileSettings(Settings, frozen=True):
     capacity: Size = 10 << 30
     segment: Size = 0
     direct: Literal["auto", "on", "off"] = "auto"
-    mode: Annotated[int | None, Meta(extra={"parse": _permissions})] = None
+    mode: Annotated[int, Meta(extra={"parse": _permissions})] = 0
 
 
 def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
@@ -69,7 +69,7 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> FileSettings:
         raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
     if capacity < 3 * segment:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
-    mode = PRIVATE if found.mode is None and found.used else found.mode
+    mode = found.mode or (PRIVATE if found.used else 0)
     return structs.replace(found, segment=segment, mode=mode)
 
 

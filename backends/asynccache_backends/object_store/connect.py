@@ -49,7 +49,7 @@ def _endpoint(name: str, text: str) -> str:
     host, _, path = rest.partition("/")
     known = scheme in ("http", "https") and parse_host_port(host, 443) is not None
     if not known or not path.isprintable() or " " in path:
-        wanted = f"http:// or https://, a host and maybe a port, as in {name.split()[-1]}=http://127.0.0.1:9000"
+        wanted = "http:// or https://, a host and maybe a port, as in endpoint=http://127.0.0.1:9000"
         raise ConfigError(f"{name}={redacted_url(text)!r}: expected {wanted}")
     return text
 
