@@ -75,7 +75,14 @@ class StoreAttachments:
             driver.check_ready()
             if announcer is not None:
                 await announcer.begin(opened.number)
-            await self._use(opened, position, backfill=backfill)
+            async with holding(driver.lock):
+                driver.apply_outcomes()
+                worker.stores.use(opened.number, position)
+                driver.perform(driver.locked(driver.core.attach_storage, self._access()))
+                stores = backfill and opened.options.write
+                if stores or announcer is not None:
+                    walk = driver.core.backfill(store=stores)
+                    self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
         finally:
             if not self._is_used(opened.number):
                 try:
@@ -89,19 +96,6 @@ class StoreAttachments:
     def _check_host(self) -> None:
         if not self._worker.takes_stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-
-    async def _use(self, opened: StoreEntry, position: int | None, *, backfill: bool) -> None:
-        """Use the opened store from now on, and start its backfill. If this fails or is cancelled, nothing is
-        attached."""
-        driver, options = self._driver, opened.options
-        async with holding(driver.lock):
-            driver.apply_outcomes()
-            self._worker.stores.use(opened.number, position)
-            driver.perform(driver.locked(driver.core.attach_storage, self._access()))
-            stores = backfill and options.write
-            if stores or self._announcer is not None:
-                walk = driver.core.backfill(store=stores)
-                self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
 
     async def _backfill(self, store: int, walk: Backfill) -> None:
         """Announce that the new store may have the pages of the tree and, if ``walk`` stores, write those on the host
