@@ -14,8 +14,8 @@ import tokenize
 from pathlib import Path
 
 WORKER = (
-    "admitting_ranks", "combined_answers", "group", "joining", "link", "messages", "rank_performer", "rank_worker",
-    "sent_batches", "serving", "sockets", "topology", "watched_keys", "work",
+    "folds", "group", "joining", "link", "messages", "rank_server", "rank_worker", "ranks", "remote", "watched_keys",
+    "work",
 )  # fmt: skip
 LINKS = [Path(f"asynccache/worker/{name}.py") for name in WORKER]
 BESIDE = [
@@ -52,6 +52,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         tell("in all", [Path(name) for name in sys.argv[1:]])
     else:
-        links = tell("both ends of a link, messages, combined answers and what serves on a rank (goal 1,200)", LINKS)
+        links = tell("both ends of a link, messages, folds and what serves on a rank (goal 1,200)", LINKS)
         beside = tell("command, bench, simulated links and shim beside them", BESIDE)
         sys.stdout.write(f"{links + beside:6,}  in all (goal 2,600)\n")

@@ -259,7 +259,8 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
     prefetch_policy: Annotated[PrefetchPolicy, Meta(description=(
         "How long a request waits for storage: not at all, until all pages have arrived, or for a time."))] = (
         PrefetchPolicy.TIMEOUT)
-    eviction: Annotated[str, Meta(description="The policy by which pages are evicted when a tier is full.")] = "p2c"
+    eviction: Annotated[str, Meta(extra={"choices": eviction_policies}, description=(
+        "The policy by which pages are evicted when a tier is full."))] = "p2c"
     prefetch_threshold: Annotated[Amount, Meta(description=(
         "How many tokens storage must hold beyond those on the host to make a prefetch worth it."))] = 256
     prefetch_quota: Annotated[Share, Meta(description=(
@@ -290,7 +291,6 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.choice("eviction", self.eviction, eviction_policies())
         stores = tuple(checks.text("storage", url) for url in self.stores)
         self._set("storage", stores if len(stores) > 1 else stores[0] if stores else None)
         kinds = [one.kind for one in self.components]

@@ -32,7 +32,7 @@ TABLES = {"components": "components.full", "sidecars": "sidecars.NAME", "storage
 CACHE = {name: field for name, field in fields_of(CacheConfig).items() if name not in TABLES}
 SIDECAR = {name: field for name, field in fields_of(Sidecar).items() if name != "name"}
 
-OPTION = Field(str, (msgspec.inspect.StrType(),), optional=False, required=False, default="", meaning="", parse=None)
+OPTION = Field(str, (msgspec.inspect.StrType(),), optional=False, required=False, default="", meaning="", extra={})
 At = tuple[str, ...]
 """The place of a setting: its name, and before it the names of the tables in which it stands."""
 

@@ -13,6 +13,7 @@ BRINGS: Mapping[str, tuple[str, ...]] = {
     "hf": ("transformers>=5.23",),
     "events": ("pyzmq>=26",),
     "metrics": ("prometheus-client>=0.20", "uvicorn>=0.34"),
+    "redis": ("redis>=8",),
     "object": ("obstore>=0.6",),
     "mooncake": ("mooncake-transfer-engine-non-cuda>=0.3.13",),
     "cuda12": ("cupy-cuda12x>=14.0", "nvidia-cuda-nvrtc-cu12"),

@@ -7,7 +7,8 @@ against it, and the JSON Schema and the reference are made from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, NamedTuple
 
@@ -29,8 +30,9 @@ SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false
 
 class Field(NamedTuple):
     """The declaration of a setting. ``hint``: its annotation. ``kinds``: the types that its value may have, without
-    None; ``optional``: whether it may be None. ``parse``: reads the setting, given its name and its text; None: the
-    type says how."""
+    None; ``optional``: whether it may be None. ``extra``: what the annotation says besides. Of that ``parse`` reads the
+    setting, given its name and its text, where the type does not say how; and ``choices`` returns the texts that it may
+    be, where there may be more of them later."""
 
     hint: Any
     kinds: tuple[Any, ...]
@@ -38,7 +40,17 @@ class Field(NamedTuple):
     required: bool
     default: Any
     meaning: str
-    parse: Callable[[str, str], object] | None
+    extra: Mapping[str, Any]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that the value may be; none: it is not one of a few."""
+        match self.kinds:
+            case [inspect.LiteralType(values=values)]:
+                return tuple(map(str, values))
+            case [inspect.EnumType(cls=enum)]:
+                return tuple(str(one.value) for one in enum)
+        return self.extra["choices"]() if "choices" in self.extra else ()
 
     def check(self, name: str, value: Any) -> Any:
         """Return ``value`` in the declared type, as ``asynccache.checks`` does for arguments.
@@ -49,6 +61,10 @@ class Field(NamedTuple):
         if value is None and self.optional:
             return None
         match self.kinds:
+            case [inspect.EnumType(cls=enum)]:
+                return checks.member(name, value, enum)
+            case _ if self.choices:
+                return checks.choice(name, value, self.choices)
             case [inspect.IntType(ge=low, le=high)]:
                 return checks.integer(name, value, low, high)
             case [inspect.FloatType(ge=low, le=high, gt=above)]:
@@ -57,12 +73,10 @@ class Field(NamedTuple):
                 return checks.flag(name, value)
             case [inspect.StrType(min_length=least, pattern=None)]:
                 return checks.text(name, value, empty=not least)
-            case [inspect.StrType()]:
+            case [inspect.StrType(pattern=str(pattern))]:
                 value = checks.text(name, value)
-            case [inspect.EnumType(cls=enum)]:
-                return checks.member(name, value, enum)
-            case [inspect.LiteralType(values=choices)]:
-                return checks.choice(name, value, [str(one) for one in choices])
+                if re.fullmatch(pattern, value) is None:  # msgspec would take a line break behind it
+                    raise ConfigError(f"{name}={checks.shown(value)}: Expected `str` matching regex {pattern!r}")
             case [inspect.DictType()]:
                 return checks.texts(name, value)
             case [inspect.VarTupleType()]:             # msgspec would take a set, too, in any order
@@ -77,13 +91,13 @@ class Field(NamedTuple):
     def read(self, name: str, text: str) -> Any:
         """Return what ``text`` stands for: the value of an environment variable or of an option in a URL, where all
         values are text. Raises ConfigError: as ``check``."""
-        none = self.optional and self.parse is None and text in ("none", "")
+        none = self.optional and "parse" not in self.extra and text in ("none", "")
         return self.check(name, text if none else self._read(name, text))
 
     def _read(self, name: str, text: str) -> Any:
         """Return the value; ``text`` itself if it stands for none, which ``check`` then refuses."""
-        if self.parse is not None:
-            return self.parse(name, text)
+        if (parse := self.extra.get("parse")) is not None:
+            return parse(name, text)
         match self.kinds:
             case [inspect.BoolType()]:
                 return SWITCH.get(text.lower(), text)
@@ -125,12 +139,12 @@ def fields_of(cls: type[Settings]) -> Mapping[str, Field]:
     """Return the declarations of the settings of ``cls`` by name, those that must be given first."""
     found = {}
     for one in sorted(msgspec.structs.fields(cls), key=lambda one: not one.required):
-        kind, meaning, parse = inspect.type_info(one.type), "", None
+        kind, meaning, extra = inspect.type_info(one.type), "", dict[str, Any]()
         while isinstance(kind, inspect.Metadata):
             meaning = (kind.extra_json_schema or {}).get("description", meaning)
-            parse, kind = (kind.extra or {}).get("parse", parse), kind.type
+            extra, kind = {**(kind.extra or {}), **extra}, kind.type
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         some = tuple(kind for kind in kinds if not isinstance(kind, inspect.NoneType))
         default = one.default if one.default_factory is msgspec.NODEFAULT else one.default_factory()
-        found[one.name] = Field(one.type, some, len(some) < len(kinds), one.required, default, meaning, parse)
+        found[one.name] = Field(one.type, some, len(some) < len(kinds), one.required, default, meaning, extra)
     return found

@@ -21,7 +21,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from asynccache import checks
 from asynccache.errors import ConfigError, Unavailable
@@ -131,13 +131,6 @@ INLINE_BYTES = 128 << 10
 BATCH_BYTES = 4 << 20
 
 
-class _Call(NamedTuple):
-    future: Any
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class ThreadPool(Executor):
     """``count`` threads, which are started at the first call. They are daemon threads, so the process can end even if
     ``close`` was never called. ``name`` is the beginning of the threads' names. With a ``count`` of 0 all work is done
@@ -151,7 +144,7 @@ class ThreadPool(Executor):
         self._name = checks.text("name", name)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[asyncio.Future[Any], partial[Any]] | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._waking = False
         self._threads: list[Thread] = []
@@ -170,11 +163,11 @@ class ThreadPool(Executor):
         if not self._threads:
             self._start()
         future: asyncio.Future[T] = self._loop.create_future()
-        call = _Call(future, function, args, kwargs)
+        work = partial(function, *args, **kwargs)
         if self._count:
-            self._calls.put(call)
+            self._calls.put((future, work))
         else:
-            self._done.append(_outcome(call))
+            self._done.append((future, *_outcome(work)))
             self._deliver()
         return future
 
@@ -191,10 +184,7 @@ class ThreadPool(Executor):
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 
-        def work() -> None:
-            _end(*_outcome(_Call(future, function, args, kwargs)))
-
-        self.call(work)
+        self.call(lambda: _end(future, *_outcome(partial(function, *args, **kwargs))))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -248,7 +238,7 @@ class ThreadPool(Executor):
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._done.append(_outcome(call))
+            self._done.append((call[0], *_outcome(call[1])))
             del call  # or an idle thread would keep the last call's buffers alive
             if not self._waking:
                 self._waking = True
@@ -284,10 +274,11 @@ def _end(future: Any, result: object, error: BaseException | None) -> None:
         future.set_exception(error)
 
 
-def _outcome(call: _Call) -> tuple[Any, Any, BaseException | None]:
+def _outcome(work: partial[Any]) -> tuple[Any, BaseException | None]:
+    """Call ``work``. Returns its result and its error."""
     try:
-        return call.future, call.function(*call.args, **call.kwargs), None
+        return work(), None
     except StopIteration as error:  # a future takes no StopIteration, so its waiter would wait for ever
-        return call.future, None, RuntimeError(f"{call.function!r} raised {error!r}")
+        return None, RuntimeError(f"{work.func!r} raised {error!r}")
     except BaseException as error:
-        return call.future, None, error
+        return None, error

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from asynccache.cli.output import Tell, debugging
-from asynccache.cli.parsing import gpu
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError, ConfigError
 from benchmarks import cuda_copies, cuda_engine
 from benchmarks.cuda_copies import Figures, RawCalls
+from benchmarks.parsing import gpu
 from benchmarks.tables import Chart, Row, bench
 
 PARTS = {

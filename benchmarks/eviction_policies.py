@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asynccache.cli.hit_curves import BlockPath, next_uses, optimum, policy_hits
-from asynccache.cli.parsing import integer, listed
 from asynccache.cli.workloads import BLOCK_TOKENS, arrivals, paths_of, read_trace
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.core.plan import Outcome, Plan, Status, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from benchmarks.parsing import integer, listed
 
 ALLOWED = 0.2
 SIZES = (500, 1000, 3000, 10_000, 30_000, 100_000)

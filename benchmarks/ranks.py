@@ -26,18 +26,17 @@ import uvloop
 
 from asynccache.cli.meter import spread
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
-from asynccache.worker import messages
-from asynccache.worker.admitting_ranks import Workers, listen
-from asynccache.worker.contract import EmbedderParts, Reports, Work
 from asynccache.worker.group import WorkerGroup, open_group
 from asynccache.worker.joining import joined
-from asynccache.worker.rank_performer import Performer
-from asynccache.worker.serving import connect
-from asynccache.worker.sockets import SECRET
-from asynccache.worker.topology import Topology
+from asynccache.worker.link import SECRET
+from asynccache.worker.local import EmbedderParts, Reports
+from asynccache.worker.messages import encode
+from asynccache.worker.rank_server import ORDERS, RankServer, connect
+from asynccache.worker.ranks import Topology, Workers, listen
+from asynccache.worker.work import Work
+from benchmarks.parsing import integer
 from benchmarks.tables import Chart, Row, bench
 
 Figures = dict[str, Any]
@@ -135,7 +134,7 @@ def _nobody(_: object) -> tuple[()]:
 def _frame(size: int) -> bytes:
     """Return as many bytes as go over each link for ``size`` operations of one plan."""
     plan = joined([_effect(1000 + op) for op in range(size)], _nobody)
-    frame = messages.encode([messages.PerformWork(work) for work in plan])
+    frame = encode([ORDERS["perform"].message(work) for work in plan])
     return bytes(4) + frame
 
 
@@ -261,10 +260,10 @@ class _Echoing(asyncio.Protocol):
 async def _work(rank: int, address: str) -> None:
     """Serve as a worker with an echo beside it, until the head closes."""
 
-    def ends_at_once(self: Performer, work: Work) -> None:
+    def ends_at_once(self: RankServer, work: Work) -> None:
         self._ended(_DONE, work.ops)
 
-    Performer._perform = ends_at_once  # type: ignore[method-assign]
+    RankServer._perform = ends_at_once  # type: ignore[method-assign]
     server = await asyncio.get_running_loop().create_server(_Echoing, "127.0.0.1", 0)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()

@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import LOOPS
+from asynccache.cli.options import LOOPS, loop_factory
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig, Full
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.driver import TreeLock
+from benchmarks.parsing import integer
 from benchmarks.tables import Chart, Row, bench
 
 Figures = dict[str, Any]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 from asynccache import compiled
 from asynccache.cli.main import Parser, sentence
-from asynccache.cli.output import Progress, check_writable, dump
+from asynccache.cli.output import answer, check_writable, progress
 
 WIDTH = 80
 MISSED = "  missed"
@@ -65,13 +64,8 @@ def bench(module: Any, arguments: list[str], *, prog: str) -> int:
     options = own.parse_args(arguments)
     if options.json is not None:
         check_writable(options.json)
-    progress = Progress(sys.stderr)
-    try:
-        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else progress.tell)}
-    finally:
-        progress.end()
-    if not options.quiet and options.json != "-":
-        sys.stdout.write("\n\n".join([*map(text, module.charts(figures)), f"the {compiled.CORE} core ran"]) + "\n")
-    if options.json is not None:
-        dump(figures, options.json)
+    with progress() as tell:
+        figures = {"core": compiled.CORE, **module.run(options, (lambda _: None) if options.quiet else tell)}
+    told = [*map(text, module.charts(figures)), f"the {compiled.CORE} core ran"]
+    answer(figures, None if options.quiet else "\n\n".join(told), options.json)
     return 0

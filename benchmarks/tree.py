@@ -24,11 +24,11 @@ from statistics import median_high
 
 from asynccache import compiled
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import choice, integer, listed
 from asynccache.config import EVICTION_POLICIES
 from asynccache.core.cache import Grant, LeaseRequest
 from asynccache.core.plan import More, Wait
 from asynccache.core.settings import SLICE_STEPS
+from benchmarks.parsing import choice, integer, listed
 from benchmarks.tables import Chart, Row, bench
 from benchmarks.tree_calls import (
     CONTINUATION,

@@ -32,11 +32,11 @@ from asynccache_hf import Layout, PagedModel, describe
 from asynccache_shim import Limits, Request, Scheduler, SchedulerConfig
 
 from asynccache.cli.output import Tell
-from asynccache.cli.parsing import integer
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import ConfigError
 from asynccache.runtime.cache import AsyncCache
+from benchmarks.parsing import integer
 from benchmarks.tables import Chart, Row, bench
 
 PAGE = 16

@@ -3,7 +3,7 @@
     python examples/openai_server.py --model Qwen/Qwen3-0.6B --storage 'file:/var/tmp/kv?capacity=10GiB'
 
 ``--model`` is a folder, or a name on Hugging Face's hub, with weights, tokenizer and chat template. ``--path`` says
-what computes: our scheduler, or transformers' own ``generate`` or continuous batching on the cache.
+what computes: our scheduler, or transformers' own ``generate`` on the cache.
 
 Without ``--model`` the model is small and random, so its answers are noise. All else is real: prompts that share a
 prefix share its KV, ``usage`` says how much of a prompt came from the cache, and after a restart the server finds the

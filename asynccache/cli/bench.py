@@ -8,102 +8,105 @@ of a server and of the kernel's writeback is not in it. Imports no torch.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import mmap
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from asynccache import compiled
+from asynccache.cli.arguments import CommandOptions, Json, Quiet, option
 from asynccache.cli.meter import spread
-from asynccache.cli.options import LOOPS
-from asynccache.cli.output import Progress, Tell, answer, check_writable
-from asynccache.cli.parsing import integer
+from asynccache.cli.options import Loop, loop_factory
+from asynccache.cli.output import Tell, answer, progress
 from asynccache.cli.text import number
 from asynccache.cli.text import size as spelled
 from asynccache.errors import BackendError, ConfigError
+from asynccache.settings import Count
 
 if TYPE_CHECKING:
     from asynccache.storage import Result
 
 POOL = "bench"
 BATCH_BYTES, BATCH_PAGES = 8 << 20, 128
-PAGE_SIZES = "64KiB,256KiB,2MiB"
 TIMEOUT = 600.0
 
 Figures = dict[str, Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command to ``parser``."""
-    parser.add_argument("what", choices=["store"], metavar="store", help="what to measure: a store")
-    parser.add_argument("url", nargs="?", metavar="URL", help="the store (default: a file store in a temporary folder)")
-    parser.add_argument("--page-sizes", default=PAGE_SIZES, metavar="SIZES",
-                        help=f"sizes of a page, each measured by itself (default: {PAGE_SIZES})")
-    parser.add_argument("--bytes", default="128MiB", metavar="SIZE", help="bytes moved in a pass (default: 128MiB)")
-    parser.add_argument("--batch", type=integer(1), metavar="N",
-                        help="pages in a call (default: as many as 8 MiB hold, at most 128)")
-    parser.add_argument("--concurrency", type=integer(1), default=2, metavar="N", help="calls at a time (default: 2)")
-    parser.add_argument("--repeat", type=integer(1), default=3, metavar="N",
-                        help="rounds; medians over them are shown (default: 3)")
-    parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="event loop (default: uvloop)")
-    parser.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
-                        help="write the figures as JSON to a file, or to standard output (-) instead of the table")
-    parser.add_argument("--quiet", action="store_true", help="print neither progress nor a table")
+def _size(name: str, text: str) -> int:
+    from asynccache.storage import parse_size  # here: --help answers without what stores need
+
+    return parse_size(name, text)
 
 
-def execute(args: argparse.Namespace) -> int:
+def _sizes(name: str, text: str) -> tuple[int, ...]:
+    return tuple(_size(name, part) for part in text.split(","))
+
+
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``bench``."""
+
+    what: Annotated[Literal["store"], option("store", "what to measure: a store", argument=True)]
+    url: Annotated[str | None, option("URL", "the store (default: a file store in a temporary folder)",
+                                      argument=False)] = None
+    page_sizes: Annotated[tuple[Count, ...], option(
+        "SIZES", "sizes of a page, each measured by itself", written="64KiB,256KiB,2MiB", parse=_sizes,
+    )] = (64 << 10, 256 << 10, 2 << 20)  # fmt: skip
+    bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=_size)] = 128 << 20
+    batch: Annotated[Count | None, option(
+        "N", f"pages in a call (default: as many as 8 MiB hold, at most {BATCH_PAGES})")] = None
+    concurrency: Annotated[Count, option("N", "calls at a time")] = 2
+    repeat: Annotated[Count, option("N", "rounds; medians over them are shown")] = 3
+    loop: Annotated[Loop, option("NAME", "event loop")] = "uvloop"
+    json: Json = None
+    quiet: Quiet = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.page_sizes or self.bytes < max(self.page_sizes):
+            raise ConfigError(f"--bytes={self.bytes} is less than one page of {max(self.page_sizes, default=0)} bytes")
+
+
+def execute(options: Options) -> int:
     """Measure, and print and write the figures; returns the exit status: 1 if pages came back wrong.
 
     Raises:
         ConfigError: an option is unusable.
         BackendError: the store cannot be opened, or fails.
     """
-    if args.json is not None:
-        check_writable(args.json)
-    progress = Progress(sys.stderr)
-    try:
-        figures = run(args, (lambda _: None) if args.quiet else progress.tell)
-    finally:
-        progress.end()
-    answer(figures, None if args.quiet else "\n".join(told(figures)), args.json)
+    with progress() as tell:
+        figures = run(options, (lambda _: None) if options.quiet else tell)
+    answer(figures, None if options.quiet else "\n".join(told(figures)), options.json)
     return 1 if any(size["mismatches"] for size in figures["sizes"]) else 0
 
 
-def run(args: argparse.Namespace, tell: Tell) -> Figures:
+def run(options: Options, tell: Tell) -> Figures:
     """Measure all sizes of page, and return the figures as plain values. Raises as ``execute`` does."""
-    from asynccache.cli.machine import loop_factory  # here: --help answers without what stores need
-    from asynccache.storage import parse_size, parse_url
+    from asynccache.storage import parse_url
 
-    sizes = [parse_size("--page-sizes", text) for text in args.page_sizes.split(",")]
-    total = parse_size("--bytes", args.bytes)
-    if min(sizes) < 1:
-        raise ConfigError(f"--page-sizes={args.page_sizes}: must be at least 1")
-    if total < max(sizes):
-        raise ConfigError(f"--bytes={args.bytes!r} is less than one page of {max(sizes)} bytes")
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
-        url = args.url or f"file:{folder}/store?capacity={4 * total + (1 << 30)}"
-        with asyncio.Runner(loop_factory=loop_factory(args.loop)) as runner:
-            measured = [runner.run(_measured(args, url, size, total // size, tell)) for size in sizes]
-    settings = {"url": str(parse_url(url)), "concurrency": args.concurrency, "rounds": args.repeat, "loop": args.loop,
-                "bytes": total}
+        url = options.url or f"file:{folder}/store?capacity={4 * options.bytes + (1 << 30)}"
+        with asyncio.Runner(loop_factory=loop_factory(options.loop)) as runner:
+            measured = [runner.run(_measured(options, url, size, options.bytes // size, tell))
+                        for size in options.page_sizes]
+    settings = {"url": str(parse_url(url)), "concurrency": options.concurrency, "rounds": options.repeat,
+                "loop": options.loop, "bytes": options.bytes}
     return {"command": "bench", "bench": "store", "core": compiled.CORE, "cores": os.cpu_count(), "settings": settings,
             "sizes": measured}
 
 
-async def _measured(args: argparse.Namespace, url: str, size: int, count: int, tell: Tell) -> Figures:
+async def _measured(options: Options, url: str, size: int, count: int, tell: Tell) -> Figures:
     """Measure ``count`` pages of ``size`` bytes. Cancelling closes the store; pages that were put may be left in it."""
     import numpy as np
 
     from asynccache.storage import RECORD_SCHEMA, Collectable, PageKey, Result, StoreLayout, open_store
 
-    batch = args.batch or max(1, min(BATCH_PAGES, BATCH_BYTES // size))
+    batch = options.batch or max(1, min(BATCH_PAGES, BATCH_BYTES // size))
     memory = memoryview(mmap.mmap(-1, 2 * count * size))
     pages = np.frombuffer(memory, np.uint8).reshape(2, count, size)
     pages[0] = np.resize(np.frombuffer(Random(size).randbytes(1 << 20), np.uint8), size)
@@ -129,17 +132,17 @@ async def _measured(args: argparse.Namespace, url: str, size: int, count: int, t
                 if failed := len(results) - results.count(Result.HIT):
                     raise BackendError(f"the store failed for {failed} of {len(results)} pages; its error: "
                                        f"{store.last_error!r}")
-                tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {args.repeat}: "
+                tell(f"{spelled(size)} pages, round {len(flushes) + (op == 'put')} of {options.repeat}: "
                      f"{op.replace('_', ' ')}, {100 * len(latencies) // len(calls)} %")
 
         cpu, began = time.process_time(), time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(args.concurrency)))
+        await asyncio.gather(*(worker() for _ in range(options.concurrency)))
         wall = time.perf_counter() - began
         passes.setdefault(op, []).append((wall, time.process_time() - cpu, latencies))
 
     try:
         store.register(POOL, memory)
-        for _ in range(args.repeat):
+        for _ in range(options.repeat):
             keys[:] = [PageKey(POOL, os.urandom(32)) for _ in order]
             try:
                 await drive("put", order, lambda which: store.put([keys[i] for i in which], [source[i] for i in which]))

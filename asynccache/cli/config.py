@@ -6,34 +6,32 @@ for everything that is wrong with a file, and its exit status is 1 then. Imports
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from asynccache.configuration import Effective, Loaded, as_toml, read_config, schema
+from asynccache.cli.arguments import CommandOptions, option
+from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
-ACTIONS = {
-    "show": "print every setting that is in effect, and where it came from",
-    "check": "say whether a file can be used, and everything that is wrong with it",
-    "schema": "print what a file may say, as a JSON Schema",
-}
+
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``config``."""
+
+    action: Annotated[Literal["show", "check", "schema"], option(
+        "show|check|schema", "show: print every setting that is in effect, and where it came from; check: say whether "
+        "a file can be used, and everything that is wrong with it; schema: print what a file may say, as a JSON Schema",
+        argument=True)]
+    file: Annotated[str | None, option(
+        "FILE", "a TOML file (default: the one that ASYNCCACHE_CONFIG names)", argument=False)] = None
+    json: Annotated[bool, option("", "show: print JSON instead of TOML", const=True)] = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
-    parser.add_argument("action", choices=list(ACTIONS), metavar="|".join(ACTIONS),
-                        help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
-    parser.add_argument("file", metavar="FILE", nargs="?",
-                        help="a TOML file (default: the one that ASYNCCACHE_CONFIG names)")
-    parser.add_argument("--json", action="store_true", help="show: print JSON instead of TOML")
-
-
-def execute(options: argparse.Namespace) -> int:
+def execute(options: Options) -> int:
     """Run the command; returns its exit status.
 
     Raises:
@@ -42,41 +40,23 @@ def execute(options: argparse.Namespace) -> int:
     if options.action == "schema":
         print(json.dumps(schema(), indent=2))
         return 0
-    file: str | None = options.file or os.environ.get("ASYNCCACHE_CONFIG")
-    if options.action == "show":
-        return _show(file, options.json)
-    if file is None:
+    file = options.file or os.environ.get("ASYNCCACHE_CONFIG")
+    if options.action == "check" and file is None:
         raise ConfigError("config check needs a FILE, or ASYNCCACHE_CONFIG that names one")
-    return _check(file)
-
-
-def _show(file: str | None, as_json: bool) -> int:
     loaded = read_config(file)
-    if loaded.config is None:
-        return _tell(loaded.problems)
-    values = loaded.values
-    print(json.dumps(_plain(values), indent=2) if as_json else as_toml(values), end="\n" if as_json else "")
-    return 0
-
-
-def _plain(values: Iterable[Effective]) -> list[dict[str, object]]:
-    return [{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
-            for path, value, origin in values]
-
-
-def _check(file: str) -> int:
-    loaded = read_config(file)
-    problems = [*loaded.problems, *_storage_problems(loaded)]
-    if not problems:
-        print(f"{file}: can be used")
-        return 0
-    return _tell(problems)
-
-
-def _tell(problems: Iterable[str]) -> int:
+    problems = [*loaded.problems, *(_storage_problems(loaded) if options.action == "check" else ())]
     for problem in problems:
         print(f"asynccache: {problem}", file=sys.stderr)
-    return 1
+    if problems:
+        return 1
+    if options.action == "check":
+        print(f"{file}: can be used")
+    elif options.json:
+        print(json.dumps([{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
+                          for path, value, origin in loaded.values], indent=2))
+    else:
+        print(as_toml(loaded.values), end="")
+    return 0
 
 
 def _storage_problems(loaded: Loaded) -> Iterator[str]:

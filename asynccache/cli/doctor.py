@@ -8,22 +8,22 @@ to wake a coroutine. That takes some seconds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 from textwrap import wrap
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import structs
 
 from asynccache import compiled
-from asynccache.cli.parsing import gpu
+from asynccache.cli.arguments import CommandOptions, Json, option, parsed_device
+from asynccache.cli.output import answer
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
-from asynccache.errors import AsyncCacheError
+from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.extras import BRINGS, install
 
 Report = dict[str, Any]
@@ -36,23 +36,24 @@ ROUNDS, WAKE_UPS = 3, 200
 NAMES = {"engines": "the copy engines", "kernel": "the kernel"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to ``parser``."""
-    parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
-                        help="which GPU (default: %(default)s)")
-    parser.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
-                        help="as JSON, to a file or (-) instead of text")
+def _gpu(name: str, text: str) -> str:
+    if not parsed_device(name, text).startswith("cuda"):
+        raise ConfigError(f"{name}={text} is no GPU")
+    return text
 
 
-def execute(args: argparse.Namespace) -> int:
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``doctor``."""
+
+    device: Annotated[str, option("cuda:N", "which GPU", parse=_gpu)] = "cuda:0"
+    json: Json = None
+
+
+def execute(options: Options) -> int:
     """Examine this machine and print the report. Return the exit status: 0, also if there is no GPU; 1 if there is one
     that cannot be used."""
-    from asynccache.cli.output import answer, check_writable
-
-    if args.json is not None:
-        check_writable(args.json)
-    report = examine(args.device)
-    answer(report, "\n".join(told(report)), args.json)
+    report = examine(options.device)
+    answer(report, "\n".join(told(report)), options.json)
     return 1 if report.get("error") else 0
 
 
@@ -62,33 +63,35 @@ def examine(name: str) -> Report:
     limits (``memlock``, ``memlock_hard``; None: no limit) and by what memory there is on this machine and in the
     control group (``available_bytes``)."""
     from asynccache.memory.cuda.cupy_driver import find
-    from asynccache.memory.cuda.device import open_device
+    from asynccache.memory.cuda.kernels import compile_for
     from asynccache.memory.pools import available_memory
 
     found = find()
     soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     report: Report = {"command": "doctor", "core": compiled.CORE, "core_why": compiled.WHY or None,
                       "cupy": found.cupy, "cupy_cuda": found.cupy_cuda, "torch_cuda": found.torch_cuda,
-                      "driver": found.driver, "devices": found.devices, "missing": found.missing or None,
-                      "nvrtc": nvrtc() if found.cupy else None,
+                      "driver": found.driver, "devices": found.devices, "missing": found.missing or None, "nvrtc": None,
                       "limits": {"memlock": soft, "memlock_hard": hard, "available_bytes": available_memory()}}
-
-    async def opened() -> Report:
-        return await measured(await asyncio.to_thread(open_device, name))  # in a thread of its own, as a cache does
-
+    if found.cupy:
+        try:
+            report["nvrtc"] = {"compiles": True, "bytes": len(compile_for((9, 0)))}  # for an H100, which need not exist
+        except Exception as error:  # whatever a broken installation raises
+            report["nvrtc"] = {"compiles": False, "why": first_line(error)}
     if not found.missing:
         try:
-            report |= asyncio.run(opened())
+            report |= asyncio.run(measured(name))
         except (AsyncCacheError, MemoryError) as error:
             report["error"] = first_line(error)
     return report
 
 
-async def measured(device: Any) -> Report:
-    """Return the properties and the speed of ``device``, and ``error`` if bytes were lost on a path. Close the device.
-    If this is cancelled, copies are left in flight, which end by themselves."""
+async def measured(name: str) -> Report:
+    """Open a device, and return its properties and its speed, and ``error`` if bytes were lost on a path. If this is
+    cancelled, copies are left in flight, which end by themselves."""
     from asynccache.cli.meter import spread
+    from asynccache.memory.cuda.device import open_device
 
+    device: Any = await asyncio.to_thread(open_device, name)  # in a thread of its own, as a cache does
     identity = device.driver.identity()
     try:
         paths = {path: await _by_path(device, below) for path, below in (("engines", 0), ("kernel", 1 << 62))}
@@ -147,17 +150,6 @@ async def _by_path(opened: Any, below: int) -> Report:
         await device.aclose()
 
 
-def nvrtc() -> Report:
-    """Return whether NVRTC compiles the copy kernel here (for an H100, which need not be there): its size in bytes, or
-    why it does not."""
-    from asynccache.memory.cuda.kernels import compile_for
-
-    try:
-        return {"compiles": True, "bytes": len(compile_for((9, 0)))}
-    except Exception as error:  # whatever a broken installation raises
-        return {"compiles": False, "why": str(error).split("\n")[0]}
-
-
 def numa_node(bus: str) -> int | None:
     """Return the NUMA node that the device at the PCI address ``bus`` hangs at; None if the system does not know."""
     try:
@@ -167,23 +159,8 @@ def numa_node(bus: str) -> int | None:
     return node if node >= 0 else None
 
 
-# for a person
-
-
 def told(report: Report) -> Iterator[str]:
     """Yield the report in lines for a person."""
-    yield from _software(report)
-    if report["missing"]:
-        yield from wrap(f"No GPU can be used here: {report['missing']}.", 79, break_on_hyphens=False)
-        yield 'The cache runs on device="cpu": pages in host memory, threads as'
-        yield "streams. That is complete and tested."
-    elif report.get("error"):
-        yield f"There is a GPU, and it cannot be used: {report['error']}"
-    else:
-        yield from _hardware(report)
-
-
-def _software(report: Report) -> Iterator[str]:
     from asynccache.memory.cuda.cupy_driver import spelled_version
 
     cupy_cuda = spelled_version(report["cupy_cuda"]) if report["cupy_cuda"] else None
@@ -206,9 +183,14 @@ def _software(report: Report) -> Iterator[str]:
     limit = report["limits"]
     memlock = "no limit" if limit["memlock"] is None else spelled(limit["memlock"])
     yield f"pinning   ulimit -l: {memlock}; memory that can be had: {spelled(limit['available_bytes'])}"
-
-
-def _hardware(report: Report) -> Iterator[str]:
+    if report["missing"]:
+        yield from wrap(f"No GPU can be used here: {report['missing']}.", 79, break_on_hyphens=False)
+        yield 'The cache runs on device="cpu": pages in host memory, threads as'
+        yield "streams. That is complete and tested."
+        return
+    if report.get("error"):
+        yield f"There is a GPU, and it cannot be used: {report['error']}"
+        return
     device, wake, copies = report["device"], report["wake_up"], report["copies"]
     node = device["numa_node"]
     yield (f"device    {device['name']}, {spelled(device['total'])}, bus {device['bus']}, NUMA node "

@@ -6,8 +6,8 @@ gets the GIL back. So a request's work is in flight while its task waits, and th
 cancelled. The request then names the work's event when it releases its lease, as a real engine names the event of a
 kernel on a stream.
 
-Each request has an ``EngineStream``. An ``Engine`` does its work: the ``StandInEngine`` of this process, or in
-``ranked`` an engine that sends the work to the processes of several ranks.
+An ``Engine`` does the work of requests: the ``StandInEngine`` of this process, or in ``ranked`` an engine that sends it
+to the processes of several ranks.
 
 The bytes that stand in for KV are a function of the tokens up to the end of a page, of the pool and of the layer. A
 page's *value* is 64 bits that depend on the namespace and on every token from the first of the prompt to the last of
@@ -38,6 +38,8 @@ from asynccache.memory.device import Event
 if TYPE_CHECKING:
     import torch
 
+    from asynccache.memory.signals import HostGate
+
 CALL_BYTES = 1 << 20
 """The bytes of a layer that one call of torch fills or compares at most, unless a single page has more."""
 ENOUGH_CPU = 0.01
@@ -50,12 +52,6 @@ class Layers(Protocol):
     """The layers of one pool on the device."""
 
     def layer(self, i: int) -> torch.Tensor: ...
-
-
-class Gate(Event, Protocol):
-    """An event of the device that the program fires itself, by ``open``, from any thread."""
-
-    def open(self) -> None: ...
 
 
 class PageRun(NamedTuple):
@@ -109,37 +105,6 @@ class Engine(Protocol):
         ...
 
 
-class EngineStream:
-    """The batches of one request. ``work``: that of the latest batch, which the request names when it gives its pages
-    back; None: there was no batch yet."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.work: Any = None
-
-    def begin(self, pieces: Sequence[PageRun], *, verifies: bool = False) -> Callable[[], Coroutine[Any, Any, Verdict]]:
-        """Begin to fill these pages, or to verify them; returns the batch's ``verdict``. If filling fails and nobody
-        asks for the verdict, the pages hold wrong bytes."""
-        if not any(len(piece.ids) for piece in pieces):
-            return _nothing
-        batch = self._engine.begin(pieces, verifies=verifies)
-        self.work = batch.work
-        return batch.verdict
-
-    async def write(self, pieces: Sequence[PageRun]) -> None:
-        """Fill these pages and return when they are filled. Cancelling leaves the batch running; ``work`` ends with
-        it."""
-        await self.begin(pieces)()
-
-    async def verify(self, pieces: Sequence[PageRun]) -> Verdict:
-        """Compare these pages with what they must hold. Cancelling is as for ``write``."""
-        return await self.begin(pieces, verifies=True)()
-
-
-async def _nothing() -> Verdict:
-    return NOTHING
-
-
 class StandInEngine:
     """Owns the thread that fills and compares pages, batch by batch, as kernels run on one stream. One per cache, to be
     closed with it.
@@ -148,7 +113,7 @@ class StandInEngine:
     by hand.
     """
 
-    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate]) -> None:
+    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], HostGate]) -> None:
         self._gate = gate
         self._thread = ThreadPoolExecutor(1, "engine")
         self._pools: dict[ComponentKind, list[_Pool]] = {kind: [] for kind in ComponentKind}
@@ -181,40 +146,38 @@ class StandInEngine:
     def submit(self, batch: Callable[[], Verdict]) -> tuple[Future[Verdict], Event]:
         """Queue ``batch``. Returns its future and an event that fires when the batch has ended, failed, or been dropped
         before it began: from then on no thread touches its pages."""
-        gate = self._gate()
-        future = self._thread.submit(self._timed, batch)
+        def timed() -> Verdict:
+            cpu, queued = time.thread_time(), run_delay()
+            try:
+                return batch()
+            finally:
+                self._cpu += time.thread_time() - cpu
+                self._queued += run_delay() - queued
+
+        gate, future = self._gate(), self._thread.submit(timed)
         future.add_done_callback(lambda _: gate.open())
         return future, gate
 
-    def _timed(self, batch: Callable[[], Verdict]) -> Verdict:
-        cpu, queued = time.thread_time(), run_delay()
-        try:
-            return batch()
-        finally:
-            self._cpu += time.thread_time() - cpu
-            self._queued += run_delay() - queued
-
     def perform(self, pieces: Sequence[PageRun], *, verifies: bool) -> Verdict:
-        """Verify or fill these pages. Blocking."""
+        """Verify or fill these pages, in every pool of their components. Blocking."""
         if verifies:
             return self.verify(pieces)
         self.write(pieces)
         return NOTHING
 
     def write(self, pieces: Sequence[PageRun]) -> None:
-        """Fill the pages of ``pieces`` in every pool of their components. Blocking."""
+        """Fill the pages of ``pieces``. Blocking."""
         for piece in pieces:
             for pool in self._pools[piece.component]:
                 pool.write(piece)
 
     def verify(self, pieces: Sequence[PageRun]) -> Verdict:
-        """Compare the pages of ``pieces`` with what they must hold, in every pool of their components. Blocking."""
-        pages, wrong, what = 0, 0, []
+        """Compare the pages of ``pieces`` with what they must hold. Blocking."""
+        pages, what, wrong = 0, list[str](), 0
         for piece in pieces:
             for pool in self._pools[piece.component]:
                 found = pool.verify(piece)
-                pages += len(piece.ids)
-                wrong += len(found)
+                pages, wrong = pages + len(piece.ids), wrong + len(found)
                 what += found[:3]
         return Verdict(pages, wrong, tuple(what))
 
@@ -223,34 +186,27 @@ async def _result(future: Future[Verdict]) -> Verdict:
     return await asyncio.wrap_future(future)
 
 
-def _part(spec: PoolSpec) -> str:
-    """The name that a pool's pattern is made from: different for each rank's share, since another rank's bytes are
-    wrong bytes."""
-    return spec.name if spec.shard == "replicated" else f"{spec.name}/{spec.shard}"
-
-
 class _Pool:
-    """One pool, with the pattern of each of its layers."""
+    """One pool, with the pattern of each of its layers, which is different for each rank's share, since another rank's
+    bytes are wrong bytes."""
 
     def __init__(self, spec: PoolSpec, layers: Layers) -> None:
         self.name = spec.name
-        self._layers = [layers.layer(i) for i in range(spec.layers)]
-        size = spec.bytes_per_page // spec.layers
-        self._patterns = [
-            Pattern(_part(spec), number, size, layer.device)
-            for number, layer in zip(spec.model_layers, self._layers, strict=True)
-        ]
-        self._slice = max(1, CALL_BYTES // size)
-        self.is_cuda = self._layers[0].is_cuda
+        part = spec.name if spec.shard == "replicated" else f"{spec.name}/{spec.shard}"
+        found = [layers.layer(i) for i in range(spec.layers)]
+        self._patterns = [Pattern(part, number, layer) for number, layer in zip(spec.model_layers, found, strict=True)]
+        self._slice = max(1, CALL_BYTES // (spec.bytes_per_page // spec.layers))
+        self._device = found[0].device
+        self.is_cuda = found[0].is_cuda
 
     def write(self, piece: PageRun) -> None:
         for ids, values, _ in self._slices(piece):
-            for layer, pattern in zip(self._layers, self._patterns, strict=True):
-                pattern.write(layer, ids, values)
+            for pattern in self._patterns:
+                pattern.write(ids, values)
         if self.is_cuda:  # the event that fires after this call says that the pages are written
             import torch
 
-            torch.cuda.current_stream(self._layers[0].device).synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
 
     def verify(self, piece: PageRun) -> list[str]:
         """One line for each wrong page; of several wrong layers of a page the first is named."""
@@ -259,19 +215,17 @@ class _Pool:
         positions = piece.first + np.flatnonzero(present)
         held = PageRun(piece.component, piece.ids[present], piece.values[present], 0)
         for ids, values, start in self._slices(held):
-            for index, (layer, pattern) in enumerate(zip(self._layers, self._patterns, strict=True)):
-                for i in pattern.mismatches(layer, ids, values):
+            for index, pattern in enumerate(self._patterns):
+                for i in pattern.mismatches(ids, values):
                     wrong.setdefault(int(positions[start + i]), f"in slot {int(ids[i])} differs from layer {index} on")
         return [f"{self.name} page {position} {what}" for position, what in sorted(wrong.items())]
 
     def _slices(self, piece: PageRun) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         import torch
 
-        device = self._layers[0].device
-        ids = torch.from_numpy(piece.ids.astype(np.int64)).to(device)
-        values = torch.from_numpy(piece.values.view(np.int64)).to(device)
-        step = self._slice
-        return [(ids[i:i + step], values[i:i + step], i) for i in range(0, len(ids), step)]
+        ids = torch.from_numpy(piece.ids.astype(np.int64)).to(self._device)
+        values = torch.from_numpy(piece.values.view(np.int64)).to(self._device)
+        return [(ids[i : i + self._slice], values[i : i + self._slice], i) for i in range(0, len(ids), self._slice)]
 
 
 Values = npt.NDArray[np.uint64]
@@ -288,43 +242,37 @@ def page_values(tokens: Tokens, page_size: int, extra_key: str | None = None) ->
     words ^= words >> _U64(31)
     words *= _B
     sums: Values = words.reshape(pages, page_size).sum(axis=1, dtype=_U64).cumsum(dtype=_U64)
-    sums += _U64(_namespace(extra_key))
+    if extra_key is not None:
+        sums += _U64(int.from_bytes(hashlib.blake2b(extra_key.encode(), digest_size=8).digest(), "little"))
     sums ^= sums >> _U64(29)
     sums *= _C
     sums ^= sums >> _U64(32)
     return sums
 
 
-def _namespace(extra_key: str | None) -> int:
-    if extra_key is None:
-        return 0
-    return int.from_bytes(hashlib.blake2b(extra_key.encode(), digest_size=8).digest(), "little")
-
-
 class Pattern:
-    """Writes and compares the bytes of one layer of one pool. ``page_bytes``: those of a page in this layer;
-    ``device``: where the layer is."""
+    """Writes and compares the bytes of one layer of one pool. ``layer``: uint8, shape ``[pages, page_bytes]``."""
 
-    def __init__(self, pool: str, layer: int, page_bytes: int, device: torch.device | None = None) -> None:
+    def __init__(self, pool: str, number: int, layer: torch.Tensor) -> None:
         import torch  # here, because the head of several ranks has no device and needs no torch
 
         self._torch = torch
-        seed = hashlib.blake2b(f"{pool}/{layer}".encode(), digest_size=8).digest()
+        self._bytes = layer.shape[1]
+        seed = hashlib.blake2b(f"{pool}/{number}".encode(), digest_size=8).digest()
         rng = np.random.Generator(np.random.PCG64(int.from_bytes(seed, "little")))
         low, high = -(1 << 63), (1 << 63) - 1
-        salt = rng.integers(low, high, size=-(-page_bytes // 8), dtype=np.int64, endpoint=True)
-        self._salt = torch.from_numpy(salt).to(device)
-        self._bytes = page_bytes
+        salt = rng.integers(low, high, size=-(-self._bytes // 8), dtype=np.int64, endpoint=True)
+        self._salt = torch.from_numpy(salt).to(layer.device)
+        # As 64-bit words if its pages are whole words, because gathering single bytes is ten times slower.
+        self._layer = layer if self._bytes % 8 else layer.view(torch.int64)
 
-    def write(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the bytes that ``values[i]`` stands for to page ``pages[i]`` of ``layer`` (uint8, shape
-        ``[pages, page_bytes]``)."""
-        self._words(layer).index_copy_(0, pages, self._expand(values))
+    def write(self, pages: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the bytes that ``values[i]`` stands for to page ``pages[i]``."""
+        self._layer.index_copy_(0, pages, self._expand(values))
 
-    def mismatches(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> Sequence[int]:
-        """The positions i at which page ``pages[i]`` of ``layer`` does not hold the bytes that ``values[i]`` stands
-        for."""
-        found, expected = self._words(layer).index_select(0, pages), self._expand(values)
+    def mismatches(self, pages: torch.Tensor, values: torch.Tensor) -> Sequence[int]:
+        """The positions i at which page ``pages[i]`` does not hold the bytes that ``values[i]`` stands for."""
+        found, expected = self._layer.index_select(0, pages), self._expand(values)
         if self._torch.equal(found, expected):
             return ()
         wrong: list[int] = (found != expected).any(dim=1).nonzero().flatten().tolist()
@@ -332,12 +280,4 @@ class Pattern:
 
     def _expand(self, values: torch.Tensor) -> torch.Tensor:
         rows = self._torch.bitwise_xor(values[:, None], self._salt[None, :])
-        return rows if self._whole_words() else rows.view(self._torch.uint8)[:, : self._bytes]
-
-    def _words(self, layer: torch.Tensor) -> torch.Tensor:
-        """The layer as 64-bit words if its pages are whole words, because gathering single bytes is ten times
-        slower."""
-        return layer.view(self._torch.int64) if self._whole_words() else layer
-
-    def _whole_words(self) -> bool:
-        return self._bytes % 8 == 0
+        return rows.view(self._torch.uint8)[:, : self._bytes] if self._bytes % 8 else rows

@@ -6,31 +6,32 @@ program.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import re
 import urllib.error
 import urllib.request
-from typing import Any
-from urllib.parse import urlsplit
+from contextlib import suppress
+from typing import Annotated, Any
 
+from asynccache.cli.arguments import AsJson, CommandOptions, option
 from asynccache.errors import ConfigError
 
 TIMEOUT = 30.0
 _TOKEN = re.compile("-?[0-9]{1,19}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
-    parser.add_argument("url", metavar="URL", help="where the cache is served, such as http://127.0.0.1:9090")
-    parser.add_argument("--tokens", required=True, metavar="LIST|@FILE",
-                        help="the prompt's token ids, separated by commas or blanks; or @ and a file that has them")
-    parser.add_argument("--extra-key", metavar="TEXT", help="the namespace (default: the one without a name)")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``explain``."""
+
+    url: Annotated[str, option("URL", "where the cache is served, such as http://127.0.0.1:9090", argument=True)]
+    tokens: Annotated[str, option("LIST|@FILE", "the prompt's token ids, separated by commas or blanks; or @ and a "
+                                                "file that has them")]
+    extra_key: Annotated[str | None, option("TEXT", "the namespace (default: the one without a name)")] = None
+    json: AsJson = False
 
 
-def execute(options: argparse.Namespace) -> int:
+def execute(options: Options) -> int:
     """Ask the cache and print its answer; returns the exit status.
 
     Raises:
@@ -69,41 +70,23 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
         ConfigError: nothing answers at ``url``, or the answer is not that of a cache, or the cache refuses the
         question.
     """
-    base = _base(url)
+    address = url if "://" in url else f"http://{url}"
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
     body = json.dumps({"tokens": prompt, "extra_key": extra_key}).encode()
-    request = urllib.request.Request(f"{base}/explain", body)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/explain", body, timeout=TIMEOUT) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            raise ConfigError(f"{url} refuses: {_reason(error)}") from None
+            reason = f"{error.code} {error.reason}"
+            with suppress(ValueError, KeyError, TypeError):
+                reason = str(json.load(error)["error"])
+            raise ConfigError(f"{url} refuses: {reason}") from None
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", error)
         hint = "is a run with --serve PORT, or a program with start_metrics_server, listening there?"
-        raise ConfigError(f"{url} does not answer: {_cause(error)}; {hint}") from None
+        raise ConfigError(f"{url!r} does not answer: {getattr(cause, 'strerror', None) or cause}; {hint}") from None
     if not isinstance(found, dict) or "spans" not in found:
         raise ConfigError(f"{url} answers, but not as a cache does")
     return found
-
-
-def _cause(error: Exception) -> object:
-    reason = getattr(error, "reason", error)
-    return getattr(reason, "strerror", None) or reason
-
-
-def _base(url: str) -> str:
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port) \
-                and not any(c.isspace() or not c.isprintable() for c in parts.netloc):
-            return f"{parts.scheme}://{parts.netloc}"
-    except ValueError:  # malformed brackets or a port that is no number
-        pass
-    raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"{error.code} {error.reason}"

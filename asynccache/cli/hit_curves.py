@@ -32,7 +32,7 @@ little less where paths are as long as the cache is large.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -42,13 +42,10 @@ import numpy.typing as npt
 from asynccache.cli.workloads import BLOCK_TOKENS
 from asynccache.core.cache import CacheCore, Grant, LeaseRequest, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
-from asynccache.errors import InvariantViolation
 
 BlockPath = Sequence[int]
 """The blocks of one request. There is a key for each block, root first; it stands for the block and all blocks before
 it."""
-
-_CHUNK = 4096
 
 
 class HitCurve(NamedTuple):
@@ -64,67 +61,42 @@ class HitCurve(NamedTuple):
         return int(self.hits[min(len(self.hits) - 1, max(0, int(capacity)))])
 
 
-class Stack:
-    """The blocks in the order of their last touch: each block is a mark at the moment when it was touched.
+def curve(paths: Sequence[BlockPath]) -> HitCurve:
+    """The curve of requests with these paths, from one pass over them.
 
-    The place of a block is the number of marks from its own to the latest: the marks of its own chunk are counted one
-    by one, and the marks of the chunks after it are added up from the chunks' sums.
+    Each block is a mark at the moment when it was touched last, so its place is the number of marks from its own to the
+    latest. The marks are summed by a Fenwick tree ("A new data structure for cumulative frequency tables", Software:
+    Practice and Experience 24/3, 1994).
     """
+    lookups = sum(map(len, paths))
+    last, places, sums, now = dict[int, int](), array("q"), array("q", bytes(8 * (lookups + 1))), 0
 
-    def __init__(self) -> None:
-        self._last: dict[int, int] = {}
-        self._marks = np.zeros(_CHUNK, dtype=np.bool_)
-        self._sums = np.zeros(1, dtype=np.int64)
-        self._now = 0
+    def mark(time: int, by: int) -> None:
+        time += 1
+        while time <= lookups:
+            sums[time] += by
+            time += time & -time
 
-    def __len__(self) -> int:
-        return len(self._last)
+    def marks_before(time: int) -> int:
+        found = 0
+        while time:
+            found += sums[time]
+            time &= time - 1
+        return found
 
-    def places(self, path: BlockPath) -> Iterator[int]:
-        """The place of each block of ``path`` that was touched before, in the path's order; 1 is the latest."""
+    for path in paths:
         before, place = -1, 0
         for key in path:
-            time = self._last.get(key, -1)
-            if time < 0:
-                continue
-            place = place + 1 if time == before - 1 else self._from(time)
-            before = time
-            yield place
-
-    def touch(self, path: BlockPath) -> None:
-        """Touch the blocks of ``path``, the leaf first, so that the root is the latest."""
-        self._grow(self._now + len(path))
-        old = np.array([self._last[key] for key in path if key in self._last], dtype=np.int64)
-        new = np.arange(self._now, self._now + len(path))
-        self._mark(old, False)
-        self._mark(new, True)
-        self._now += len(path)
-        self._last.update(zip(path, range(self._now - 1, self._now - len(path) - 1, -1), strict=True))
-
-    def _from(self, time: int) -> int:
-        chunk = time // _CHUNK
-        within = np.count_nonzero(self._marks[time : (chunk + 1) * _CHUNK])
-        return int(within + self._sums[chunk + 1 :].sum())
-
-    def _mark(self, times: npt.NDArray[np.int64], there: bool) -> None:
-        self._marks[times] = there
-        np.add.at(self._sums, times // _CHUNK, 1 if there else -1)
-
-    def _grow(self, wanted: int) -> None:
-        if wanted > len(self._marks):
-            more = -(-max(wanted, 2 * len(self._marks)) // _CHUNK) * _CHUNK - len(self._marks)
-            self._marks = np.concatenate([self._marks, np.zeros(more, dtype=np.bool_)])
-            self._sums = np.concatenate([self._sums, np.zeros(more // _CHUNK, dtype=np.int64)])
-
-
-def curve(paths: Iterable[BlockPath]) -> HitCurve:
-    """The curve of requests with these paths, from one pass over them."""
-    stack, places, lookups = Stack(), array("q"), 0
-    for path in paths:
-        places.extend(stack.places(path))
-        stack.touch(path)
-        lookups += len(path)
-    return HitCurve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(stack))
+            if (time := last.get(key, -1)) >= 0:
+                place = place + 1 if time == before - 1 else len(last) - marks_before(time)
+                before = time
+                places.append(place)
+        for key in reversed(path):  # the leaf first, so that the root is the latest
+            if key in last:
+                mark(last[key], -1)
+            mark(now, 1)
+            last[key], now = now, now + 1
+    return HitCurve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(last))
 
 
 NEVER = -1
@@ -167,22 +139,6 @@ _SPACE = bytes(32)
 _UNSLICED = 1 << 30
 
 
-def compared(
-    paths: Sequence[BlockPath], found: HitCurve, sizes: Sequence[int], eviction: str, times: Sequence[float]
-) -> Iterator[dict[str, int]]:
-    """For each of ``sizes``: how many lookups ``lru``, the ``policy`` in use and the ``optimum`` answer, in blocks.
-
-    ``found``: the curve of the same requests, which LRU's figures are from, also where LRU is the policy in use.
-    ``times``: the seconds at which the requests come.
-    """
-    uses = next_uses(paths)
-    for size in sizes:
-        lru = found.found(size)
-        evicts = size < found.blocks and eviction != "lru"
-        policy = policy_hits(paths, size, eviction, times) if evicts else lru
-        yield {"lru": lru, "policy": policy, "optimum": optimum(paths, uses, size)}
-
-
 def policy_hits(paths: Sequence[BlockPath], capacity: int, eviction: str, times: Sequence[float]) -> int:
     """The number of lookups that a device of ``capacity`` blocks answers under the policy named ``eviction``.
     ``times``: the seconds at which the requests come, ascending.
@@ -201,21 +157,14 @@ def policy_hits(paths: Sequence[BlockPath], capacity: int, eviction: str, times:
     hits = 0
     for path, at in zip(paths, times, strict=True):
         core.at(at)
-        hits += _serve(core, path, capacity)
+        key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
+        if len(path) > capacity:
+            hits += core.match(_SPACE, key).device // BLOCK_TOKENS
+            continue
+        granted = core.lease(LeaseRequest(_SPACE, key, length, length, length))
+        assert isinstance(granted, Grant), f"nobody else uses the {capacity} blocks of the device"
+        hits += granted.lease.cached // BLOCK_TOKENS
+        waits = core.commit(granted.lease, key, b"")
+        assert not isinstance(waits, Wait), "there is nowhere that pages could come from"
+        core.release(granted.lease)
     return hits
-
-
-def _serve(core: CacheCore, path: BlockPath, capacity: int) -> int:
-    """Serve the request with this path; returns how many of its lookups were answered."""
-    key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
-    if len(path) > capacity:
-        return core.match(_SPACE, key).device // BLOCK_TOKENS
-    answer = core.lease(LeaseRequest(_SPACE, key, length, length, length))
-    if not isinstance(answer, Grant):
-        raise InvariantViolation(f"a device of {capacity} blocks that nobody else uses has no room for {len(path)}")
-    lease = answer.lease
-    cached = lease.cached // BLOCK_TOKENS
-    if isinstance(core.commit(lease, key, b""), Wait):
-        raise InvariantViolation("pages are on their way, and there is nowhere that they could come from")
-    core.release(lease)
-    return cached

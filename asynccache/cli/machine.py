@@ -1,51 +1,23 @@
-"""The parts that a run is given by its options: an event loop, a device, and the faults of ``--faults``. torch and cupy
-are only imported when a device is made."""
+"""The parts that a run is given by its options: a device, and the faults of ``--faults``. torch and cupy are only
+imported when a device is made."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from asynccache.errors import ConfigError
-from asynccache.memory.device import Device, parse_device
+from asynccache.memory.device import parse_device
 from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
 from asynccache.testing.faulty_backend import FaultyBackend
 
 if TYPE_CHECKING:
-    from asynccache.cli.engine import Gate
+    from asynccache.memory.cpu import CpuDevice
+    from asynccache.memory.cuda.device import CudaDevice
     from asynccache.memory.host_copies import Faults
 
 
-def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The function that makes the event loop that ``--loop`` names. With None it is uvloop's if that is installed; if
-    it is not, the result is None, which stands for asyncio's default.
-
-    Raises:
-        ConfigError: the loop is not installed.
-    """
-    if name == "asyncio":
-        return asyncio.SelectorEventLoop
-    try:
-        import uvloop
-    except ImportError:
-        if name is None:
-            return None
-        raise ConfigError("--loop=uvloop: uvloop is not installed; use --loop asyncio") from None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
-class GatedDevice(Device, Protocol):
-    """A device that also makes events which the stand-in engine fires itself."""
-
-    def gate(self) -> Gate:
-        """A new event, which fires when its ``open`` is called."""
-        ...
-
-
-def make_device(name: str, faults: Faults) -> GatedDevice:
+def make_device(name: str, faults: Faults) -> CpuDevice | CudaDevice:
     """A new device with these faults, which the caller closes.
 
     Raises:

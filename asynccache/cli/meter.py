@@ -90,57 +90,44 @@ class Samples:
 
 
 class Meter:
-    """Measures the running loop and the process from ``start`` to ``stop``. To be used in the loop's thread only."""
+    """Measures the running loop and the process from ``start`` to ``stop``. To be used in the loop's thread only.
+
+    ``lag``: the lateness of the timer. ``recent``: that of the latest 200 ticks, about the last second. ``queued``: the
+    time that the loop's thread waited for a core between two ticks. All are in seconds.
+    """
 
     def __init__(self) -> None:
-        self._lag = Samples()
-        self._queued = Samples()
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self.lag = Samples()
+        self.queued = Samples()
+        self.recent: deque[float] = deque(maxlen=_RECENT)
         self._worst = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
-        self._waited = 0.0
-        self._began = self._ended = 0.0
-        self._cpu = self._cpu_end = 0.0
+        self._due = self._waited = 0.0
+        self._began = self._ended = (0.0, 0.0)
 
     def start(self) -> None:
         """Begin to measure. To be called while the loop runs."""
-        self._began, self._cpu = time.monotonic(), time.process_time()
-        self._waited = run_delay()
+        self._began, self._waited = (time.monotonic(), time.process_time()), run_delay()
         self._arm()
 
     def stop(self) -> None:
         """End measuring. A second call does nothing."""
-        if self._timer is None:
-            return
-        self._timer.cancel()
-        self._timer = None
-        self._ended, self._cpu_end = time.monotonic(), time.process_time()
-
-    def lag_ms(self) -> Spread:
-        """The lateness of the timer, in milliseconds."""
-        return self._lag.spread(1e3)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._ended = None, (time.monotonic(), time.process_time())
 
     def worst_lag(self) -> float:
         """The largest lateness since the last call, in seconds; 0 if there was no tick since."""
         worst, self._worst = self._worst, 0.0
         return worst
 
-    def recent(self) -> Sequence[float]:
-        """The lateness of the latest 200 ticks (about the last second), in seconds."""
-        return self._recent
-
-    def run_queue_ms(self) -> Spread:
-        """The time that the loop's thread waited for a core between two ticks, in milliseconds."""
-        return self._queued.spread(1e3)
-
     def elapsed(self) -> float:
         """Seconds from ``start`` to ``stop``, or until now."""
-        return (self._ended if self._timer is None else time.monotonic()) - self._began
+        return (self._ended[0] if self._timer is None else time.monotonic()) - self._began[0]
 
     def cpu(self) -> float:
         """CPU seconds of all threads of the process from ``start`` to ``stop``, or until now."""
-        return (self._cpu_end if self._timer is None else time.process_time()) - self._cpu
+        return (self._ended[1] if self._timer is None else time.process_time()) - self._began[1]
 
     def _arm(self) -> None:
         self._due = time.monotonic() + TICK
@@ -148,12 +135,11 @@ class Meter:
 
     def _tick(self) -> None:
         late = max(0.0, time.monotonic() - self._due)
-        self._lag.append(late)
-        self._recent.append(late)
+        self.lag.append(late)
+        self.recent.append(late)
         self._worst = max(self._worst, late)
-        waited = run_delay()
-        self._queued.append(waited - self._waited)
-        self._waited = waited
+        before, self._waited = self._waited, run_delay()
+        self.queued.append(self._waited - before)
         self._arm()
 
 

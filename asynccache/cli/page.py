@@ -14,11 +14,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from asynccache import __version__, compiled
-from asynccache.cli.display import pages_verified
-from asynccache.cli.text import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, percent
+from asynccache.cli.text import BUSY, HIT_RATIO, TIER_NAMES, milliseconds, number, pages_verified, percent
 
 Report = Mapping[str, Any]
 Point = tuple[float, float]
@@ -82,7 +83,6 @@ def page(report: Report) -> str:
     settings, total = report["settings"], report["tokens"]["total"]
     what = settings["workload"] if settings["trace"] is None else settings["trace"].rsplit("/", 1)[-1]
     title = escape(f"asynccache {report['command']}: {what}")
-    ended = ", interrupted" if report["interrupted"] else ""
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report["problems"])
     tiles = (
         ("of prompt tokens hit", percent(sum(report["tokens"]["hit"].values()), total)),
@@ -91,27 +91,23 @@ def page(report: Report) -> str:
         ("loop lag, p99", milliseconds(report["loop_lag_ms"]["p99"])),
         ("lost for good", f"{number(report['lost_pages'])} pages"),
     )
-    shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles)
     figures = [found for make in (hits, first_token, filling, lag) if (found := make(report)) is not None]
     rows = [(name, json.dumps(value) if isinstance(value, (list, dict)) else str(value))
             for name, value in settings.items() if value is not None]
     data = json.dumps(report)
     for letter in "<>&":                               # so that nothing in it ends the element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
-    return (
-        '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><main><header><h1>{title}</h1>"
-        f'<p class="verdict {"good" if report["ok"] else "bad"}">'
-        f'<strong>{"OK" if report["ok"] else "NOT OK"}</strong>: '
-        f'{number(report["served"])} requests in {report["elapsed_s"]:.1f} s'
-        f'{ended}, {pages_verified(report)}, {number(report["verify"]["mismatches"])} wrong</p>'
-        + (f'<ul class="problems">{problems}</ul>' if problems else "") + f'<dl class="tiles">{shown}</dl></header>'
-        f'{"".join(map(_section, figures)) or "<p>There was not enough data to draw.</p>"}'
-        f'<section id="settings"><h2>Settings</h2>{_table("Settings", ("setting", "value"), rows)}</section>'
-        f"<footer>asynccache {__version__}, {compiled.CORE} core</footer></main>"
-        f'<script type="application/json" id="report">{data}</script></body></html>\n'
-    )
+    return Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(
+        title=title, data=data, version=f"{__version__}, {compiled.CORE} core",
+        good="good" if report["ok"] else "bad", ok="OK" if report["ok"] else "NOT OK",
+        verdict=f"{number(report['served'])} requests in {report['elapsed_s']:.1f} s"
+                f"{', interrupted' if report['interrupted'] else ''}, {pages_verified(report)}, "
+                f"{number(report['verify']['mismatches'])} wrong",
+        problems=f'<ul class="problems">{problems}</ul>' if problems else "",
+        tiles="".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles),
+        figures="".join(map(_section, figures)) or "<p>There was not enough data to draw.</p>",
+        settings=_table("Settings", ("setting", "value"), rows),
+    )  # fmt: skip
 
 
 def _section(figure: Figure) -> str:
@@ -272,55 +268,3 @@ def _share(value: float) -> str:
 
 def _ms(value: float) -> str:
     return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
-
-
-STYLE = " ".join(f".{kind} {{ --c: var(--{kind}); }}" for kind in ("l1", "l2", "l3", "plain")) + """
-:root { color-scheme: light dark; --page: #fcfcfb; --ink: #1c1d20; --soft: #5a5d66; --grid: #e3e4e8; --card: #ffffff;
-  --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e; }
-@media screen and (prefers-color-scheme: dark) { :root {
-  --page: #15161a; --ink: #ececf0; --soft: #a6a9b4; --grid: #32343c; --card: #1c1e23;
-  --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 24px 20px 40px; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 8px; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; line-height: 1.3; margin: 0 0 2px; }
-p { margin: 0 0 8px; }
-section { background: var(--card); border: 1px solid var(--grid); border-radius: 8px; padding: 16px 18px;
-  margin: 18px 0; }
-.verdict.good strong { color: var(--good); } .verdict.bad strong, .problems { color: var(--bad); }
-.tiles { display: flex; flex-wrap: wrap; gap: 8px 32px; margin: 14px 0 0; }
-.tiles dt { color: var(--soft); font-size: .85rem; } .tiles dd { margin: 0; font-size: 1.35rem; }
-.answer { color: var(--ink); } .source { color: var(--soft); font-size: .85rem; margin: 10px 0 0; max-width: 75ch; }
-.beside { display: flex; gap: 24px; align-items: flex-start; }
-figure { margin: 0; flex: 1 1 0; min-width: 0; }
-svg { display: block; width: 100%; max-width: 620px; height: auto; }
-.table { flex: 0 0 372px; overflow-x: auto; max-width: 100%; }
-.table table { width: 100%; } #settings .table { flex: none; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-th, td { text-align: right; padding: 3px 0 3px 12px; border-bottom: 1px solid var(--grid); font-weight: normal; }
-th:first-child { text-align: left; padding-left: 0; } thead th { color: var(--soft); }
-td { white-space: nowrap; } #settings td { white-space: normal; }
-#settings td, #settings th { text-align: left; overflow-wrap: anywhere; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 0; margin: 6px 0 0;
-  font-size: .85rem; color: var(--soft); }
-.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
-  vertical-align: -1px; background: var(--c); }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
-.line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
-.line.plain { stroke-dasharray: 6 4; }
-footer { color: var(--soft); font-size: .85rem; }
-@media (max-width: 900px) { .beside { flex-direction: column; } .table { flex: none; width: 100%; }
-  figure { flex: none; width: 100%; } }
-@media (max-width: 560px) { main { padding: 14px 10px 30px; } section { padding: 12px 12px; }
-  th, td { padding-left: 8px; } table { font-size: .8rem; } }
-@media print { body { font-size: 11pt; } main { max-width: none; padding: 0; }
-  section { break-inside: avoid; border: 0; padding: 4px 0; margin: 10px 0; } #settings { break-inside: auto; }
-  .beside { flex-direction: row; gap: 20px; } figure { flex: 0 0 350px; width: auto; }
-  .table { flex: 0 0 270px; width: auto; overflow: visible; } #settings .table { flex: none; }
-  table { font-size: .75rem; } th, td { padding: 1px 0 1px 8px; }
-  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }"""
-"""The style sheet: light, dark on a screen whose reader wants that, and paper. An element that is drawn in a colour has
-the class of that colour, such as ``l1``, which sets the variable ``--c``."""

@@ -10,24 +10,22 @@ near a real run comes to these. Imports no torch.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from asynccache.cli.hit_curves import compared, curve
-from asynccache.cli.output import Progress, answer, check_writable
-from asynccache.cli.parsing import POSITIVE, integer, listed
-from asynccache.cli.parsing import number as number_of
+from msgspec import Meta
+
+from asynccache.cli.arguments import CommandOptions, Json, Rate, option
+from asynccache.cli.hit_curves import curve, next_uses, optimum, policy_hits
+from asynccache.cli.output import answer, progress
 from asynccache.cli.text import HIT_RATIO, TIER_NAMES, number, percent
 from asynccache.cli.workloads import BLOCK_TOKENS, TraceRequest, arrivals, paths_of, read_trace
-from asynccache.config import CacheConfig, eviction_policies
+from asynccache.config import eviction_policies
 from asynccache.errors import ConfigError
-from asynccache.settings import fields_of
+from asynccache.settings import Amount, Count
 
 GIB = 1 << 30
-SIZES = listed(number_of("sizes in GiB above 0, with commas between them", 1e-9, 1e9))
 MODEL = ("bytes_per_token", "prefill_tokens_per_s", "host_gb_per_s", "storage_gb_per_s")
 """The cost of a token: its bytes, and the rates at which tokens are computed and loaded."""
 
@@ -44,68 +42,74 @@ def saves(model: Mapping[str, float], tier: str) -> float:
     return 1 / model["prefill_tokens_per_s"] - load
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
-    add = parser.add_argument
-    add("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
-    add("--limit", type=integer(1), metavar="N", help="use the first N requests only")
-    add("--device-tokens", type=integer(0), default=1 << 18, metavar="N", help="room in L1 (default: %(default)s)")
-    add("--bytes-per-token", type=integer(1), default=131_072, metavar="BYTES",
-        help="KV of one token in all layers (default: %(default)s, which is keys and values of 32 layers with 8 heads "
-             "of 128 elements of 2 bytes)")
-    add("--prefill-tokens-per-s", type=POSITIVE, default=8000.0, metavar="X",
-        help="tokens that the engine computes per second (default: %(default)s)")
-    add("--host-gib", type=SIZES, default="64,128,256,512", metavar="GIB,GIB",
-        help="sizes of L2 (default: %(default)s)")
-    add("--storage-gib", type=SIZES, default="1024,2048,4096,8192", metavar="GIB,GIB",
-        help="sizes of L3, together with the largest L2; empty: no L3 (default: %(default)s)")
-    add("--host-gb-per-s", type=POSITIVE, default=25.0, metavar="X",
-        help="GB/s from host to device (default: %(default)s)")
-    add("--storage-gb-per-s", type=POSITIVE, default=3.0, metavar="X",
-        help="GB/s from storage to host (default: %(default)s)")
-    add("--eviction", default=fields_of(CacheConfig)["eviction"].default, choices=eviction_policies(),
-        help="the policy in use (default: %(default)s)")
-    add("--json", metavar="PATH|-", help="the answer as JSON, to a file or (-) instead of the table")
+def _sizes(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"{name}={text} must be sizes in GiB above 0, with commas between them") from None
 
 
-def execute(args: argparse.Namespace) -> int:
+Sizes = tuple[Annotated[float, Meta(gt=0, le=1e9)], ...]
+
+
+class Options(CommandOptions, frozen=True, kw_only=True):
+    """The options of ``plan``."""
+
+    trace: Annotated[str, option("TRACE", "a trace in the Mooncake format (JSON lines)", argument=True)]
+    limit: Annotated[Count | None, option("N", "use the first N requests only")] = None
+    device_tokens: Annotated[Amount, option("N", "room in L1")] = 1 << 18
+    bytes_per_token: Annotated[Count, option(
+        "BYTES", "KV of one token in all layers; as it is, keys and values of 32 layers with 8 heads of 128 elements "
+                 "of 2 bytes")] = 131_072
+    prefill_tokens_per_s: Annotated[Rate, option("X", "tokens that the engine computes per second")] = 8000.0
+    host_gib: Annotated[Sizes, option("GIB,GIB", "sizes of L2", parse=_sizes)] = (64.0, 128.0, 256.0, 512.0)
+    storage_gib: Annotated[Sizes, option(
+        "GIB,GIB", "sizes of L3, together with the largest L2; empty: no L3", parse=_sizes,
+    )] = (1024.0, 2048.0, 4096.0, 8192.0)
+    host_gb_per_s: Annotated[Rate, option("X", "GB/s from host to device")] = 25.0
+    storage_gb_per_s: Annotated[Rate, option("X", "GB/s from storage to host")] = 3.0
+    eviction: Annotated[str, option("NAME", "the policy in use", choices=eviction_policies)] = "p2c"
+    json: Json = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.storage_gib and not self.host_gib:
+            raise ConfigError("--storage-gib needs a host tier, and --host-gib is empty")
+
+
+def execute(options: Options) -> int:
     """Compute the plan and print it; returns the exit status.
 
     Raises:
         AsyncCacheError: an option or the trace cannot be used.
     """
-    if args.storage_gib and not args.host_gib:
-        raise ConfigError("--storage-gib needs a host tier, and --host-gib is empty")
-    if args.json is not None:
-        check_writable(args.json)
-    report = plan(args, asyncio.run(read_trace(args.trace, args.limit)))
-    answer(report, text(report), args.json)
+    report = plan(options, asyncio.run(read_trace(options.trace, options.limit)))
+    answer(report, text(report), options.json)
     return 0
 
 
-def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
+def plan(options: Options, trace: Sequence[TraceRequest]) -> Report:
     """The plan as plain values. Shows on standard error how far it has come."""
-    model = {name: getattr(args, name) for name in MODEL}
+    model = {name: getattr(options, name) for name in MODEL}
     paths = list(paths_of(trace))
     found = curve(paths)
     tokens = sum(request.input_length for request in trace)
-    steps = list(_steps(args))
+    steps = list(_steps(options))
     sizes = sorted({room // BLOCK_TOKENS for _, _, room in steps})
-    hits: dict[int, dict[str, int]] = {}
-    progress = Progress(sys.stderr)
-    try:
-        for row in compared(paths, found, sizes, args.eviction, arrivals(trace, 1.0)):
-            hits[sizes[len(hits)]] = row
-            progress.tell(f"plan: {len(hits)} of {len(sizes)} sizes")
-    finally:
-        progress.end()
+    uses, times, hits = next_uses(paths), arrivals(trace, 1.0), dict[int, dict[str, int]]()
+    with progress() as tell:
+        for size in sizes:
+            lru, evicts = found.found(size), size < found.blocks and options.eviction != "lru"
+            hits[size] = {"lru": lru, "optimum": optimum(paths, uses, size),
+                          "policy": policy_hits(paths, size, options.eviction, times) if evicts else lru}
+            tell(f"plan: {len(hits)} of {len(sizes)} sizes")
     return {
-        "command": "plan", "trace": args.trace, "requests": len(trace),
+        "command": "plan", "trace": options.trace, "requests": len(trace),
         "seconds": (trace[-1].timestamp - trace[0].timestamp) / 1000, "tokens": tokens,
-        "prefill_s": round(tokens / args.prefill_tokens_per_s, 3),
+        "prefill_s": round(tokens / options.prefill_tokens_per_s, 3),
         "highest_hit_ratio": round(float(found.hits[-1]) * BLOCK_TOKENS / tokens, 5),
-        "highest_needs_gib": round((len(found.hits) - 1) * BLOCK_TOKENS * args.bytes_per_token / GIB, 3),
-        "model": model, "eviction": args.eviction, "hit_ratio_is": HIT_RATIO,
+        "highest_needs_gib": round((len(found.hits) - 1) * BLOCK_TOKENS * options.bytes_per_token / GIB, 3),
+        "model": model, "eviction": options.eviction, "hit_ratio_is": HIT_RATIO,
         "source": "full blocks, one request at a time: LRU by stack distances (Mattson et al. 1970), the policy by the "
                   "core itself, the optimum with the future known (Belady 1966)",
         "rows": list(_rows(steps, hits, model, tokens)),
@@ -113,16 +117,16 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
     }
 
 
-def _steps(args: argparse.Namespace) -> Iterator[Step]:
+def _steps(options: Options) -> Iterator[Step]:
     def room(gib: float) -> int:
-        return int(gib * GIB // args.bytes_per_token)
+        return int(gib * GIB // options.bytes_per_token)
 
-    device = above = args.device_tokens
-    yield "device", device * args.bytes_per_token / GIB, device
-    for gib in sorted(args.host_gib):
+    device = above = options.device_tokens
+    yield "device", device * options.bytes_per_token / GIB, device
+    for gib in sorted(options.host_gib):
         above = device + room(gib)
         yield "host", gib, above
-    for gib in sorted(args.storage_gib):
+    for gib in sorted(options.storage_gib):
         yield "storage", gib, max(above, room(gib))
 
 

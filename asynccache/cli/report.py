@@ -6,11 +6,11 @@ not removed. ``facts`` are the cache's own counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import compiled
-from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
+from asynccache.cli.meter import Meter, Spread, peak_rss
 from asynccache.cli.options import RunSettings
 from asynccache.cli.tally import Tally, percentiles
 from asynccache.cli.text import HIT_RATIO
@@ -21,7 +21,6 @@ from asynccache.runtime.explain import curves
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
-    from asynccache.worker.stats import StageStats
 
 Report = dict[str, Any]
 
@@ -40,45 +39,48 @@ class Leaks(NamedTuple):
     tasks: int = 0
 
 
+NOTHING: Report = {
+    "left": Leaks(), "stages": {}, "evicted": {}, "lost_pages": 0, "failed_loads": 0, "splits": 0, "nodes": 0,
+    "prefetches": {}, "storage": {}, "stores": {}, "tiers": {"device": {}, "host": {}},
+}  # fmt: skip
+"""The facts of a cache that could not be asked."""
+
+
 def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
     """The report. ``cache``: the cache's own figures (``stages``, ``evicted``, ``lost_pages``, ...) as plain values."""
+    def plain(values: Spread) -> dict[str, float]:
+        return {name: round(value, 4) for name, value in values._asdict().items()}
+
     report: Report = {
         "command": settings.command,
         "core": compiled.CORE,
         "ok": not tally.problems,
         "problems": list(tally.problems),
-        "requests": tally.requests,
-        "served": tally.served,
-        "cancelled": tally.cancelled,
-        "failed": tally.failed,
-        "entered_again": tally.entered_again,
-        "cut_short": tally.cut_short,
+        **{name: getattr(tally, name)
+           for name in ("requests", "served", "cancelled", "failed", "entered_again", "cut_short")},
         "tokens": {
             "total": tally.tokens,
             "hit": {"device": tally.device, "host": tally.host, "storage": tally.storage},
             "output": tally.output_tokens,
         },
-        "hit_ratio": tally.ratio(),
+        "hit_ratio": tally.hit() / tally.tokens if tally.tokens else 0.0,
         "hit_ratio_is": HIT_RATIO,
         "verify": {"pages": tally.verified, "mismatches": tally.mismatches},
         "leaks": leaks._asdict(),
-        "wait_ms": _spread(tally.waits.spread(1e3)),
-        "wait_mean_ms": _mean(tally.waits),
-        "ttft_ms": _spread(tally.first_token.spread(1e3)),
-        "ttft_without_cache_ms": _spread(tally.first_token_without.spread(1e3)),
         "ttft_percentiles_ms": {"with": percentiles(tally.first_token, 1e3),
                                 "without": percentiles(tally.first_token_without, 1e3)},
-        "ttft_mean_ms": _mean(tally.first_token),
-        "ttft_without_cache_mean_ms": _mean(tally.first_token_without),
         "prefill_slowdown": round(tally.slowdown, 3),
-        "loop_lag_ms": _spread(meter.lag_ms()),
-        "run_queue_ms": _spread(meter.run_queue_ms()),
+        "loop_lag_ms": plain(meter.lag.spread(1e3)),
+        "run_queue_ms": plain(meter.queued.spread(1e3)),
         "elapsed_s": round(meter.elapsed(), 3),
         "cpu_s": round(meter.cpu(), 3),
         "rss_bytes": peak_rss(),
         **cache,
         "settings": settings.plain(),
-    }
+    }  # fmt: skip
+    for name, samples in (("wait", tally.waits), ("ttft", tally.first_token),
+                          ("ttft_without_cache", tally.first_token_without)):
+        report |= {f"{name}_ms": plain(samples.spread(1e3)), f"{name}_mean_ms": round(samples.mean() * 1e3, 4)}
     hit, stages = sum(report["tokens"]["hit"].values()), report["stages"]
     if hit and stages and settings.host_tokens:
         report["per_hit"] = {"written_to_host": round(stages["backup_host"]["tokens"] / hit, 3),
@@ -88,14 +90,6 @@ def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str,
     return report
 
 
-def _spread(values: Spread) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in values._asdict().items()}
-
-
-def _mean(samples: Samples) -> float:
-    return round(samples.mean() * 1e3, 4)
-
-
 def look(core: CacheCore) -> Leaks:
     """Count the pages and pins that leaked. To be called when all requests have ended and no operation is in flight; it
     walks the whole tree."""
@@ -103,7 +97,10 @@ def look(core: CacheCore) -> Leaks:
     shelves = (*statistics.device, *statistics.host)
     missing = [shelf.capacity - shelf.free for shelf in shelves]
     pins = statistics.leases
-    for node in nodes(core):
+    stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
+    while stack:
+        node = stack.pop()
+        stack.extend((node.children or {}).values())
         for place, slots in enumerate(node.slots):
             missing[place] -= len(slots) // SLOT_BYTES
         pins += sum(node.pins)
@@ -111,39 +108,22 @@ def look(core: CacheCore) -> Leaks:
     return Leaks(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
 
 
-def nodes(core: CacheCore) -> Iterator[Node]:
-    """All nodes of the tree, in an order that is the same for trees that grew in the same way."""
-    stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend((node.children or {}).values())
-
-
 def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
     """The cache's own counters, as plain values for the report."""
-    statistics = cache.statistics()
-    core, learned = statistics.core, cache.learned()
+    statistics, learned = cache.statistics(), cache.learned()
+    stages = {}
+    for name, stage in statistics.stages.items():
+        latency = {quantile: round(value, 4) for quantile, value in stage.latency_ms._asdict().items()}
+        stages[name] = {**stage._asdict(), "tokens": stage.full_pages * page_size, "latency_ms": latency}
+    core = statistics.core
     return {
-        "stages": {name: _stage(stage, page_size) for name, stage in statistics.stages.items()},
+        "stages": stages,
         "evicted": {"device": core.evicted_device, "host": core.evicted_host},
-        "lost_pages": core.lost_pages,
-        "failed_loads": core.failed_loads,
-        "splits": core.splits,
-        "nodes": core.nodes,
+        **{name: getattr(core, name) for name in ("lost_pages", "failed_loads", "splits", "nodes")},
         "prefetches": dict(statistics.prefetches),
         "storage": dict(statistics.storage),
         "stores": {name: dict(figures) for name, figures in statistics.stores.items()},
-        "tiers": {
-            "device": {name: shelf._asdict() for name, shelf in statistics.device.items()},
-            "host": {name: shelf._asdict() for name, shelf in statistics.host.items()},
-        },
+        "tiers": {tier: {name: shelf._asdict() for name, shelf in shelves.items()}
+                  for tier, shelves in (("device", statistics.device), ("host", statistics.host))},
         **({} if learned is None else {"learned": curves(cache.config.eviction, learned)}),
-    }
-
-
-def _stage(stage: StageStats, page_size: int) -> dict[str, Any]:
-    values: dict[str, Any] = stage._asdict()
-    values["tokens"] = stage.full_pages * page_size
-    values["latency_ms"] = {name: round(value, 4) for name, value in stage.latency_ms._asdict().items()}
-    return values
+    }  # fmt: skip

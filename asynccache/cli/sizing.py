@@ -1,17 +1,69 @@
-"""Makes the cache configuration of a run from its settings: how much room ``all`` means, and what SWA and MAMBA get."""
+"""Makes the cache configuration of a run from its settings: how much room ``all`` means, what SWA and MAMBA get, which
+pools are sidecars, and which are replicated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import TYPE_CHECKING
 
-from asynccache.cli.options import RunSettings, Size, is_logical, read_sidecars, replicate
-from asynccache.cli.workloads import TraceRequest, TraceSurvey
-from asynccache.config import CacheConfig, Component, Full, Mamba, SlidingWindow
+from msgspec.structs import replace
+
+from asynccache.config import CacheConfig, Component, Full, Mamba, Replicated, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError
 
+if TYPE_CHECKING:
+    from asynccache.cli.options import RunSettings
+    from asynccache.cli.workloads import TraceRequest, TraceSurvey
+
 MODEL = "asynccache-stand-in"
+PRESET = "deepseek-v4"
+_COARSE = 128
+_DEEPSEEK = (("c4", "full", 1 / 4), ("c4_indexer", "full", 1 / 16), ("c128", "full", 1 / _COARSE),
+             ("c4_state", "swa", 1 / 4), ("c4_indexer_state", "swa", 1 / 16))
+_COARSE_STATE = ("c128_state", "swa", 1 / 4)
+"""The preset's sidecars: name, the pool whose slots it uses, and its bytes as a share of those of a token. Pages that
+are no multiple of the coarse compressor's block also need its state."""
 _TOKENS_PER_STATE = 512
 _STATES_PER_REQUEST = 4
+
+
+def sidecars(text: str, page_size: int, bytes_per_token: int, layers: int) -> Iterator[Sidecar]:
+    """Yield the sidecars in ``text``: entries with commas between them, each ``NAME:FROM:BYTES_PER_TOKEN`` or the
+    preset. One of the preset has ``layers`` layers, and every one has fewer if its bytes cannot be divided evenly among
+    so many.
+
+    Raises:
+        ConfigError: an entry is neither.
+    """
+    for entry in () if text in ("none", "") else map(str.strip, text.split(",")):
+        match entry.split(":"):
+            case [one] if one == PRESET:
+                for name, source, share in _DEEPSEEK if page_size % _COARSE == 0 else (*_DEEPSEEK, _COARSE_STATE):
+                    size = max(1, int(share * page_size * bytes_per_token / layers)) * layers
+                    yield Sidecar(name=name, indices_from=source, bytes_per_page=size, layers=layers)
+            case [name, source, count] if count.isdecimal() and int(count):
+                size = page_size * int(count)
+                yield Sidecar(name=name, indices_from=source, bytes_per_page=size, layers=gcd(size, layers))
+            case _:
+                raise ConfigError(f"--sidecars={text}: {entry!r} must be NAME:FROM:BYTES_PER_TOKEN or {PRESET}, of at "
+                                  "least 1 byte per token")
+
+
+def replicas(text: str) -> dict[str, Replicated]:
+    """For each pool that ``text`` names, the dimensions over which it is replicated: tp, cp, or tp+cp (the default).
+
+    Raises:
+        ConfigError: an entry cannot be read.
+    """
+    found: dict[str, Replicated] = {}
+    for entry in () if text == "none" else filter(None, map(str.strip, text.split(","))):
+        name, colon, over = entry.partition(":")
+        over = over.replace("+", ",") if colon else Replicated.TP_CP.value
+        if not name or over not in [one.value for one in Replicated if one.over]:
+            raise ConfigError(f"--replicated={text}: {entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
+        found[name] = Replicated(over)
+    return found
 
 
 def configure(
@@ -23,34 +75,46 @@ def configure(
     Raises:
         ConfigError: the settings do not fit together; the message names the field and the value.
     """
-    made = settings.cache or _made(settings, trace, survey)
-    return replicate(made, settings.replicated)
+    config = settings.cache or _made(settings, trace, survey)
+    named, names = replicas(settings.replicated), [spec.name for spec in config.pools()]
+    for name in named:
+        if name not in names:
+            raise ConfigError(f"--replicated={settings.replicated}: no pool {name!r}; there are {', '.join(names)}")
+    return replace(
+        config,
+        components=tuple(replace(one, replicated=named.get(one.pool, one.replicated)) for one in config.components),
+        sidecars=tuple(replace(one, replicated=named.get(one.name, one.replicated)) for one in config.sidecars),
+    )
 
 
 def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: TraceSurvey | None) -> CacheConfig:
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
-    device, host = (needed if size == "all" else size for size in (settings.device_tokens, settings.host_tokens))
-    logical = is_logical(settings.sidecars)
+    sizes = (settings.device_tokens, settings.host_tokens)
+    device, host = (needed if size == "all" else size for size in sizes)
+    logical = PRESET in map(str.strip, settings.sidecars.split(","))  # all KV of FULL is in sidecars
     components: list[Component] = [Full(
         bytes_per_token=0 if logical else settings.bytes_per_token, layers=1 if logical else settings.layers,
         device_tokens=device, host_tokens=host,
     )]
     if "swa" in settings.components:
+        rooms = [tokens if size == "all" or not tokens
+                 else max(1, int(tokens * settings.swa_ratio) // settings.page_size) * settings.page_size
+                 for size, tokens in zip(sizes, (device, host), strict=True)]
         components.append(SlidingWindow(
             window=settings.window, bytes_per_token=settings.bytes_per_token, layers=settings.layers,
-            device_tokens=_swa(settings, settings.device_tokens, device),
-            host_tokens=_swa(settings, settings.host_tokens, host),
+            device_tokens=rooms[0], host_tokens=rooms[1],
         ))
     if "mamba" in settings.components:
+        running = settings.concurrency * _STATES_PER_REQUEST
+        states = [running + (2 * len(trace) if size == "all" else tokens // _TOKENS_PER_STATE)
+                  for size, tokens in zip(sizes, (device, host), strict=True)]
         components.append(Mamba(
-            state_bytes=settings.mamba_bytes, layers=settings.layers,
-            device_states=_states(settings, settings.device_tokens, device, len(trace)),
-            host_states=_states(settings, settings.host_tokens, host, len(trace)) if host else 0,
+            state_bytes=settings.mamba_bytes, layers=settings.layers, device_states=states[0],
+            host_states=states[1] if host else 0,
         ))
-    sidecars = tuple(text.sidecar(settings.page_size, settings.bytes_per_token, settings.layers)
-                     for text in read_sidecars(settings.sidecars, settings.page_size))
     return CacheConfig(
-        model=MODEL, components=tuple(components), sidecars=sidecars, page_size=settings.page_size,
+        model=MODEL, components=tuple(components), page_size=settings.page_size,
+        sidecars=tuple(sidecars(settings.sidecars, settings.page_size, settings.bytes_per_token, settings.layers)),
         storage=settings.storage, write_policy=settings.write_policy, prefetch_policy=settings.prefetch_policy,
         eviction=settings.eviction, device=settings.device, freeze_gc=True,
     )
@@ -71,17 +135,6 @@ def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: 
     return (kept + running) * page
 
 
-def _swa(settings: RunSettings, size: Size, tokens: int) -> int:
-    if size == "all" or not tokens:
-        return tokens
-    return max(1, int(tokens * settings.swa_ratio) // settings.page_size) * settings.page_size
-
-
-def _states(settings: RunSettings, size: Size, tokens: int, requests: int) -> int:
-    running = settings.concurrency * _STATES_PER_REQUEST
-    return running + (2 * requests if size == "all" else tokens // _TOKENS_PER_STATE)
-
-
 def check_fits(settings: RunSettings, config: CacheConfig, trace: Sequence[TraceRequest]) -> None:
     """Refuse a trace whose longest request, with what it decodes, cannot fit into L1.
 
@@ -90,15 +143,9 @@ def check_fits(settings: RunSettings, config: CacheConfig, trace: Sequence[Trace
     """
     full = config.components[0]
     assert isinstance(full, Full)
-
-    def decoded(request: TraceRequest) -> int:
-        return min(request.output_length, settings.decode_tokens)
-
-    number, longest = max(enumerate(trace, start=1), key=lambda item: item[1].input_length + decoded(item[1]))
-    output = decoded(longest)
-    needed = -(-(longest.input_length + output) // settings.page_size) * settings.page_size
+    total, number, output = max((one.input_length + (output := min(one.output_length, settings.decode_tokens)),
+                                 -number, output) for number, one in enumerate(trace, start=1))
+    needed = -(-total // settings.page_size) * settings.page_size
     if needed > full.device_tokens:
-        raise ConfigError(
-            f"--device-tokens={full.device_tokens}: request {number} of the trace has {longest.input_length} prompt "
-            f"tokens and decodes {output}: at least {needed} are needed"
-        )
+        raise ConfigError(f"--device-tokens={full.device_tokens}: request {-number} of the trace has {total - output} "
+                          f"prompt tokens and decodes {output}: at least {needed} are needed")

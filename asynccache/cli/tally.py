@@ -67,10 +67,6 @@ class Tally:
         """Prompt tokens that the cache had, so that they were not computed."""
         return self.device + self.host + self.storage
 
-    def ratio(self) -> float:
-        """The hit ratio; see ``text.HIT_RATIO``."""
-        return self.hit() / self.tokens if self.tokens else 0.0
-
     def prompt(
         self, request: RunRequest, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float
     ) -> None:  # fmt: skip
@@ -135,7 +131,16 @@ class Sampler:
 
     def take(self) -> None:
         """Take one sample now."""
-        self._taken.append(self._look())
+        statistics, tally = self._cache.statistics(), self._tally
+        l1, l2 = (round(1 - shelf.free / shelf.capacity, 4) if shelf.capacity else 0.0
+                  for shelf in (statistics.device["full"], statistics.host["full"]))
+        self._taken.append({
+            "t_s": round(self._meter.elapsed(), 3), "tokens": tally.tokens, "device": tally.device, "host": tally.host,
+            "storage": tally.storage, "l1": l1, "l2": l2, "l3_bytes": int(statistics.storage.get("bytes", 0)),
+            "evicted_device": statistics.core.evicted_device, "evicted_host": statistics.core.evicted_host,
+            "moved_bytes": {name: stage.bytes for name, stage in statistics.stages.items()},
+            "lag_max_ms": round(self._meter.worst_lag() * 1e3, 3),
+        })
         if len(self._taken) > LIMIT:
             self._taken = thinned(self._taken)
             self._every *= 2
@@ -145,18 +150,6 @@ class Sampler:
         columns = {name: [one[name] for one in self._taken] for name in self._taken[0]}
         moved = columns["moved_bytes"]
         return columns | {"moved_bytes": {stage: [one[stage] for one in moved] for stage in moved[0]}}
-
-    def _look(self) -> dict[str, Any]:
-        statistics, tally = self._cache.statistics(), self._tally
-        l1, l2 = (round(1 - shelf.free / shelf.capacity, 4) if shelf.capacity else 0.0
-                  for shelf in (statistics.device["full"], statistics.host["full"]))
-        return {
-            "t_s": round(self._meter.elapsed(), 3), "tokens": tally.tokens, "device": tally.device, "host": tally.host,
-            "storage": tally.storage, "l1": l1, "l2": l2, "l3_bytes": int(statistics.storage.get("bytes", 0)),
-            "evicted_device": statistics.core.evicted_device, "evicted_host": statistics.core.evicted_host,
-            "moved_bytes": {name: stage.bytes for name, stage in statistics.stages.items()},
-            "lag_max_ms": round(self._meter.worst_lag() * 1e3, 3),
-        }
 
 
 def thinned(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

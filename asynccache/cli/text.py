@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 HIT_RATIO = "prompt tokens that the cache had / all prompt tokens"
 """The definition of every hit ratio in reports, JSON and plans; it is printed beside the figure. Blocks and pages are
 counted, but no ratio is made of them."""
@@ -57,3 +60,8 @@ def _digits(value: float) -> str:
     if value >= 99.95 or value == 0:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
+
+
+def pages_verified(report: Mapping[str, Any]) -> str:
+    """The number of pages of a run that were compared with what they must hold."""
+    return f"{number(report['verify']['pages'])} pages verified" if report["settings"]["verify"] else "no page verified"

@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, NamedTuple, Protocol
 
 import aiofiles
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-from asynccache.errors import AsyncCacheError
+from asynccache import checks
+from asynccache.errors import AsyncCacheError, ConfigError
+from asynccache.settings import Settings
 
 Tokens = npt.NDArray[np.int32]
 
@@ -110,11 +112,6 @@ def _finish(x: npt.NDArray[np.uint64]) -> Tokens:
     return x.astype(np.int32)
 
 
-_FIELDS: Mapping[str, tuple[bool, int, int]] = {
-    "timestamp": (False, 0, 1 << 43), "input_length": (True, 1, 1 << 24), "output_length": (True, 0, 1 << 20),
-}  # fmt: skip
-"""For each field: whether it must be an integer, the smallest and the largest value."""
-_BLOCKS = 1 << 64
 _OUTPUT_STREAM = 1 << 48
 _READ_BYTES = 1 << 20
 
@@ -122,6 +119,15 @@ _READ_BYTES = 1 << 20
 class TraceError(AsyncCacheError, ValueError):
     """A trace cannot be read. The message names the file and, for a malformed line, its number, the field and the
     value."""
+
+
+class _Line(Settings, frozen=True, kw_only=True):
+    """The fields of a line that are read, and their limits."""
+
+    timestamp: Annotated[float, Meta(ge=0, le=1 << 43)]
+    input_length: Annotated[int, Meta(ge=1, le=1 << 24)]
+    output_length: Annotated[int, Meta(ge=0, le=1 << 20)]
+    hash_ids: tuple[int, ...]
 
 
 class TraceRequest(NamedTuple):
@@ -156,12 +162,16 @@ async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
         TraceError: the file cannot be read, is empty, or has a malformed line.
     """
     requests: list[TraceRequest] = []
-    number = 0
+    before = 0
     try:
         async with aiofiles.open(path, encoding="utf-8") as file:
-            while (limit is None or len(requests) < limit) and (lines := await file.readlines(_READ_BYTES)):
-                requests += _parse_lines(lines, path, number, None if limit is None else limit - len(requests))
-                number += len(lines)
+            while lines := await file.readlines(_READ_BYTES):
+                for number, line in enumerate(lines, before + 1):
+                    if len(requests) == limit:
+                        return requests
+                    if line.strip():
+                        requests.append(parse_line(line, f"{path}:{number}"))
+                before += len(lines)
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -169,11 +179,6 @@ async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
     if not requests:
         raise TraceError(f"the trace {path} has no requests")
     return requests
-
-
-def _parse_lines(lines: Sequence[str], path: str, before: int, limit: int | None) -> list[TraceRequest]:
-    numbered = ((number, line) for number, line in enumerate(lines, before + 1) if line.strip())
-    return [parse_line(line, f"{path}:{number}") for number, line in islice(numbered, limit)]
 
 
 def parse_line(line: str, where: str) -> TraceRequest:
@@ -184,35 +189,22 @@ def parse_line(line: str, where: str) -> TraceRequest:
     """
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        if not isinstance(row, dict):
+            raise TraceError(f"{where}: not a JSON object but {checks.shown(row)}")
+        found = _Line(**{name: row[name] for name in _Line.__struct_fields__})
+    except KeyError as error:
+        raise TraceError(f"{where}: the field {error} is missing") from None
+    except ConfigError as error:
+        raise TraceError(f"{where}: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
         raise TraceError(f"{where}: not a JSON object: {error}") from None
-    if not isinstance(row, dict):
-        raise TraceError(f"{where}: not a JSON object but {_shown(row)}")
-    timestamp, length, output = (_number(row, name, where) for name in _FIELDS)
-    blocks = row.get("hash_ids")
-    if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < _BLOCKS for b in blocks):
-        raise TraceError(f"{where}: hash_ids={_shown(blocks)} must be a list of integers from 0 to 2**64 - 1")
-    if len(blocks) != -(-length // BLOCK_TOKENS):
-        raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but input_length={length} makes "
-                         f"{-(-length // BLOCK_TOKENS)} of {BLOCK_TOKENS} tokens")
-    return TraceRequest(float(timestamp), int(length), int(output), tuple(blocks))
-
-
-def _number(row: dict[str, Any], name: str, where: str) -> int | float:
-    """The value of field ``name``: an integer, or for a time also a float, within the limits of ``_FIELDS``."""
-    if name not in row:
-        raise TraceError(f"{where}: the field {name} is missing")
-    value: int | float = row[name]
-    whole, low, most = _FIELDS[name]
-    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= most:
-        what = "an integer" if whole else "a number of milliseconds"
-        raise TraceError(f"{where}: {name}={_shown(value)} must be {what} from {low} to {most}")
-    return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else hex(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    blocks, needed = found.hash_ids, -(-found.input_length // BLOCK_TOKENS)
+    if not all(0 <= block < 1 << 64 for block in blocks):
+        raise TraceError(f"{where}: hash_ids={checks.shown(row['hash_ids'])} must be integers from 0 to 2**64 - 1")
+    if len(blocks) != needed:
+        raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but input_length={found.input_length} makes "
+                         f"{needed} of {BLOCK_TOKENS} tokens")
+    return TraceRequest(found.timestamp, found.input_length, found.output_length, blocks)
 
 
 def survey(trace: Sequence[TraceRequest]) -> TraceSurvey:
@@ -230,9 +222,14 @@ def survey(trace: Sequence[TraceRequest]) -> TraceSurvey:
             partial[key] = max(rest, partial.get(key, 0))
         shared.append(known)
         fresh.append(new)
-    later = _later(paths)
+    seen.clear()
+    later = []
+    for path in reversed(paths):  # the blocks that are in a later path are a prefix: who has one has all before it
+        later.append(sum(block in seen for block in path))
+        seen.update(path)
+    later.reverse()
     last = tuple([not path or blocks < len(path) for path, blocks in zip(paths, later, strict=True)])
-    return TraceSurvey(tuple(shared), tuple(fresh), last, later)
+    return TraceSurvey(tuple(shared), tuple(fresh), last, tuple(later))
 
 
 def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
@@ -246,17 +243,6 @@ def paths_of(trace: Sequence[TraceRequest]) -> Iterator[list[int]]:
         yield path
 
 
-def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The number of blocks of each path that are in a later path. These are a prefix, because a path with a block has
-    all blocks before it as well."""
-    seen: set[int] = set()
-    counts = []
-    for path in reversed(paths):
-        counts.append(sum(block in seen for block in path))
-        seen.update(path)
-    return tuple(reversed(counts))
-
-
 def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
     """The arrival of each request, in seconds after the start, at ``speed`` times the trace's speed; 0: all at once.
 
@@ -264,36 +250,11 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
     """
     if not speed:
         return [0.0] * len(trace)
-    times: list[float] = []
-    first = trace[0].timestamp
-    start, gap = 0, 0.0
-    while start < len(trace):
-        end = start
-        while end < len(trace) and trace[end].timestamp == trace[start].timestamp:
-            end += 1
-        gap = max(0.0, trace[end].timestamp - trace[start].timestamp) if end < len(trace) else gap
-        times += [trace[start].timestamp - first + gap * i / (end - start) for i in range(end - start)]
-        start = end
-    latest = 0.0
-    for i, at in enumerate(times):
-        latest = max(latest, at)
-        times[i] = latest / 1000.0 / speed
-    return times
-
-
-class TraceClock:
-    """A clock that tells the time of a trace: the arrival of the latest request that has begun, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def begin(self, request: RunRequest) -> None:
-        """Move the clock on to the arrival of ``request``, which begins now."""
-        if request.time is not None:
-            self.now = max(self.now, request.time)
+    stamps = np.maximum.accumulate([request.timestamp for request in trace])
+    ticks, first = np.unique(stamps - trace[0].timestamp, return_index=True)
+    end = ticks[-1] + (ticks[-1] - ticks[-2] if len(ticks) > 1 else 0.0)  # the last tick is as long as the one before
+    times: list[float] = np.interp(range(len(trace)), [*first, len(trace)], [*ticks, end]).tolist()
+    return [at / 1000.0 / speed for at in times]
 
 
 class TraceSource:
@@ -324,7 +285,8 @@ class TraceSource:
         tells = self._later is not None and self._ended[number]
         return RunRequest(
             number=number, length=line.input_length, output_length=line.output_length,
-            prompt=prompt_of(line), output=output_of(number, line.output_length),
+            prompt=lambda: block_tokens(line.blocks, line.input_length),
+            output=lambda: stream_tokens(_OUTPUT_STREAM + number, 0, line.output_length),
             at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
             shared_tokens=self._later[number] * BLOCK_TOKENS if tells and self._later is not None else None,
             time=self._times[number],
@@ -332,16 +294,6 @@ class TraceSource:
 
     def done(self, request: RunRequest) -> None:
         """Do nothing: the requests of a trace do not wait for one another."""
-
-
-def prompt_of(line: TraceRequest) -> Callable[[], Tokens]:
-    """A function that makes the prompt of a line."""
-    return lambda: block_tokens(line.blocks, line.input_length)
-
-
-def output_of(number: int, length: int) -> Callable[[], Tokens]:
-    """A function that makes the output of request ``number``, of ``length`` tokens."""
-    return lambda: stream_tokens(_OUTPUT_STREAM + number, 0, length)
 
 
 _SYSTEM, _USER = 1 << 40, 1 << 44
@@ -423,13 +375,12 @@ _KINDS: dict[str, Callable[[_RandomTokens], Iterator[Turn]]] = {
 }
 
 
-class _Conversation:
+class _Conversation(NamedTuple):
     """An open conversation. ``hinted``: its last request tells the cache that it is the last."""
 
-    def __init__(self, turns: Iterator[Turn], extra_key: str | None, hinted: bool) -> None:
-        self.turns = turns
-        self.extra_key = extra_key
-        self.hinted = hinted
+    turns: Iterator[Turn]
+    extra_key: str | None
+    hinted: bool
 
 
 class StressSource:
@@ -458,37 +409,25 @@ class StressSource:
     def next(self) -> RunRequest | None:
         if self._given == self.total:
             return None
-        conversation, turn = self._draw()
-        number = self._given
-        self._given += 1
+        waiting = self._waiting
+        if waiting:
+            place = self._rng.randrange(len(waiting))
+            waiting[place], waiting[-1] = waiting[-1], waiting[place]
+        conversation = waiting.pop() if waiting else self._open()
+        while (turn := next(conversation.turns, None)) is None:  # it has ended, and a new one takes its place
+            conversation = self._open()
+        number, self._given = self._given, self._given + 1
         self._running[number] = conversation
+        if self._rate:
+            self._at += self._rng.expovariate(self._rate)
         return RunRequest(
             number=number, length=len(turn.prompt), output_length=len(turn.output),
             prompt=lambda: turn.prompt, output=lambda: turn.output,
-            at=self._arrival(), ended=turn.last and conversation.hinted, extra_key=conversation.extra_key,
+            at=self._at, ended=turn.last and conversation.hinted, extra_key=conversation.extra_key,
         )  # fmt: skip
 
     def done(self, request: RunRequest) -> None:
         self._waiting.append(self._running.pop(request.number))
-
-    def _arrival(self) -> float:
-        if self._rate:
-            self._at += self._rng.expovariate(self._rate)
-        return self._at
-
-    def _draw(self) -> tuple[_Conversation, Turn]:
-        """A conversation that waits, and its next turn. One that has no turn left is replaced by a new one."""
-        conversation = self._take()
-        while (turn := next(conversation.turns, None)) is None:
-            conversation = self._open()
-        return conversation, turn
-
-    def _take(self) -> _Conversation:
-        if not self._waiting:
-            return self._open()
-        place = self._rng.randrange(len(self._waiting))
-        self._waiting[place], self._waiting[-1] = self._waiting[-1], self._waiting[place]
-        return self._waiting.pop()
 
     def _open(self) -> _Conversation:
         turns = self._rng.choice(self._kinds)(self._text)

@@ -116,6 +116,8 @@ class Subscriber:
             yield Received(until - 1, EventBatch(time.time(), [AllBlocksCleared()]))
 
     def _ask(self, until: int | None) -> Iterator[Received]:
+        """Yield the batches before number ``until`` that the publisher has kept. If some before one of them are
+        missing, and it does not begin with AllBlocksCleared itself, a batch that does comes first."""
         if self._replay_endpoint is None:
             return
         asking: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -130,14 +132,9 @@ class Subscriber:
                     return
                 at = int.from_bytes(number, "big")
                 if at >= self._next and (until is None or at < until):
-                    yield from self._kept(at, payload)
+                    events = self._decoder.decode(payload).events
+                    if at > self._next and not (events and isinstance(events[0], AllBlocksCleared)):
+                        yield Received(at - 1, EventBatch(time.time(), [AllBlocksCleared()]))
+                    yield self._take(at, payload)
         finally:
             asking.close()
-
-    def _kept(self, number: int, payload: bytes) -> Iterator[Received]:
-        """Yield one replayed batch. If batches before it are missing and it does not begin with AllBlocksCleared
-        itself, a batch that does comes first."""
-        events = self._decoder.decode(payload).events
-        if number > self._next and not (events and isinstance(events[0], AllBlocksCleared)):
-            yield Received(number - 1, EventBatch(time.time(), [AllBlocksCleared()]))
-        yield self._take(number, payload)

@@ -83,13 +83,14 @@ class Fires(Protocol):
 def checked(
     copies: Sequence[PageCopy], towards: CopyDirection, ids: type[np.signedinteger[Any]] = np.intp
 ) -> list[CheckedCopy]:
-    """Check the page ids of ``copies``, and return them as integers of the kind ``ids``.
+    """Check the page ids of ``copies``, and return those that have any, as integers of the kind ``ids``.
 
     Raises:
         InvariantViolation: an id lies outside its pool, or a copy has not as many ``src`` as ``dst``.
     """
     into_host, from_host = towards is CopyDirection.OUT, towards is CopyDirection.IN
-    return [_checked(c, _pages(c, from_host), _pages(c, into_host), ids) for c in copies]
+    some = (copy for copy in copies if len(copy.src) or len(copy.dst))
+    return [_checked(c, _pages(c, from_host), _pages(c, into_host), ids) for c in some]
 
 
 def _pages(copy: PageCopy, host: bool) -> int:

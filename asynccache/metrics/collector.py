@@ -7,7 +7,7 @@ label ``cache``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -30,24 +30,12 @@ from asynccache.worker.stats import Histogram, StageStats
 if TYPE_CHECKING:
     from asynccache.core.cache import ShelfStatistics
     from asynccache.core.eviction import Learned
+    from asynccache.events.publisher import PublisherStats
     from asynccache.runtime.cache import AsyncCache, CacheStatistics
 
 _PREFIX = "asynccache"
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
 """The value of a metric, or the values by its labels; or by both of them, if it has two."""
-
-
-class PublisherFields(Protocol):
-    """The fields of ``events.PublisherStats`` that become metrics."""
-
-    @property
-    def batches(self) -> int: ...
-    @property
-    def events(self) -> int: ...
-    @property
-    def lost(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
 
 
 class CacheCollector(Collector):
@@ -68,7 +56,7 @@ class CacheCollector(Collector):
 
     def __init__(
         self, cache: AsyncCache, *, name: str | None = None, lag: LoopLag | None = None,
-        publisher: Callable[[], PublisherFields] | None = None,
+        publisher: Callable[[], PublisherStats] | None = None,
     ) -> None:  # fmt: skip
         self._cache = a_cache(cache)
         self._name = cache.config.model if name is None else checks.text("name", name)
@@ -200,7 +188,7 @@ class CacheCollector(Collector):
                                                 "or the nearer store did not take them.")):  # fmt: skip
             yield self._counter(name, text, statistics.storage.get(name, 0))
 
-    def _events(self, stats: PublisherFields) -> Iterator[Metric]:
+    def _events(self, stats: PublisherStats) -> Iterator[Metric]:
         yield self._counter("event_batches", "Batches of KV events sent.", stats.batches)
         yield self._counter("events", "KV events sent.", stats.events)
         yield self._counter("events_lost", "KV events dropped before they were sent.", stats.lost)

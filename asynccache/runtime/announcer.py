@@ -18,8 +18,8 @@ from itertools import islice
 
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
-from asynccache.worker.contract import Worker
 from asynccache.worker.inbox import Inbox
+from asynccache.worker.local import LocalWorker
 
 NAMES = 1 << 15
 _SLICE = 4096
@@ -31,7 +31,7 @@ class Announcer:
     watched."""
 
     def __init__(
-        self, on_event: Callable[[Notice], None], page_size: int, worker: Worker, alive: Container[bytes]
+        self, on_event: Callable[[Notice], None], page_size: int, worker: LocalWorker, alive: Container[bytes]
     ) -> None:  # fmt: skip
         self._on_event = on_event
         self._inbox: Inbox[Notice] = Inbox()
@@ -78,11 +78,11 @@ class Announcer:
         cancelled, ``end`` must follow."""
         if self._key_of is not None:
             self._keys[store] = set()
-            await self._worker.stores.watch(store)
+            await self._worker.watch_store(store)
 
     def end(self, store: int) -> None:
         """Watch the store no more. ``forget`` must follow. A second call does nothing."""
-        self._worker.stores.unwatch(store)
+        self._worker.unwatch_store(store)
 
     async def forget(self, store: int) -> None:
         """Report that the keys of this store are gone, but for those that another store has. If it is cancelled, some
@@ -96,7 +96,7 @@ class Announcer:
         """Watch no store any more."""
         while self._keys:
             store, _ = self._keys.popitem()
-            self._worker.stores.unwatch(store)
+            self._worker.unwatch_store(store)
 
     def report(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         """Report that a store has these keys from now on or, if ``there`` is False, has them no more. A key that

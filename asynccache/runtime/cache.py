@@ -31,8 +31,7 @@ from asynccache.runtime.save import drain
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasteful_settings import wasted
 from asynccache.settle import completed
-from asynccache.worker.admitting_ranks import Workers
-from asynccache.worker.contract import (
+from asynccache.worker.local import (
     LATE,
     MOMENT,
     Device,
@@ -42,10 +41,11 @@ from asynccache.worker.contract import (
     check_device,
     check_storage,
 )
+from asynccache.worker.ranks import Workers
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
-    from asynccache.worker.contract import DevicePool, Worker
+    from asynccache.worker.local import DevicePool, LocalWorker
     from asynccache.worker.rank_worker import RankWorker
 
 ExtraKey = str | bytes | None
@@ -112,13 +112,13 @@ class AsyncCache:
             checks.instance("workers", workers, Workers)
         self._workers = workers
         if workers is None or workers.own is not None:
-            from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
+            from asynccache.worker.opening import open_local  # not before there is a cache: torch comes with it
 
             self._open_local = open_local
         locate = () if workers is None else (workers.locate,)
         self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
-        self._worker: Worker | None = None
+        self._worker: LocalWorker | None = None
         self._head: Head | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
@@ -180,7 +180,7 @@ class AsyncCache:
             await worker.aclose(MOMENT)
 
     async def _open(self) -> None:
-        worker: Worker
+        worker: LocalWorker
         if self._workers is None:
             worker = await self._open_local(self.config, self.config.pools(), self._given)
         else:
@@ -545,7 +545,7 @@ class AsyncCache:
     @property
     def stores(self) -> Mapping[str, StoreOptions]:
         """The stores that are attached, by name, nearest first, and how each of them is used."""
-        entries = self._head.worker.stores.entries if self._head is not None else ()
+        entries = self._head.worker.stores if self._head is not None else ()
         return {entry.options.name: entry.options for entry in entries}
 
     def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Coroutine[Any, Any, Explained]:

@@ -32,8 +32,9 @@ from asynccache.core.cache import CacheCore, CoreLease
 from asynccache.core.plan import BackupHost, Copy, Failing, LoadBack, Outcome, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
-from asynccache.worker.contract import BatchInFlight, Worker
 from asynccache.worker.joining import joined
+from asynccache.worker.local import LocalWorker
+from asynccache.worker.work import BatchInFlight
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
@@ -54,7 +55,7 @@ class EngineBatches:
     (``ready``) and that may not be over; and the commits whose batches may still fail."""
 
     def __init__(
-        self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec], driver: Driver, supervisor: Supervisor
+        self, worker: LocalWorker, core: CacheCore, pools: Sequence[PoolSpec], driver: Driver, supervisor: Supervisor
     ) -> None:
         self.fences = Fences(_slots_of(pools))
         self._driver = driver

@@ -16,12 +16,13 @@ from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.prefetch import usable_by_a_lease
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
-from asynccache.worker.contract import Result, StoreQuestion
+from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import PoolLayout
+from asynccache.worker.work import StoreQuestion
 
 if TYPE_CHECKING:
     from asynccache.core.cache import CacheCore
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
 
 _HERE = ("present", "arriving")
 
@@ -94,7 +95,7 @@ def _plain_span(span: Span) -> dict[str, Any]:
     return values if judged is None else {**values, "judged": judged._asdict()}
 
 
-async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes) -> Explained:
+async def explain(core: CacheCore, worker: LocalWorker, pools: PoolLayout, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
     found = fetched = core.explain(space, key)
     if len(pools.components) > 1:
@@ -113,7 +114,7 @@ async def explain(core: CacheCore, worker: Worker, pools: PoolLayout, space: byt
 
 
 async def _stored(
-    core: CacheCore, worker: Worker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
+    core: CacheCore, worker: LocalWorker, pools: PoolLayout, space: bytes, key: bytes, found: Explanation
 ) -> dict[str, bytes]:
     """Return a ``Result`` for every page of the prompt, as bytes for each pool."""
     hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)

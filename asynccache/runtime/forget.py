@@ -13,7 +13,7 @@ from asynccache.core.cache import Listing
 from asynccache.core.plan import More, Plan
 from asynccache.errors import BackendError
 from asynccache.runtime.core_calls import all_ended, in_turns
-from asynccache.worker.contract import MOMENT
+from asynccache.worker.local import MOMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.prefetch import Prefetches
     from asynccache.runtime.save import Backups
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
 
 
-async def forget(driver: Driver, worker: Worker, prefetches: Prefetches, backups: Backups, space: bytes) -> None:
+async def forget(driver: Driver, worker: LocalWorker, prefetches: Prefetches, backups: Backups, space: bytes) -> None:
     """Drop a namespace on device, host and, as far as the tree knows it, in storage.
 
     ``space``: the digest that the namespace had; the caller has given it another one, so nobody finds these pages any
@@ -51,7 +51,7 @@ async def forget(driver: Driver, worker: Worker, prefetches: Prefetches, backups
         await worker.delete(pages)
 
 
-async def forget_all(driver: Driver, worker: Worker, prefetches: Prefetches, backups: Backups) -> None:
+async def forget_all(driver: Driver, worker: LocalWorker, prefetches: Prefetches, backups: Backups) -> None:
     """Drop every namespace on every tier. Pages that are published meanwhile go to storage afterwards.
 
     Leases finish undisturbed and publish nothing more. If it is cancelled while it waits for the tree lock, no page is
@@ -93,13 +93,13 @@ async def _invalidate(driver: Driver, begin: Callable[[], Plan | More]) -> None:
     await in_turns(driver, lambda: some)
 
 
-def longest_write(worker: Worker) -> float:
+def longest_write(worker: LocalWorker) -> float:
     """Return for how many seconds a write may be under way after its backup was given up: it waits for its place,
     and then for the store, for ``timeout`` seconds each. A store that takes longer does not let go of its buffers."""
-    return 2 * max((entry.options.timeout for entry in worker.stores.entries), default=0.0) + MOMENT
+    return 2 * max((entry.options.timeout for entry in worker.stores), default=0.0) + MOMENT
 
 
-async def _ended_in_time(driver: Driver, ops: Iterable[int], worker: Worker) -> bool:
+async def _ended_in_time(driver: Driver, ops: Iterable[int], worker: LocalWorker) -> bool:
     """Wait until the operations ``ops`` have ended, but not longer than ``longest_write``. Returns whether they have
     ended. Cancelling it stops the waiting."""
     try:

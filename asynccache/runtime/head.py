@@ -36,13 +36,13 @@ from asynccache.runtime.save import TASKS, Backups, drain, unsaved
 from asynccache.runtime.stores import StoreAttachments
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import Namespaces
-from asynccache.worker.contract import LATE, MOMENT, Reports
+from asynccache.worker.local import LATE, MOMENT, Reports
 from asynccache.worker.pool_layout import PoolLayout
 from asynccache.worker.stats import StageMeter
 
 if TYPE_CHECKING:
     from asynccache.core.plan import BackupStorage, Copy, Event
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
 
 OnEvent = Callable[[Notice], None]
 
@@ -77,7 +77,7 @@ class Head:
     window.
     """
 
-    def __init__(self, config: CacheConfig, worker: Worker, on_event: OnEvent | None) -> None:
+    def __init__(self, config: CacheConfig, worker: LocalWorker, on_event: OnEvent | None) -> None:
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         self.core = core = CacheCore(settings)
         self.worker = worker

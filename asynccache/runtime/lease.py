@@ -52,7 +52,7 @@ from asynccache.runtime.tokens import TOKEN_BYTES, Chain, Tokens, as_key
 if TYPE_CHECKING:
     from asynccache.runtime.driver import LinePlace
     from asynccache.runtime.head import Head
-    from asynccache.worker.contract import BatchInFlight
+    from asynccache.worker.work import BatchInFlight
 
 Pages = npt.NDArray[np.int32]
 

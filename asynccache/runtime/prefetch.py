@@ -53,16 +53,17 @@ from asynccache.errors import ConfigError
 from asynccache.runtime.core_calls import drive, holding, woken
 from asynccache.runtime.save import StoreCall
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
-from asynccache.worker.contract import ReadOrder, Result, StoreQuestion
+from asynccache.worker.local import Result
 from asynccache.worker.pool_layout import FULL
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import ReadOrder, StoreQuestion
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig, PoolSpec
     from asynccache.runtime.driver import Driver, LinePlace
     from asynccache.runtime.save import Backups
     from asynccache.runtime.supervisor import Supervisor
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
     from asynccache.worker.pool_layout import PoolLayout
 
 GRACE = 0.5
@@ -348,7 +349,7 @@ class Prefetches:
     way."""
 
     def __init__(
-        self, config: CacheConfig, driver: Driver, worker: Worker, pools: PoolLayout, backups: Backups,
+        self, config: CacheConfig, driver: Driver, worker: LocalWorker, pools: PoolLayout, backups: Backups,
         supervisor: Supervisor,
     ) -> None:  # fmt: skip
         self.driver = driver
@@ -881,7 +882,7 @@ class Fetch:
 
     async def _get(self, reads: Sequence[tuple[PoolSpec, Sequence[int], bytes]], *, run: bool) -> list[list[int]]:
         """Read pages of several pools into their slots, in one call. Returns for each pool the pages that failed.
-        ``run``: see ``Worker.read``. Of a run only the first pages may have results."""
+        ``run``: see ``LocalWorker.read``. Of a run only the first pages may have results."""
         orders = [
             ReadOrder(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES])
             for spec, pages, slots in reads

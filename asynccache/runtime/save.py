@@ -39,10 +39,11 @@ from asynccache.core.plan import SLOT_BYTES, BackupStorage, Outcome, Status
 from asynccache.runtime.core_calls import all_ended, in_turns
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import WriteOrder
 
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
-    from asynccache.worker.contract import Worker
+    from asynccache.worker.local import LocalWorker
 
 TASKS = 16
 """The most batches in flight. A batch takes several turns of a busy loop, so with fewer batches the store would be idle
@@ -134,7 +135,7 @@ class Backups:
     of room, before they began.
     """
 
-    def __init__(self, worker: Worker, driver: Driver, limits: Mapping[int, int]) -> None:
+    def __init__(self, worker: LocalWorker, driver: Driver, limits: Mapping[int, int]) -> None:
         self.limits = limits
         self.dropped = 0
         self.meter = StageMeter()
@@ -221,7 +222,7 @@ class Backups:
         self._batches[first] = batch
         try:
             with self.lateness.call(StoreCall.WRITE):
-                stored = await self._worker.store([queued.effect for queued in batch])
+                stored = await self._worker.store([WriteOrder(*queued.effect) for queued in batch])
             self.meter.count(0, stored.pages, stored.full_pages, stored.bytes)
             for queued in batch:
                 self.meter.took(time.perf_counter() - queued.at)

@@ -22,7 +22,7 @@ from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.core_calls import all_ended, drive, holding
 from asynccache.runtime.forget import longest_write
 from asynccache.runtime.save import drain, unsaved
-from asynccache.worker.contract import Storage, StoreEntry, Worker
+from asynccache.worker.local import LocalWorker, Storage, StoreEntry
 
 if TYPE_CHECKING:
     from asynccache.runtime.announcer import Announcer
@@ -39,7 +39,7 @@ class StoreAttachments:
     """Attaches and detaches stores. ``backlog``: how many pages of FULL may wait for storage."""
 
     def __init__(
-        self, driver: Driver, worker: Worker, announcer: Announcer | None, supervisor: Supervisor, backlog: int
+        self, driver: Driver, worker: LocalWorker, announcer: Announcer | None, supervisor: Supervisor, backlog: int
     ) -> None:
         self._driver = driver
         self._worker = worker
@@ -48,18 +48,18 @@ class StoreAttachments:
         self._backfill_pages = int(backlog * BACKFILL_SHARE)
 
     def __repr__(self) -> str:
-        return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores.entries)})"
+        return f"StoreAttachments({', '.join(entry.options.name for entry in self._worker.stores)})"
 
     async def begin(self) -> None:
         """Use the stores that were opened with the cache. Cancelling it uses none."""
-        for store in self._worker.stores.entries:
+        for store in self._worker.stores:
             if self._announcer is not None:
                 await self._announcer.begin(store.number)
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
         """Return the access that the stores in use allow, taken together: writing, if one of them is written."""
-        stores = self._worker.stores.entries
+        stores = self._worker.stores
         if not stores:
             return Access.NONE
         return Access.WRITE if any(store.options.write for store in stores) else Access.READ
@@ -70,14 +70,14 @@ class StoreAttachments:
         """See ``AsyncCache.attach_storage``."""
         self._check_host()
         driver, worker, announcer = self._driver, self._worker, self._announcer
-        opened = await worker.stores.open(storage, options, position)
+        opened = await worker.open_store(storage, options, position)
         try:
             driver.check_ready()
             if announcer is not None:
                 await announcer.begin(opened.number)
             async with holding(driver.lock):
                 driver.apply_outcomes()
-                worker.stores.use(opened.number, position)
+                worker.use_store(opened.number, position)
                 driver.perform(driver.locked(driver.core.attach_storage, self._access()))
                 stores = backfill and opened.options.write
                 if stores or announcer is not None:
@@ -90,7 +90,7 @@ class StoreAttachments:
                         announcer.end(opened.number)
                         await announcer.forget(opened.number)
                 finally:
-                    await worker.stores.drop(opened.number)
+                    await worker.drop_store(opened.number)
         return opened.options.name
 
     def _check_host(self) -> None:
@@ -112,12 +112,12 @@ class StoreAttachments:
             pass  # the store is closed with the cache
 
     def _is_used(self, store: int) -> bool:
-        return any(entry.number == store for entry in self._worker.stores.entries)
+        return any(entry.number == store for entry in self._worker.stores)
 
     async def detach(self, name: str | None, deadline: float | None) -> Unsaved:
         """See ``AsyncCache.detach_storage``. ``deadline``: seconds that saving may take; None: nothing is saved."""
         self._check_host()
-        store = self._worker.stores.find(name)
+        store = self._worker.find_store(name)
         if deadline is not None and store.options.write:
             with suppress(TimeoutError):  # ``unsaved`` says what is left
                 async with asyncio.timeout(deadline):
@@ -128,7 +128,7 @@ class StoreAttachments:
             driver.apply_outcomes()
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
-            self._worker.stores.leave(store.number)
+            self._worker.leave_store(store.number)
             if self._announcer is not None:
                 self._announcer.end(store.number)
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
@@ -147,7 +147,7 @@ class StoreAttachments:
         try:
             if self._announcer is not None:
                 await self._announcer.forget(store.number)
-            await self._worker.stores.close(store.number)
+            await self._worker.close_store(store.number)
         except Exception as error:  # whatever a plug-in raises while it closes
             failed.append(BackendError(f"{store.options.name}: closing it failed: {error!r}"))
             failed[0].__cause__ = error

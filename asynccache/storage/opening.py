@@ -119,16 +119,12 @@ def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None
         return None
     common, own = take_options(parsed)
     kind = backend_class(parsed.scheme)
-    if isinstance(kind, CheckableClass) and _check_fits_open(kind):
-        kind.check(own, layout)
+    if isinstance(kind, CheckableClass):
+        definitions = kind.__mro__ if isinstance(kind, type) else ()
+        nearest = next((one for one in definitions if {"open", "check"} & vars(one).keys()), None)
+        if nearest is None or "check" in vars(nearest):
+            kind.check(own, layout)
     return common
-
-
-def _check_fits_open(kind: CheckableClass) -> bool:
-    """Return True if the class's ``check`` was written for its ``open``. That is not so if a subclass has overridden
-    ``open`` alone."""
-    definitions = kind.__mro__ if isinstance(kind, type) else ()
-    return next(("check" in vars(one) for one in definitions if {"open", "check"} & vars(one).keys()), True)
 
 
 def check_stores(

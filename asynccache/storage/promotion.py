@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from asynccache.errors import BackendError, Timeout
@@ -38,11 +38,8 @@ class PromotionTarget(Protocol):
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
 
 
-class LackingPages(NamedTuple):
-    """The pages that ``target`` lacks, as positions in the ``keys`` of ``Promotions.offer``."""
-
-    target: PromotionTarget
-    pages: Sequence[int]
+Lacking = Sequence[tuple[PromotionTarget, Sequence[int]]]
+"""Stores, and for each of them the pages that it lacks, as positions in the ``keys`` of ``Promotions.offer``."""
 
 
 class Promotions:
@@ -51,7 +48,8 @@ class Promotions:
     ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
     not, because there was no room or no memory for a copy, because they were being deleted, or because the store did
     not take them. ``held``: the bytes of memory that all copies take now. ``room``: how many bytes they may take.
-    ``threads``: how many threads copy; with 0 the loop does.
+    ``threads``: how many threads copy; with 0 the loop does. ``deletions``: how many deletions are over. Pages that
+    were asked for before the latest of them are not promoted, since they may be among those that were deleted.
     """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
@@ -62,27 +60,19 @@ class Promotions:
         self._batches: dict[asyncio.Task[None], Sequence[PageKey]] = {}
         self._writing: WeakKeyDictionary[PromotionTarget, asyncio.Lock] = WeakKeyDictionary()
         self._pauses = 0
-        self._deletions = 0
+        self.deletions = 0
         self._closed = False
 
     def __repr__(self) -> str:
         return f"Promotions({len(self._batches)} batches, {dict(self.counts)})"
 
-    @property
-    def deletions(self) -> int:
-        """The number of deletions that are over. Pages that were asked for before the latest of them are not promoted,
-        since they may be among those that were deleted."""
-        return self._deletions
-
     async def offer(
-        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Sequence[LackingPages], deletions: int
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Lacking, deletions: int
     ) -> None:
         """Copy the first of these pages, as many as there is room for, and have them promoted later.
 
-        ``wanted`` says which store lacks which of them. ``deletions`` is the property's value at the time when the
-        stores were asked for them.
-        Returns when the pages are copied. Cancelling it returns when nobody reads the payloads any more; then none of
-        them is promoted.
+        ``deletions`` is its value at the time when the stores were asked for them. Returns when the pages are copied.
+        Cancelling it returns when nobody reads the payloads any more; then none of them is promoted.
         """
         ends = [0, *accumulate(payload.nbytes for payload in payloads)]
         most = (self._room - self.held) // mmap.PAGESIZE * mmap.PAGESIZE  # a mapping takes whole pages of memory
@@ -105,14 +95,14 @@ class Promotions:
                 self.counts["unpromoted"] += count
                 self.held -= size
         if begun:
-            parts = [LackingPages(target, [page for page in pages if page < count]) for target, pages in wanted]
+            parts = [(target, [page for page in pages if page < count]) for target, pages in wanted]
             self._begin(keys[:count], copies, parts, size)
 
     def _allowed(self, deletions: int) -> bool:
-        return deletions == self._deletions and not self._pauses and not self._closed
+        return deletions == self.deletions and not self._pauses and not self._closed
 
     def _begin(
-        self, keys: Sequence[PageKey], copies: Sequence[memoryview], wanted: Sequence[LackingPages], size: int
+        self, keys: Sequence[PageKey], copies: Sequence[memoryview], wanted: Lacking, size: int
     ) -> None:
         """Write copied pages to the stores that lack them. All the copies together take ``size`` bytes."""
         promoted: list[int] = []
@@ -138,11 +128,6 @@ class Promotions:
         self._batches[task] = keys
         task.add_done_callback(ended)
 
-    async def idle(self) -> None:
-        """Wait until no page is being promoted. Cancelling it only stops the waiting."""
-        while self._batches:
-            await asyncio.wait(self._batches)
-
     @asynccontextmanager
     async def paused(self, patience: float, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
         """A context in which ``keys`` (None: all pages) can be deleted from the stores.
@@ -160,7 +145,7 @@ class Promotions:
                 raise Timeout(f"a page that is being promoted: a store has not let go of it after {patience} s")
             yield
         finally:
-            self._deletions += 1
+            self.deletions += 1
             self._pauses -= 1
 
     async def _cancel(self, keys: frozenset[PageKey] | None, patience: float | None = None) -> bool:

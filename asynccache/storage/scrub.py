@@ -141,7 +141,7 @@ class _Buffers:
         starts, at = [], BATCH_PAGES * HEADER_BYTES
         for page in batch:
             starts.append(at)
-            at += _room(page)
+            at += -(-_payload(page) // mmap.PAGESIZE) * mmap.PAGESIZE  # so each begins at a page of the system's memory
         if at > self._memory.nbytes:
             self._memory = memoryview(mmap.mmap(-1, max(at, BATCH_BYTES + mmap.PAGESIZE * BATCH_PAGES)))
             self._backend.register(SCRUB_POOL if not self._count else f"{SCRUB_POOL}{self._count}", self._memory)
@@ -155,12 +155,6 @@ class _Buffers:
 
 def _payload(page: Stored) -> int:
     return max(0, page.size - HEADER_BYTES)
-
-
-def _room(page: Stored) -> int:
-    """Return the bytes to set aside for a payload, so that the next one begins at a multiple of the system's page
-    size."""
-    return -(-_payload(page) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _batches(listed: Sequence[Stored]) -> Iterator[Sequence[Stored]]:

@@ -22,7 +22,7 @@ from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
-from asynccache.storage.promotion import ROOM_BYTES, LackingPages, Promotions
+from asynccache.storage.promotion import ROOM_BYTES, Promotions
 from asynccache.storage.url import StoreOptions, check_name
 
 _T = TypeVar("_T")
@@ -210,9 +210,17 @@ class TieredStore:
             get = partial(CheckedStore.get, keys=wanted, payloads=buffers)
             answers = await attached.ask(get, [Result.MISS] * len(part))
             _take_over(results, part, answers)
-            found = [at for at in part if results[at] is Result.HIT]
-            if found and asked:
-                await self._promote(keys, payloads, found, asked, deletions)
+            found = {at: i for i, at in enumerate(at for at in part if results[at] is Result.HIT)}
+            lacking = []  # the stores before this one that have said that they lack some of these pages
+            for nearer, its_part, its_answers in asked if found else ():
+                lacks = [found[at] for at, answer in zip(its_part, its_answers, strict=True)
+                         if at in found and answer is not Result.FAILED]  # fmt: skip
+                if lacks and nearer.options.promote:
+                    nearer.promoted_to = True
+                    lacking.append((nearer, lacks))
+            if lacking:
+                pages, read = [keys[at] for at in found], [payloads[at] for at in found]
+                await self.promotions.offer(pages, read, lacking, deletions)
             asked.append((attached, part, answers))
         return results
 
@@ -256,24 +264,6 @@ class TieredStore:
         failed = [Result.FAILED in found for found in zip(*answers, strict=True)] or [False] * len(keys)
         found = _best(answers) if answers else [Result.MISS] * len(keys)
         return [Result.FAILED if bad else best for bad, best in zip(failed, found, strict=True)]
-
-    async def _promote(
-        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], found: Sequence[int],
-        asked: Sequence[tuple[AttachedStore, Sequence[int], list[Result]]], deletions: int,
-    ) -> None:
-        """Have the pages at the positions ``found``, which were just read, promoted to the stores that were asked
-        before and answered that they lack them. ``asked`` has these stores, the positions they were asked for, and
-        their answers."""
-        place = {at: i for i, at in enumerate(found)}
-        wanted = []
-        for attached, part, answers in asked:
-            lacks = [place[at] for at, answer in zip(part, answers, strict=True)
-                     if at in place and answer is not Result.FAILED]  # fmt: skip
-            if lacks and attached.options.promote:
-                attached.promoted_to = True
-                wanted.append(LackingPages(attached, lacks))
-        if wanted:
-            await self.promotions.offer([keys[at] for at in found], [payloads[at] for at in found], wanted, deletions)
 
     @property
     def _patience(self) -> float:

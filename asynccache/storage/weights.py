@@ -61,7 +61,9 @@ def weights_digest(
     name = checks.text("model", _path("model", model), empty=False)
     where = _model_path(name, revision, cache)
     try:
-        files = [where] if where.is_file() else _files(where)
+        files = [where]
+        if not where.is_file():
+            files = sorted(file for file in where.iterdir() if file.suffix in WEIGHTS or file.name in CONFIGS)
         if not any(file.suffix in WEIGHTS for file in files):
             raise ConfigError(f"model={name!r}: there are no weights ({', '.join(sorted(WEIGHTS))}) in {where}")
         digests = _digests(files)
@@ -96,21 +98,27 @@ def _model_path(name: str, revision: str | None, cache: str | os.PathLike[str] |
         raise ConfigError(f"model={name!r} is no path, and is not in the Hugging Face cache{at}: {error}") from error
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS or file.name in CONFIGS)
-
-
 def _digests(files: Iterable[Path]) -> dict[Path, str]:
-    remembered = _Remembered()
+    """Return each file's digest. Those that were worked out before on this machine are in a file of the user's cache
+    folder. If that cannot be read or written, nothing is remembered."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "asynccache", "weights.json")
+    remembered: dict[str, str] = {}
+    with suppress(OSError, ValueError, RecursionError):
+        kept = json.loads(path.read_bytes())
+        if isinstance(kept, dict):
+            remembered = {key: value for key, value in kept.items() if isinstance(value, str)}
     identities = {file: _identity(file) for file in files}
-    digests = {file: _blob(file) or remembered.digests.get(identity) for file, identity in identities.items()}
+    digests = {file: _blob(file) or remembered.get(identity) for file, identity in identities.items()}
     unknown = [file for file, digest in digests.items() if digest is None]
     if (size := sum(file.stat().st_size for file in unknown)) >= WORTH_TELLING:
         _log.info("asynccache: %.1f GiB of weights are read for their digest, once on this machine", size / (1 << 30))
     with ThreadPoolExecutor(READERS) as readers:
         found = dict(zip(unknown, readers.map(_read, unknown), strict=True))
     # The digest of a file that was written while it was read is not kept: no file ever had these contents.
-    remembered.add({identities[file]: digest for file, digest in found.items() if _identity(file) == identities[file]})
+    fresh = {identities[file]: digest for file, digest in found.items() if _identity(file) == identities[file]}
+    if fresh:
+        with suppress(OSError):
+            _write(path, json.dumps(remembered | fresh))
     return {file: digest or found[file] for file, digest in digests.items()}
 
 
@@ -134,29 +142,14 @@ def _read(file: Path) -> str:
     return digest.hexdigest()
 
 
-class _Remembered:
-    """The digests of files that were read before on this machine, in a file of the user's cache folder. If that file
-    cannot be read or written, nothing is remembered."""
-
-    def __init__(self) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self._path = Path(home, "asynccache", "weights.json")
-        self.digests: dict[str, str] = {}
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads(self._path.read_bytes())
-            if isinstance(found, dict):
-                self.digests = {key: value for key, value in found.items() if isinstance(value, str)}
-
-    def add(self, found: dict[str, str]) -> None:
-        if not found:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                made = Path(file.name)
-            try:
-                made.write_text(json.dumps(self.digests | found), "utf-8")
-                made.replace(self._path)
-            except BaseException:
-                made.unlink(missing_ok=True)
-                raise
+def _write(path: Path, text: str) -> None:
+    """Replace a file as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        made = Path(file.name)
+    try:
+        made.write_text(text, "utf-8")
+        made.replace(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise

@@ -1,7 +1,7 @@
 """Workers move bytes. A worker has the pools of a device and of the host, the streams between them, and the stores.
 
 The cache's head (``asynccache.runtime``) decides through the core and hands *work* to a worker; outcomes come back.
-Work and outcomes are values of integers and bytes (``contract``). A worker knows pools, slots and hashes; it knows no
+Work and outcomes are values of integers and bytes (``work``). A worker knows pools, slots and hashes; it knows no
 tree, no lease and no request.
 
 An engine of several ranks has a worker in each of its processes. ``listen`` is for the head's process, ``connect`` for
@@ -14,22 +14,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynccache.worker.admitting_ranks import Workers, listen
-    from asynccache.worker.rank_worker import RankWorker
-    from asynccache.worker.sent_batches import EngineBatch
-    from asynccache.worker.serving import connect
-    from asynccache.worker.topology import RankPlace, Topology
+    from asynccache.worker.rank_server import connect
+    from asynccache.worker.rank_worker import EngineBatch, RankWorker
+    from asynccache.worker.ranks import RankPlace, Topology, Workers, listen
 
 __all__ = ["EngineBatch", "RankPlace", "RankWorker", "Topology", "Workers", "connect", "listen"]
 
 _LAZY = {
-    "EngineBatch": "asynccache.worker.sent_batches",
-    "RankPlace": "asynccache.worker.topology",
+    "EngineBatch": "asynccache.worker.rank_worker",
+    "RankPlace": "asynccache.worker.ranks",
     "RankWorker": "asynccache.worker.rank_worker",
-    "Topology": "asynccache.worker.topology",
-    "Workers": "asynccache.worker.admitting_ranks",
-    "connect": "asynccache.worker.serving",
-    "listen": "asynccache.worker.admitting_ranks",
+    "Topology": "asynccache.worker.ranks",
+    "Workers": "asynccache.worker.ranks",
+    "connect": "asynccache.worker.rank_server",
+    "listen": "asynccache.worker.ranks",
 }
 
 

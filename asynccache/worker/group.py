@@ -1,11 +1,16 @@
 """Several workers as one: what the head says goes to all of them, and what they say is folded into one answer.
 
+``WorkerGroup`` is a ``LocalWorker`` whose remote methods are called on all ranks. A remote method that it does not
+have is made by ``everywhere``: it sends the call, and folds the answers. One that it has adds what only the head knows,
+and then does the same by ``folded``, ``call`` or ``tell``, which take the method that every rank is to call.
+
 Laws:
 * Each message is for all workers, and is put on every link in the core call's turn. The head's own worker takes it in
   that turn, too.
 * An operation has one outcome, when all workers have let go of it: DONE if it was DONE everywhere.
 * A call has one answer, when all workers have answered. That of a question is the worst result of each page.
 * A batch is over when it is over on every worker.
+* A store is opened on all workers or on none, and has the same number on all: the head chooses it.
 * A worker that is gone, is silent, cannot go on, or says what makes no sense is the end of the group: everybody who
   waits is told its rank and the reason, and so are the other workers.
 """
@@ -13,99 +18,81 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status, StoredPages
+from asynccache.core.plan import SLOT_BYTES, Move, Status
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
-from asynccache.worker import combined_answers
+from asynccache.settle import settled
+from asynccache.storage.contract import Result
+from asynccache.storage.url import check_name
+from asynccache.worker import folds
 from asynccache.worker import messages as m
-from asynccache.worker.contract import (
-    LATE,
-    CopyKind,
-    ReadOrder,
-    Reports,
-    StoredBatch,
-    StoreQuestion,
-    Work,
-)
-from asynccache.worker.group_stores import GroupStores, completed_quietly
 from asynccache.worker.inbox import ChangeSignal
-from asynccache.worker.link import Wire, slices
+from asynccache.worker.link import Wire
+from asynccache.worker.local import LATE, EmbedderParts, LocalWorker, Reports, Storage, StoreEntry
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.rank_performer import Performer
-from asynccache.worker.rank_worker import RankWorker
+from asynccache.worker.rank_server import ORDERS, PINNING, RankServer
+from asynccache.worker.remote import news_decoder, orders_of
 from asynccache.worker.stats import StageMeter
 from asynccache.worker.watched_keys import WatchedKeys
+from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
-    from asynccache.worker.admitting_ranks import Workers
-    from asynccache.worker.contract import DevicePool, EmbedderParts
-    from asynccache.worker.link import RankLink
+    from asynccache.memory.pools import DevicePool
+    from asynccache.worker.link import Link
+    from asynccache.worker.rank_worker import RankWorker
+    from asynccache.worker.ranks import Workers
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 OPENING = 600.0
 """Seconds that an opening which was cancelled may take to end: memory that is being pinned is pinned first."""
-PINNING = 30.0
-"""Seconds of silence that are a failure while pools or stores are opened, or the group's time-out if that is longer: a
-chunk of memory (4 GiB) that is being pinned may keep an interpreter from answering."""
 UNABLE = 1024
 """The most batches that are remembered as not run by their engine, for questions after they are over."""
-DELETED = 4096
-"""The most pages that one message tells to delete."""
+PART = 64 << 10
+"""The most pages that one message asks about, or tells to delete."""
 
 _STAGES = {CopyKind.BACKUP: "backup_host", CopyKind.LOAD: "load_back", CopyKind.CLONE: "load_back"}
+_decode_news = news_decoder(ORDERS)
+_PERFORM, _FORGET = ORDERS["perform"].message, ORDERS["forget_load"].message
 
 
-class RankReports:
-    """The answers of all ranks about one thing; each gives one. ``left``: the ranks that have not answered yet.
-    ``said``: the answers of the others, by rank."""
+class WorkInFlight:
+    """A work in flight. ``left``: the ranks on which it has not ended. ``failed``: True once it has failed on a rank.
+    ``at``: when it began, in seconds of ``perf_counter``."""
 
-    __slots__ = ("left", "said")
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.left = set(ranks)
-        self.said: dict[int, Any] = {}
-
-    def hear(self, rank: int, message: object) -> bool:
-        """Note what ``rank`` says. Returns False, and notes nothing, if it was not expected to say anything more."""
-        if rank not in self.left:
-            return False
-        self.left.discard(rank)
-        self.said[rank] = message
-        return True
-
-
-class WorkInFlight(RankReports):
-    """A work in flight, with the status that each rank reports. ``at``: when it began, in seconds of
-    ``perf_counter``."""
-
-    __slots__ = ("at", "work")
+    __slots__ = ("at", "failed", "left", "work")
 
     def __init__(self, work: Work, ranks: Iterable[int]) -> None:
-        super().__init__(ranks)
         self.work = work
+        self.left = set(ranks)
+        self.failed = False
         self.at = perf_counter()
 
 
-class AwaitedAnswers(RankReports):
-    """The answers to a call; and, as ``GroupBatch``, the ends of a batch."""
+class AwaitedAnswers:
+    """What all ranks have to say about one thing: the answers to a call, or the ends of a batch (``BatchInFlight``).
+    ``left``: the ranks that have not spoken yet. ``said``: what the others have, by rank. ``failed``: True once a rank
+    has said that it could not run the batch."""
 
-    __slots__ = ("_changed", "_failed", "number")
+    __slots__ = ("_broken", "_changed", "failed", "left", "number", "said")
 
-    def __init__(self, number: int, ranks: Iterable[int]) -> None:
-        super().__init__(ranks)
+    def __init__(self, number: int, ranks: Iterable[int], *, failed: bool = False) -> None:
         self.number = number
+        self.left = set(ranks)
+        self.said: dict[int, Any] = {}
+        self.failed = failed
         self._changed = ChangeSignal()
-        self._failed: Callable[[], BaseException] | None = None
+        self._broken: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
         return f"AwaitedAnswers({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
@@ -122,45 +109,34 @@ class AwaitedAnswers(RankReports):
             CacheClosed: the cache was closed before every rank has spoken.
         """
         while self.left:
-            if self._failed is not None:
-                raise self._failed()
-            await self._changed.wait()
-
-    def hear(self, rank: int, message: object) -> bool:
-        """See ``RankReports``."""
-        expected = super().hear(rank, message)
-        if not self.left:
-            self._changed.tell()
-        return expected
-
-    def fail(self, error: Callable[[], BaseException]) -> None:
-        """The ranks will not speak any more: whoever waits, now or later, gets an ``error()``."""
-        self._failed = error
-        self._changed.tell()
-
-
-class GroupBatch(AwaitedAnswers):
-    """A batch of the engine on all ranks; see ``BatchInFlight``. ``failed``: True once a rank has said so."""
-
-    __slots__ = ("failed",)
-
-    def __init__(self, number: int, ranks: Iterable[int], failed: bool = False) -> None:
-        super().__init__(number, ranks)
-        self.failed = failed
-
-    def hear(self, rank: int, message: object) -> bool:
-        """See ``RankReports``."""
-        if isinstance(message, m.BatchOver) and message.error and rank in self.left:
-            self.failed = True
-            self._changed.tell()
-        return super().hear(rank, message)
+            await self._change()
 
     async def settled(self) -> None:
         """See ``BatchInFlight``. Raises as ``wait``."""
         while self.left and not self.failed:
-            if self._failed is not None:
-                raise self._failed()
-            await self._changed.wait()
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._broken is not None:
+            raise self._broken()
+        await self._changed.wait()
+
+    def hear(self, rank: int, message: object) -> bool:
+        """Note what ``rank`` says. Returns False, and notes nothing, if it was not expected to say anything more."""
+        if rank not in self.left:
+            return False
+        self.left.discard(rank)
+        self.said[rank] = message
+        if isinstance(message, m.BatchOver) and message.error:
+            self.failed = True
+        if self.failed or not self.left:
+            self._changed.tell()
+        return True
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The ranks will not speak any more: whoever waits, now or later, gets an ``error()``."""
+        self._broken = error
+        self._changed.tell()
 
 
 async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers) -> WorkerGroup:
@@ -178,22 +154,43 @@ async def open_group(config: CacheConfig, given: EmbedderParts, workers: Workers
     try:
         await group.open()
     except BaseException as error:
-        await completed_quietly(group.abandon(error))
+        await _completed_quietly(group.abandon(error))
         raise
     return group
 
 
-class WorkerGroup:
-    """The workers of all ranks as one ``Worker``. ``own``: the head's own worker; None: it has none. ``face``: what the
-    engine in the head's process sees of it. ``failure``: why the group is over, once it is."""
+def everywhere(group: type[WorkerGroup]) -> type[WorkerGroup]:
+    """Give ``group`` each remote method of ``LocalWorker`` that it does not have itself, called on all ranks."""
 
-    def __init__(
-        self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, RankLink]
-    ) -> None:
+    def sending(method: Callable[..., Any], answered: bool) -> Callable[..., Any]:
+        @wraps(method)
+        def tell(self: WorkerGroup, *args: Any, **named: Any) -> None:
+            self.tell(method, *args, **named)
+
+        @wraps(method)
+        async def folded(self: WorkerGroup, *args: Any, **named: Any) -> Any:
+            return await self.folded(method, *args, **named)
+
+        return folded if answered else tell
+
+    for name, order in orders_of(LocalWorker).items():
+        if name not in vars(group):
+            setattr(group, name, sending(vars(LocalWorker)[name], order.answer is not None))
+    return group
+
+
+@everywhere
+class WorkerGroup(LocalWorker):
+    """The workers of all ranks as one. ``own``: the head's own rank; None: it has none. ``face``: what the engine in
+    the head's process sees of it. ``failure``: why the group is over, once it is. ``keys``: the pages that the watched
+    stores have."""
+
+    def __init__(self, config: CacheConfig, given: EmbedderParts, workers: Workers, links: Mapping[int, Link]) -> None:
         self.layers = 0
-        self.own: Performer | None = None
+        self.own: RankServer | None = None
         self.takes_stores = config.pools()[0].host_pages > 0
         self.failure: RankFailure | None = None
+        self.keys = WatchedKeys(self._report_keys)
         self._config = config
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
@@ -204,34 +201,32 @@ class WorkerGroup:
         self._calls: dict[int, AwaitedAnswers] = {}
         self._copies: dict[int, WorkInFlight] = {}
         self._to_forget: list[m.Message] = []
-        self._storing: dict[int, bool] = {}  # by the first operation of a batch: whether it was given up
-        self._batches: dict[int, GroupBatch] = {}
+        self._sent: dict[int, AwaitedAnswers] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
         self._opening = 0
+        self._open_stores: dict[int, StoreEntry] = {}
+        self._used: tuple[StoreEntry, ...] = ()
+        self._last_store = 0
         self._shut: set[int] = set()
         self._counters: dict[int, m.StoreCounters] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._meters = {"backup_host": StageMeter(), "load_back": StageMeter()}
         self._weights: dict[int, tuple[int, int]] = {}
-        self.stores = GroupStores(self._call, self._put, self._be_patient, WatchedKeys(self._report_keys))
         self._closing = self._leaving = self._hurried = False
         self._stirred = ChangeSignal()
         self._timers: list[asyncio.TimerHandle] = []
-        self._took: dict[type, Callable[[int, Any], None]] = {
-            m.WorksEnded: self._ended, m.BatchOver: self._over, m.StoreKeys: self._keys, m.StoreHealth: self._health,
-            m.StoreCounters: self._counted, m.WorkerDied: self._died,
-        }  # fmt: skip
-        self.face: RankWorker | None = None
         if workers.own is not None:
-            self.own = Performer(
-                workers.own, workers.topology, given, workers.shard, partial(self._take, workers.own)
-            )
-            self.face = RankWorker(self.own)
+            self.own = RankServer(workers.own, workers.topology, given, workers.shard, partial(self._take, workers.own))
 
     def __repr__(self) -> str:
         state = f"failed: {self.failure}" if self.failure else f"{len(self._calls)} calls"
         return f"WorkerGroup({len(self._ranks)} workers, {len(self._copies)} works, {state})"
+
+    @property
+    def face(self) -> RankWorker | None:
+        """What the engine in the head's process sees of it; None: the head has no rank."""
+        return None if self.own is None else self.own.worker
 
     # opening and closing
 
@@ -240,31 +235,31 @@ class WorkerGroup:
         self._be_patient(1)
         for rank, link in self._links.items():
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
-        opened = await self._call(lambda call: m.OpenWorker(call, self._config), m.WorkerOpened)
-        first = next(iter(opened.values()))
+        opened = await self.call(RankServer.open, self._config)
+        head, first = next(iter(opened.items()))
         pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():
             right = one.layers >= 0 and len(one.digest) in (0, HASH_BYTES) and pools.issuperset(one.weights)
             if not right or min(one.weights.values(), default=1) < 1:
                 raise self._nonsense(rank, "opened other pools")
-            if [(options.name, options.write) for options, _ in one.stores] != [
-                (options.name, options.write) for options, _ in first.stores
-            ]:
-                raise ConfigError(f"rank {rank}: its stores are others than those of rank {next(iter(opened))}")
+            if list(map(_use, one.stores)) != list(map(_use, first.stores)):
+                raise ConfigError(f"rank {rank}: its stores are others than those of rank {head}")
         own = None if self.own is None else self.own.rank
         self.layers = max(one.layers for rank, one in opened.items() if own in (None, rank))
         for spec in self._config.pools():  # how many pools of a component all have, and the bytes of a page in all
             sizes = [one.weights[spec.name] for one in opened.values() if spec.name in one.weights]
             count, size = self._weights.get(int(spec.component), (0, 0))
             self._weights[int(spec.component)] = (count + len(sizes), size + sum(sizes))
-        self.stores.keys.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
-        for at, (options, _) in enumerate(first.stores):
-            self.stores.begin(options, shared=any(one.stores[at][1] for one in opened.values()))
+        self.keys.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
+        alike = zip(*[one.stores for one in opened.values()], strict=True)
+        self._used = tuple(_agreed(number, entries) for number, entries in enumerate(alike, 1))
+        self._open_stores = {entry.number: entry for entry in self._used}
+        self._last_store = len(self._used)
         self._be_patient(-1)
-        self._put(m.AllOpen())
+        self.tell(RankServer.all_open)
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """See ``Worker``."""
+        """See ``LocalWorker``."""
         self._reports = reports
         if self.failure is not None:
             reports.failed(self.failure)
@@ -283,12 +278,12 @@ class WorkerGroup:
         self._closing = True
         self.close_by(patience)
         latest = asyncio.get_running_loop().time() + patience + LATE
-        while self._batches and self.failure is None and not self._hurried:
+        while self._sent and self.failure is None and not self._hurried:
             await self._stirred.wait()
         self._leaving = True
         try:
             if self.failure is None:
-                await self._call(lambda call: m.CloseWorker(call, patience), m.CallDone)
+                await self.call(RankServer.close, patience)
             elif not reported:
                 raise self._again()
         except RankFailure as failure:
@@ -299,7 +294,7 @@ class WorkerGroup:
             await self._let_go(patience, latest)
 
     def close_by(self, seconds: float) -> None:
-        """See ``Worker``."""
+        """See ``LocalWorker``."""
         loop, seconds = asyncio.get_running_loop(), max(seconds, 0.0)
         self._timers += [loop.call_later(seconds, self._hurry), loop.call_later(seconds + LATE, self._give_up_late)]
 
@@ -318,15 +313,20 @@ class WorkerGroup:
     async def abandon(self, error: BaseException) -> None:
         """Close all that is open, on every worker: the cache could not be opened, because of ``error``."""
         reason = str(error) or type(error).__name__
-        self._wire.put(m.GroupLost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
+        self._say_lost(None if self.own is None else self.own.rank, f"the cache was not opened: {reason}")
         self._closing = self._leaving = True
         await self._let_go(1.0, inf)
+
+    def _say_lost(self, rank: int | None, reason: str) -> None:
+        """Tell the other processes that the group is over, also if this one knows it already."""
+        lost = ORDERS["group_lost"].message
+        self._wire.send([lost(-1 if rank is None else rank, m.sendable(reason))])
 
     async def _let_go(self, patience: float, latest: float) -> None:
         """Close the head's own worker and the links. ``patience``: as for ``LocalWorker.aclose``. ``latest``: until
         when, by the loop's clock, the own worker is waited for; after that it goes on closing by itself."""
         self._wire.flush()
-        for batch in self._batches.values():
+        for batch in self._sent.values():
             batch.fail(self._again if self.failure is not None else _closed)
         try:
             if self.own is not None:
@@ -337,7 +337,7 @@ class WorkerGroup:
             links, self._wire.links = self._wire.links, []
             await asyncio.gather(*(link.aclose() for link in links))
 
-    async def _close_own(self, own: Performer, patience: float, latest: float) -> None:
+    async def _close_own(self, own: RankServer, patience: float, latest: float) -> None:
         loop = asyncio.get_running_loop()
         closing = loop.create_task(own.aclose(patience), name="asynccache-close-own")
         await asyncio.wait([closing], timeout=None if latest == inf else max(latest - loop.time(), 0.0))
@@ -345,8 +345,10 @@ class WorkerGroup:
             closing.result()
         else:
             closing.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise BackendError(f"rank {own.rank}: had not closed when the cache was to be closed: it may have lost "
-                               "what it had stored last")
+            raise BackendError(
+                f"rank {own.rank}: had not closed when the cache was to be closed: it may have lost "
+                "what it had stored last"
+            )
 
     # both ways
 
@@ -356,9 +358,29 @@ class WorkerGroup:
             if self.own is not None:
                 self.own.take(message)
 
-    async def _call(self, make: Callable[[int], m.Message], kind: type[T]) -> dict[int, T]:
-        """Send all workers the message that ``make`` returns for a call's number. Returns their answers by rank, when
-        all have answered. Cancelling it returns when all have let go of their buffers.
+    def tell(self, method: Callable[Concatenate[Any, P], object], *args: P.args, **named: P.kwargs) -> None:
+        """Have all ranks call ``method``, which nobody answers."""
+        self._put(ORDERS[method.__name__].message(*args, **named))
+
+    async def folded(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **named: P.kwargs
+    ) -> T:
+        """Have all ranks call ``method``, and return what its fold makes of their answers. Cancelling it and errors: as
+        ``call``; a fold that finds an answer which cannot be right ends the group."""
+        fold = ORDERS[method.__name__].fold
+        said = await self.call(method, *args, **named)
+        try:
+            folded: Any = None if fold is None else fold(said, *args, **named)
+        except RankFailure as nonsense:
+            self._fail(nonsense)
+            raise
+        return cast("T", folded)
+
+    async def call(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **named: P.kwargs
+    ) -> dict[int, T]:
+        """Have all ranks call ``method``. Returns their answers by rank, when all have answered. Cancelling it returns
+        when all have let go of their buffers.
 
         Raises:
             RankFailure: the group is over; or a worker raised an error of another class than the two below. If the
@@ -367,31 +389,30 @@ class WorkerGroup:
         """
         if self.failure is not None:
             raise self._again()
+        order = ORDERS[method.__name__]
         self._numbers += 1
         number, call = self._numbers, AwaitedAnswers(self._numbers, self._ranks)
         self._calls[number] = call
-        self._put(make(number))
+        self._put(order.message(number, *args, **named))
         try:
             await call.wait()
         except asyncio.CancelledError:
             if call.left and self.failure is None:
-                self._put(m.CancelCall(number))
-                await completed_quietly(self._let_go_of(call))
+                self.tell(RankServer.cancel, number)
+                await _completed_quietly(self._let_go_of(call))
             raise
         finally:
             del self._calls[number]
-        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.CallFailed)}
+        failures = {rank: one for rank, one in sorted(call.said.items()) if isinstance(one, m.Failed)}
         if failures:
-            error = combined_answers.error_of(failures)
-            if isinstance(error, RankFailure) and kind in (m.PagesWritten, m.PageResults):
+            error = folds.error_of(failures)
+            if isinstance(error, RankFailure) and order.fold is not None:
                 self._fail(error)
             raise error
-        found: dict[int, T] = {}
-        for rank, one in sorted(call.said.items()):
-            if not isinstance(one, kind):
+        for rank, one in call.said.items():
+            if type(one) is not order.answer:
                 raise self._nonsense(rank, f"answered a call with {type(one).__name__}")
-            found[rank] = one
-        return found
+        return {rank: one.value for rank, one in sorted(call.said.items())}
 
     async def _let_go_of(self, call: AwaitedAnswers) -> None:
         """Return when all workers have let go of a cancelled call. A worker that has not after ``_patience`` seconds
@@ -408,35 +429,44 @@ class WorkerGroup:
 
     def _patience(self) -> float:
         """Return for how many seconds a worker may be busy with a call that was cancelled."""
-        return OPENING if self._opening else self._timeout + self.stores.slowest
+        if self._opening:
+            return OPENING
+        return self._timeout + max((entry.options.timeout for entry in self._open_stores.values()), default=0.0)
 
     def _heard(self, rank: int, frame: bytes) -> None:
-        for message in m.decode_worker_messages(frame):
+        for message in _decode_news(frame):
             self._take(rank, message)
 
     def _take(self, rank: int, message: m.Message) -> None:
         """Act on what worker ``rank`` says."""
         if self.failure is not None:
             return
-        took = self._took.get(type(message))
-        if took is not None:
-            took(rank, message)
-        else:
-            self._answered(rank, message)
-
-    def _answered(self, rank: int, reply: Any) -> None:
-        call = self._calls.get(reply.call)
-        if call is None or not call.hear(rank, reply):
-            self._nonsense(rank, f"answered call {reply.call}, which nobody made or which it had answered")
+        match message:
+            case m.Ended():
+                self._ended(rank, message)
+            case m.Answer():
+                call = self._calls.get(message.call)
+                if call is None or not call.hear(rank, message):
+                    self._nonsense(rank, f"answered call {message.call}, which nobody made or which it had answered")
+            case m.BatchOver():
+                self._over(rank, message)
+            case m.StoreKeys():
+                self.keys.told(message.store, rank, message.there, message.keys)
+            case m.StoreHealth():
+                (self._shut.add if message.shut else self._shut.discard)(rank)
+            case m.StoreCounters():
+                if not folds.are_counters([message.storage, *message.stores.values()]):
+                    self._nonsense(rank, "counted what nobody can")
+                else:
+                    self._counters[rank] = message
+            case m.Died():
+                self._fail(RankFailure(message.reason, rank))
 
     # the end
 
     def _lost(self, rank: int, failure: RankFailure) -> None:
         if not self._leaving or any(rank in call.left for call in self._calls.values()):  # else it has closed
             self._fail(RankFailure(failure.reason, rank))
-
-    def _died(self, rank: int, news: m.WorkerDied) -> None:
-        self._fail(RankFailure(news.reason, rank))
 
     def _unsendable(self, failure: RankFailure) -> None:
         self._fail(RankFailure(f"the head {failure.reason}", None if self.own is None else self.own.rank))
@@ -455,9 +485,8 @@ class WorkerGroup:
             return
         self.failure = failure
         self._stirred.tell()
-        self._wire.put(m.GroupLost(-1 if failure.rank is None else failure.rank, failure.reason))
-        self._wire.flush()
-        for awaited in (*self._calls.values(), *self._batches.values()):
+        self._say_lost(failure.rank, failure.reason)
+        for awaited in (*self._calls.values(), *self._sent.values()):
             awaited.fail(self._again)
         if self.own is not None:
             self.own.finish(self._again())
@@ -481,39 +510,41 @@ class WorkerGroup:
         try:
             number = checks.integer("batch", event, 1)
         except ConfigError:
-            raise ConfigError(f"{checks.shown(event)} is no number of a batch: a cache with workers takes what "
-                              "send_batch returned, since an event speaks for one worker only") from None
+            raise ConfigError(
+                f"{checks.shown(event)} is no number of a batch: a cache with workers takes what "
+                "send_batch returned, since an event speaks for one worker only"
+            ) from None
         if number > self._last_batch:
             raise ConfigError(f"batch {number} was not sent")
         return number
 
-    def batch(self, event: object) -> GroupBatch:
-        """See ``Worker``. A batch that is not known any more is over."""
+    def batch(self, event: object) -> BatchInFlight:
+        """See ``LocalWorker``. A batch that is not known any more is over."""
         assert isinstance(event, int)
-        return self._batches.get(event) or GroupBatch(event, (), failed=event in self._unable)
+        return self._sent.get(event) or AwaitedAnswers(event, (), failed=event in self._unable)
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
-        """See ``Worker``."""
+        """See ``LocalWorker``."""
         self._last_batch += 1
         number = self._last_batch
-        self._batches[number] = GroupBatch(number, self._ranks)
-        self._put(m.SendBatch(number, payload, loads))
+        self._sent[number] = AwaitedAnswers(number, self._ranks)
+        self.tell(RankServer.send_batch, number, payload, loads)
         return number
 
     async def batch_ended(self, number: int) -> None:
         """See ``AsyncCache.batch_ended``."""
-        batch = self._batches.get(number)
+        batch = self._sent.get(number)
         if batch is not None:
             await batch.wait()
         if number in self._unable:
             raise BatchFailed(number, self._unable[number])
 
     def _over(self, rank: int, news: m.BatchOver) -> None:
-        batch = self._batches.get(news.number)
+        batch = self._sent.get(news.number)
         if batch is None or not batch.hear(rank, news):
             self._nonsense(rank, f"ended batch {news.number}, which was not sent or had ended")
         elif batch.done():
-            del self._batches[news.number]
+            del self._sent[news.number]
             self._stirred.tell()
             if errors := {rank: over.error for rank, over in batch.said.items() if over.error}:
                 self._unable[news.number] = errors
@@ -521,13 +552,13 @@ class WorkerGroup:
                     del self._unable[next(iter(self._unable))]
 
     def perform(self, plan: Sequence[Work]) -> None:
-        """See ``Worker``."""
+        """See ``LocalWorker``."""
         orders: list[m.Message] = []
         if self._to_forget and not all(work.kind is CopyKind.BACKUP for work in plan):
             # A plan with a load or a private copy was decided after all known outcomes were applied. So from now on no
             # batch and no private copy names a load whose failure was known by then.
             orders, self._to_forget = self._to_forget, []
-        orders += [m.PerformWork(work) for work in plan]
+        orders += map(_PERFORM, plan)
         if self.failure is None:
             self._wire.send(orders)
         for work in plan:  # after sending, so that the other workers begin meanwhile
@@ -535,30 +566,31 @@ class WorkerGroup:
         if self.failure is None and self.own is not None:
             self.own.take(*orders)
 
-    def _ended(self, rank: int, news: m.WorksEnded) -> None:
+    def _ended(self, rank: int, news: m.Ended) -> None:
         for first in news.works:
             copies = self._copies.get(first)
-            if copies is None or not copies.hear(rank, news.status):
+            if copies is None or rank not in copies.left:
                 self._nonsense(rank, f"ended operation {first}, which it was not given or had ended")
                 return
+            copies.left.discard(rank)
+            copies.failed |= news.status is Status.FAILED
             if not copies.left:
                 del self._copies[first]
-                self._end(copies.work, copies.at, failed=Status.FAILED in copies.said.values())
+                self._end(copies)
 
-    def _end(self, work: Work, at: float, *, failed: bool) -> None:
-        """Count ``work``, which began ``at`` and has ended on all workers, and report its end. Private copies are not
-        counted, see ``stages``."""
+    def _end(self, copies: WorkInFlight) -> None:
+        """Count a work that has ended on all workers, and report its end. Private copies are not counted, see
+        ``stages``."""
+        work, failed = copies.work, copies.failed
+        status = Status.FAILED if failed else Status.DONE
         if work.kind is not CopyKind.CLONE:
             meter, count = self._meters[_STAGES[work.kind]], len(work.ops)
-            meter.took(perf_counter() - at, count)
-            if failed:
-                meter.errors += count
-            else:
-                meter.count(count, *self._size_of(work.moves))
+            meter.took(perf_counter() - copies.at, count)
+            meter.ended(count, status, self._size_of(work.moves))
         if failed and work.kind is not CopyKind.BACKUP:  # nothing names a failed backup later
-            self._to_forget += map(m.ForgetLoad, work.ops)
+            self._to_forget += map(_FORGET, work.ops)
         if self._reports is not None:
-            self._reports.ended(Status.FAILED if failed else Status.DONE, work.ops)
+            self._reports.ended(status, work.ops)
 
     def _size_of(self, moves: Iterable[Move]) -> tuple[int, int, int]:
         """Return how much ``moves`` copy: pages, summed over all workers; FULL's pages; and bytes, summed over all
@@ -572,147 +604,134 @@ class WorkerGroup:
         return pages, full_pages, size
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
+        """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
         await self._has_own("layer").layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``Worker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
+        """See ``LocalWorker``. Waits for the head's own worker. Raises ``ConfigError``: the head has none."""
         self._has_own("wait_layers").wait_layers(stream, ops, i)
 
-    def _has_own(self, what: str) -> Performer:
+    def _has_own(self, what: str) -> RankServer:
         if self.own is None:
             raise ConfigError(f"{what}: the head has no worker of its own: layers are waited for where the engine runs")
         return self.own
 
-    # pages and stores
+    # pages
 
-    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
-        """See ``Worker``. A batch that is too long for one message is written in parts, one after the other; once a
-        part of an operation has failed, nothing more of the operation is written."""
-        first = batch[0].op
-        parts: list[StoredBatch] = []
-        self._storing[first] = False
-        try:
-            for part in _parts(batch):
-                if self._storing[first] or any(part[0].op in done.failed for done in parts):
-                    parts.append(StoredBatch(frozenset(effect.op for effect in part), 0, 0, 0))
-                else:
-                    parts.append(await self._store(part))
-        finally:
-            del self._storing[first]
-        done = parts[0] if len(parts) == 1 else combined_answers.stored(parts, full_pages=sum)
-        if self.stores.keys.watches:
-            for effect in batch:
-                if effect.op not in done.failed:
-                    self.stores.keys.name(pages.hashes for pages in effect.pages if pages.component == FULL)
+    async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
+        """See ``LocalWorker``."""
+        done = await self.folded(LocalWorker.store, batch)
+        if self.keys.watches:
+            for order in batch:
+                if order.op not in done.failed:
+                    self.keys.name(pages.hashes for pages in order.pages if pages.component == FULL)
         return done
 
-    async def _store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
-        said = await self._call(lambda call: m.WritePages.of(call, batch), m.PagesWritten)
-        ops = {effect.op for effect in batch}
-        for rank, one in said.items():
-            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
-                raise self._nonsense(rank, "wrote a batch of other operations")
-        return combined_answers.stored(list(said.values()), full_pages=max)
-
-    def give_up(self, op: int) -> None:
-        """See ``Worker``."""
-        if op in self._storing:
-            self._storing[op] = True
-        self._put(m.GiveUp(op))
-
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """See ``Worker``."""
-        return await self._in_parts(asked, self._ask)
-
-    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
-        """See ``Worker``. The pages of a run have to fit one message; a fetch reads 128 pages of each pool at a time,
-        at most."""
-        read = partial(self._read, run=run)
-        return await read(reads) if run else await self._in_parts(reads, read)
-
-    async def _in_parts(
-        self, wanted: Sequence[Pages], call: Callable[[Sequence[Pages]], Awaitable[list[bytes]]]
-    ) -> list[bytes]:
-        """Make ``call`` for as many of the ``wanted`` pages at a time as fit one message, and return the answers joined
-        as if it had been one call."""
-        answers = [b""] * len(wanted)
-        for part in slices([len(pages.hashes) // HASH_BYTES for pages in wanted]):
-            found = await call([_cut(wanted[at], begin, end) for at, begin, end in part])
-            for (at, _, _), answer in zip(part, found, strict=True):
-                answers[at] += answer
+        """See ``LocalWorker``. What is about more than ``PART`` pages is asked in parts."""
+        if sum(len(question.hashes) for question in asked) <= PART * HASH_BYTES:
+            answers = await self.folded(LocalWorker.ask, asked)
+        else:
+            answers = []
+            for pool, hashes in asked:
+                parts = [hashes[at : at + PART * HASH_BYTES] for at in range(0, len(hashes), PART * HASH_BYTES)]
+                said = [await self.folded(LocalWorker.ask, [StoreQuestion(pool, part)]) for part in parts]
+                answers.append(b"".join(answer for (answer,) in said))
+        self._name(asked, answers)
         return answers
 
-    async def _ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        said = await self._call(lambda call: m.AskPages(call, tuple(asked)), m.PageResults)
-        return self._folded(said, asked, int.__eq__, "answered a question of other pages")
-
-    async def _read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
-        said = await self._call(lambda call: m.ReadPages(call, tuple(reads), run), m.PageResults)
-        return self._folded(said, reads, int.__le__ if run else int.__eq__, "read other pages")
-
-    def _folded(
-        self, said: Mapping[int, m.PageResults], wanted: Sequence[StoreQuestion] | Sequence[ReadOrder],
-        fits: Callable[[int, int], bool], nonsense: str,
-    ) -> list[bytes]:  # fmt: skip
-        """Return the worst result of each page, for each pool. ``fits``: called with the number of a worker's results
-        and the number of pages; if it returns False, the group fails, and ``nonsense`` says what the worker did."""
-        counts = [len(pages.hashes) // HASH_BYTES for pages in wanted]
-        for rank, one in said.items():
-            sizes = [len(answer) for answer in one.answers]
-            right = len(sizes) == len(counts) and all(map(fits, sizes, counts))
-            if not right or not combined_answers.are_results(one.answers):
-                raise self._nonsense(rank, nonsense)
-        answers = combined_answers.all_worst([one.answers for one in said.values()])
-        self._name([(pages.pool, pages.hashes) for pages in wanted], answers)
+    async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
+        """See ``LocalWorker``."""
+        answers = await self.folded(LocalWorker.read, reads, run)
+        self._name(reads, answers)
         return answers
 
-    def _name(self, asked: Sequence[tuple[str, bytes]], answers: Sequence[bytes]) -> None:
+    def _name(self, wanted: Sequence[StoreQuestion | ReadOrder], answers: Sequence[bytes]) -> None:
         """Name the pages that all workers have to the ``WatchedKeys``, which need their hashes."""
-        if self.stores.keys.watches:
-            for (pool, hashes), answer in zip(asked, answers, strict=True):
-                if pool in self._leads:
-                    self.stores.keys.name(
-                        hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at, found in enumerate(answer) if found == 1
+        if self.keys.watches:
+            for pages, answer in zip(wanted, answers, strict=True):
+                if pages.pool in self._leads:
+                    self.keys.name(
+                        pages.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                        for at, found in enumerate(answer)
+                        if found == Result.HIT
                     )
 
     async def delete(self, hashes: Sequence[bytes]) -> None:
-        """See ``Worker``."""
-        for at in range(0, len(hashes), DELETED):
-            some = b"".join(hashes[at : at + DELETED])
-            await self._call(lambda call, some=some: m.DeletePages(call, some), m.CallDone)  # type: ignore[misc]
-
-    async def clear(self) -> None:
-        """See ``Worker``."""
-        await self._call(m.ClearStores, m.CallDone)
-
-    async def flush(self) -> None:
-        """See ``Worker``."""
-        await self._call(m.FlushStores, m.CallDone)
+        """See ``LocalWorker``."""
+        for at in range(0, len(hashes), PART):
+            await self.folded(LocalWorker.delete, hashes[at : at + PART])
 
     def is_away(self, page_hash: bytes) -> bool:
-        """See ``Worker``. True if all stores of any worker refuse calls, since then no page can be fetched whole."""
+        """See ``LocalWorker``. True if all stores of any worker refuse calls, since then no page can be fetched
+        whole."""
         if self._shut:
-            self._put(m.ProbeStores(page_hash))
+            self.tell(LocalWorker.is_away, page_hash)
         return bool(self._shut)
 
     @property
     def shut(self) -> bool:
-        """See ``Worker``. True if all stores of any worker refuse calls."""
+        """See ``LocalWorker``. True if all stores of any worker refuse calls."""
         return bool(self._shut)
 
     @property
     def busy(self) -> Sequence[str]:
-        """See ``Worker``. Unknown: the ranks are given up instead."""
+        """See ``LocalWorker``. Unknown: the ranks are given up instead."""
         return ()
 
-    def _health(self, rank: int, news: m.StoreHealth) -> None:
-        (self._shut.add if news.shut else self._shut.discard)(rank)
+    @property
+    def key_of(self) -> Callable[[bytes], bytes] | None:
+        """See ``LocalWorker``. The key of one worker stands for those of all."""
+        return self.keys.key_of
+
+    def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
+        if self._reports is not None:
+            self._reports.keys(store, there, keys)
+
+    # stores
 
     @property
     def has_stores(self) -> bool:
-        """See ``Worker``."""
-        return bool(self.stores.entries)
+        """See ``LocalWorker``."""
+        return bool(self._used)
+
+    @property
+    def stores(self) -> tuple[StoreEntry, ...]:
+        """See ``LocalWorker``."""
+        return self._used
+
+    def find_store(self, name: str | None) -> StoreEntry:
+        """See ``LocalWorker``."""
+        if name is not None:
+            name = checks.text("name", name)
+        found = [entry for entry in self._used if name in (None, entry.options.name)]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(entry.options.name for entry in self._used) or "none"
+        raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
+
+    async def open_store(
+        self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
+    ) -> StoreEntry:
+        """See ``LocalWorker``. All ranks open it, or none."""
+        if not isinstance(storage, str):
+            raise ConfigError(f"storage={checks.shown(storage)}: workers of other processes take URLs")
+        self._last_store = number = number or self._last_store + 1
+        try:
+            self._be_patient(1)
+            try:
+                opened = await self.call(RankServer.open_store, number, storage, dict(options), position)
+            finally:
+                self._be_patient(-1)
+            entry = _agreed(number, list(opened.values()))
+            for rank, one in opened.items():
+                if _use(one) != _use(entry):
+                    raise ConfigError(f"storage: rank {rank} opened another store: {one.options}")
+        except BaseException:
+            await _completed_quietly(self.drop_store(number))
+            raise
+        self._open_stores[number] = entry
+        return entry
 
     def _be_patient(self, more: int) -> None:
         """Allow ``PINNING`` seconds of silence while pools or stores are opened, because that may pin the host's
@@ -720,72 +739,85 @@ class WorkerGroup:
         self._opening += more
         for link in self._links.values():
             link.patience(PINNING if self._opening else None)
+        self.tell(RankServer.be_patient, bool(self._opening))
 
-    def _keys(self, rank: int, news: m.StoreKeys) -> None:
-        self.stores.keys.told(news.store, rank, news.there, news.keys)
+    def use_store(self, number: int, position: int | None) -> None:
+        """See ``LocalWorker``."""
+        entry = self._open_stores[number]
+        check_name(entry.options.name, [other.options.name for other in self._used])
+        if position is not None:
+            position = checks.integer("position", position, 0, len(self._used))
+        at = len(self._used) if position is None else position
+        self._used = (*self._used[:at], entry, *self._used[at:])
+        self.tell(LocalWorker.use_store, number, position)
 
-    def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
-        if self._reports is not None:
-            self._reports.keys(store, there, keys)
+    async def drop_store(self, number: int) -> None:
+        """See ``LocalWorker``."""
+        self._open_stores.pop(number, None)
+        await self.folded(LocalWorker.drop_store, number)
 
-    @property
-    def key_of(self) -> Callable[[bytes], bytes] | None:
-        """See ``Worker``. The key of one worker stands for those of all."""
-        return self.stores.keys.key_of
+    def leave_store(self, number: int) -> None:
+        """See ``LocalWorker``."""
+        if any(entry.number == number for entry in self._used):
+            self._used = tuple(entry for entry in self._used if entry.number != number)
+            self.tell(LocalWorker.leave_store, number)
+
+    async def close_store(self, number: int) -> None:
+        """See ``LocalWorker``."""
+        self._open_stores.pop(number, None)
+        await self.folded(LocalWorker.close_store, number)
+
+    async def watch_store(self, number: int) -> None:
+        """See ``LocalWorker``."""
+        self.keys.watch(number, shared=self._open_stores[number].shared)
+        await self.folded(LocalWorker.watch_store, number)
+
+    def unwatch_store(self, number: int) -> None:
+        """See ``LocalWorker``."""
+        if self.keys.unwatch(number):
+            self.tell(LocalWorker.unwatch_store, number)
 
     # looking at it
 
     def meters(self) -> Mapping[str, StageMeter]:
-        """See ``Worker``. An operation takes as long as on the slowest worker; pages and bytes of all workers add
+        """See ``LocalWorker``. An operation takes as long as on the slowest worker; pages and bytes of all workers add
         up."""
         return self._meters
 
     def queues(self) -> Mapping[str, int]:
-        """See ``Worker``. Counts the operations that have not ended on every worker."""
+        """See ``LocalWorker``. Counts the operations that have not ended on every worker."""
         counts = dict.fromkeys(self._meters, 0)
         for copies in self._copies.values():
             counts[_STAGES[copies.work.kind]] += len(copies.work.ops)
         return counts
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """See ``Worker``. The counters of other processes are as they last told them."""
+        """See ``LocalWorker``. The counters of other processes are as they last told them."""
         if self.own is not None:
             self.own.count()
         parts = list(self._counters.values())
-        names = [entry.options.name for entry in self.stores.entries]
-        by_name = {
-            name: combined_answers.sums([part.stores[name] for part in parts if name in part.stores]) for name in names
-        }
-        return combined_answers.sums([part.storage for part in parts]), by_name
-
-    def _counted(self, rank: int, news: m.StoreCounters) -> None:
-        if not combined_answers.are_counters([news.storage, *news.stores.values()]):
-            self._nonsense(rank, "counted what nobody can")
-            return
-        self._counters[rank] = news
+        names = [entry.options.name for entry in self._used]
+        by_name = {name: folds.sums([part.stores[name] for part in parts if name in part.stores]) for name in names}
+        return folds.sums([part.storage for part in parts]), by_name
 
 
 def _closed() -> CacheClosed:
     return CacheClosed("the cache was closed before the batch was over")
 
 
-Pages = TypeVar("Pages", StoreQuestion, ReadOrder, StoredPages)
+async def _completed_quietly(work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` to its end, also if the caller is cancelled meanwhile, and drop its error."""
+    task = asyncio.get_running_loop().create_task(work)
+    await settled([task])
+    if not task.cancelled():
+        task.exception()
 
 
-def _cut(pages: Pages, begin: int, end: int) -> Pages:
-    """Return the pages from ``begin`` up to ``end`` of ``pages``."""
-    hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
-    if isinstance(pages, StoreQuestion):
-        return pages._replace(hashes=hashes)
-    return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+def _use(entry: StoreEntry) -> tuple[str, bool]:
+    """Return what the store of one name is on all ranks alike."""
+    return entry.options.name, entry.options.write
 
 
-def _parts(batch: Sequence[BackupStorage]) -> Iterator[Sequence[BackupStorage]]:
-    """Yield ``batch`` in parts that fit one message each: the whole batch or, if that does not fit, pieces of one
-    operation each."""
-    if len(list(slices([len(pages.hashes) // HASH_BYTES for effect in batch for pages in effect.pages]))) <= 1:
-        yield batch
-        return
-    for effect in batch:
-        for part in slices([len(pages.hashes) // HASH_BYTES for pages in effect.pages]):
-            yield [BackupStorage(effect.op, tuple(_cut(effect.pages[at], begin, end) for at, begin, end in part))]
+def _agreed(number: int, entries: Sequence[StoreEntry]) -> StoreEntry:
+    """Return the entry of a store, given those of all ranks."""
+    return StoreEntry(number, entries[0].options, any(entry.shared for entry in entries))

@@ -1,89 +1,110 @@
 """The worker that has this process's pools and stores: every call is a plain call, and nothing is sent. A cache without
-``workers`` uses it directly. In a group each rank has one, behind a ``Performer``.
+``workers`` uses it directly. Of a group each rank has one, behind a ``RankServer``; its remote methods (``@remote``)
+are then called by messages, and ``WorkerGroup`` has the same methods for all ranks at once.
 
 Laws:
+* Work is handed over in the order in which the core decided it, with no await in between; each operation in it gets
+  exactly one outcome, when every buffer of it is let go.
+* Pages are named by pool, prefix hash and slot. A worker adds what only it knows: bytes, its own part of every page,
+  storage keys.
+* A batch of the engine's work is a number to the head. The event that the number stands for stays with the worker.
+* A failure to look up or read a page is an answer (``Result``), and not an exception.
 * Opening is all or nothing: if it fails or is cancelled, no device, no pool and no store stays behind.
 * Closing goes in the reverse order: stores, then copies that are under way, then the device, if the worker opened it.
+* A store is told where the host's pages lie before its first read or write.
+
+This module does not import torch: a head without a rank of its own knows these methods, too, and has no device.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from asynccache.config import CacheConfig, PoolSpec
+from asynccache import checks
+from asynccache.core.plan import Status
 from asynccache.errors import ConfigError, CopyFailed
-from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device import Event, parse_device
-from asynccache.memory.pools import Mover
-from asynccache.settle import completed, completed_in_thread
-from asynccache.storage.checked import store_layout
-from asynccache.storage.tiers import TieredStore
-from asynccache.worker.contract import MOMENT, CopyKind, EmbedderParts, Reports, Work
+from asynccache.memory.device import Device as Device
+from asynccache.memory.device import Event
+from asynccache.storage.checked import CheckedStore
+from asynccache.storage.contract import Result as Result
+from asynccache.storage.contract import StorageBackend, StoreLayout
+from asynccache.storage.opening import close_unattached, open_all, open_attached
+from asynccache.storage.tiers import AttachedStore, TieredStore
+from asynccache.storage.url import StoreOptions as StoreOptions
+from asynccache.storage.wrapping import watch
+from asynccache.worker import folds
 from asynccache.worker.pool_layout import PoolMap
+from asynccache.worker.remote import remote
 from asynccache.worker.stages import BackupHostStage, LoadBackStage, ReadingStage, WritingStage
-from asynccache.worker.stores import OpenStores
+from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
-    from asynccache.memory.device import Device, Event
-    from asynccache.memory.pools import DevicePool
+    from asynccache.memory.pools import DevicePool as DevicePool
+    from asynccache.memory.pools import Mover
     from asynccache.worker.stages import Copying
-    from asynccache.worker.stats import StageMeter
 
+Storage = str | StorageBackend | CheckedStore
+"""A store as a caller names it: a URL, or a backend that the caller has made and closes."""
+
+MOMENT = 1.0
+"""Seconds that a closing cache waits for copies on the embedder's device, at least, whatever the deadline."""
+LATE = 3.0
+"""Seconds beyond its deadline that a closing cache still waits for its worker, or for the workers of all ranks."""
 DELETE_PAGES = 32
+SWEEP = 64
+"""A sweep forgets the batches that are over. The next sweep is made once there are ``2 * kept + SWEEP``, where ``kept``
+is how many the last sweep has kept."""
 
 
-async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: EmbedderParts) -> LocalWorker:
-    """Allocate ``pools`` and open the stores. Cancelling it leaves nothing open.
+class StoreEntry(NamedTuple):
+    """A store that is open. ``number``: what head and worker call it; no later store gets the same number. ``shared``:
+    see ``asynccache.storage.contract.is_shared``; in a group, whether any rank says so."""
 
-    Raises:
-        ConfigError: the pools do not fit in memory, or the device or a backend is unknown.
-        Unavailable: a store cannot be opened now.
-    """
-    opened = _OpenParts(given.device)
-
-    def allocate() -> None:
-        if opened.device is None:
-            opened.device = open_device(config.device)
-        opened.mover = Mover(opened.device, pools)
-
-    takes_stores = config.pools()[0].host_pages > 0
-    try:
-        # Pools first: they may be refused, and a store leaves traces. In a thread: a GPU is measured, and to pin
-        # 100 GiB takes half a minute.
-        await completed_in_thread(allocate)
-        if given.storage is not None and not takes_stores:
-            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-        device, mover, tiers = opened.device, opened.mover, opened.tiers
-        assert device is not None
-        assert mover is not None
-        stores = OpenStores(tiers, store_layout(config.pools()), mover.host_pools)
-        await stores.open_first(given.stores(config), given.options(config))
-    except BaseException:
-        await completed(close_all(opened.tiers, opened.mover, opened.device, MOMENT, own=given.device is None))
-        raise
-    of_worker = PoolMap(pools, config.page_size, mover.host_pools)
-    return LocalWorker(device, mover, of_worker, stores, takes_stores=takes_stores, own_device=given.device is None)
+    number: int
+    options: StoreOptions
+    shared: bool
 
 
-class _OpenParts:
-    """The parts of a worker that are open by now. If the opening fails, these are closed."""
+class Reports(NamedTuple):
+    """The functions that a worker calls to report to the head. ``ended(status, ops)``: the operations of one ``Work``
+    have ended, all with this status, and their buffers are let go. ``failed(error)``: the worker cannot go on, and so
+    the cache cannot either. ``keys(store, there, keys)``: the watched store of this number has these storage keys from
+    now on or, if ``there`` is False, has them no more. ``health()``: ``shut`` may have changed."""
 
-    def __init__(self, device: Device | None) -> None:
+    ended: Callable[[Status, Sequence[int]], None]
+    failed: Callable[[BaseException], None]
+    keys: Callable[[int, bool, Sequence[bytes]], None]
+    health: Callable[[], None] = lambda: None
+
+
+class EmbedderParts:
+    """The embedder's ``device`` and ``storage``; None: what the configuration names is used. The embedder closes what
+    the embedder made. ``locate``: returns what to open for a store's URL; by default the URL itself."""
+
+    def __init__(
+        self, device: Device | None = None, storage: Storage | None = None,
+        locate: Callable[[str], Storage] = lambda url: url,
+    ) -> None:  # fmt: skip
         self.device = device
-        self.mover: Mover | None = None
-        self.tiers = TieredStore()
+        self.storage = storage
+        self.locate = locate
 
 
-def open_device(name: str) -> Device:
-    """Open the device that a configuration names."""
-    if parse_device(name).kind == "cpu":
-        return CpuDevice()
-    from asynccache.memory.cuda.device import open_device
+def check_storage(name: str, storage: object) -> None:
+    """Raise ``ConfigError`` if ``storage``, the value of the argument ``name``, cannot be a store."""
+    if isinstance(storage, str):
+        checks.text(name, storage)
+    elif not isinstance(storage, CheckedStore):
+        checks.provider(name, storage, StorageBackend)  # type: ignore[type-abstract]
 
-    return open_device(name)
+
+def check_device(name: str, device: object) -> None:
+    """Raise ``ConfigError`` if ``device``, the value of the argument ``name``, is no device."""
+    checks.provider(name, device, Device)  # type: ignore[type-abstract]
 
 
 async def close_all(
@@ -93,17 +114,13 @@ async def close_all(
     opened waits for its copies as long as they take. On the embedder's device they are waited for ``patience``
     seconds. If it is cancelled while a store still has calls, pools and device stay as they are, for the store may use
     them. Raises ``BackendError``: a store could not close cleanly; all the rest is closed."""
+    failure: BaseException | None = None
     try:
         await tiers.aclose()
     except asyncio.CancelledError:
         raise
-    except BaseException:
-        await _close_memory(mover, device, patience, own=own)
-        raise
-    await _close_memory(mover, device, patience, own=own)
-
-
-async def _close_memory(mover: Mover | None, device: Device | None, patience: float, *, own: bool) -> None:
+    except BaseException as error:
+        failure = error
     try:
         if mover is not None and not own:
             await mover.drain(patience)
@@ -112,11 +129,8 @@ async def _close_memory(mover: Mover | None, device: Device | None, patience: fl
             mover.close()
         if device is not None and own:
             await device.aclose()
-
-
-SWEEP = 64
-"""A sweep forgets the batches that are over. The next sweep is made once there are ``2 * kept + SWEEP``, where ``kept``
-is how many the last sweep has kept."""
+    if failure is not None:
+        raise failure
 
 
 class LocalBatch:
@@ -168,7 +182,9 @@ class LocalBatches:
         if known is not None:
             return known
         if len(self._batches) >= self._sweep_at:
-            self._sweep()
+            self._batches = {number: batch for number, batch in self._batches.items() if not batch.done()}
+            self._by_event = {id(batch.event): batch for batch in self._batches.values()}
+            self._sweep_at = 2 * len(self._batches) + SWEEP
         self._last += 1
         batch = self._batches[self._last] = self._by_event[id(event)] = LocalBatch(self._last, event)
         return batch
@@ -178,57 +194,53 @@ class LocalBatches:
         batches = (self._batches.get(number) for number in numbers)
         return [batch.event for batch in batches if batch is not None and not batch.done()]
 
-    def _sweep(self) -> None:
-        self._batches = {number: batch for number, batch in self._batches.items() if not batch.done()}
-        self._by_event = {id(batch.event): batch for batch in self._batches.values()}
-        self._sweep_at = 2 * len(self._batches) + SWEEP
-
 
 class LocalWorker:
-    """The ``Worker`` of this process. ``mover``: the pools and streams. ``put``: for each kind of work, the
-    function that queues it at its stage, with the events that it waits for on the device; set by ``start``."""
-
-    put: Mapping[CopyKind, Callable[[Work, Sequence[Event]], None]]
+    """Performs what the head decides. Its calls belong to the thread of the head's loop, except ``engine_event`` and
+    ``hold``. ``mover``: the pools and streams. ``takes_stores``: True if there is a host tier, which stores need.
+    ``layers``: the number of the model's layers, up to the last one that this worker has. Mutable state: the engine's
+    batches, the stores that are open, by number, and for each that is watched the function that ends the watching."""
 
     def __init__(
-        self, device: Device, mover: Mover, pools: PoolMap, stores: OpenStores, *, takes_stores: bool, own_device: bool
+        self, mover: Mover, pools: PoolMap, tiers: TieredStore, layout: StoreLayout, *, takes_stores: bool,
+        own_device: bool,
     ) -> None:  # fmt: skip
         self.mover = mover
         self.layers = mover.layers
         self.takes_stores = takes_stores
-        self._device = device
         self._own_device = own_device
         self._map = pools
-        self.stores = stores
-        self._tiers = stores.tiers
+        self._tiers = tiers
+        self._layout = layout
         self._batches = LocalBatches()
-        self._writing = WritingStage(stores.tiers, pools)
-        self._reading = ReadingStage(stores.tiers, pools)
-        self.store = self._writing.store
-        self.give_up = self._writing.give_up
-        self.ask = self._reading.ask
-        self.read = self._reading.read
-        self.clear = stores.tiers.clear
-        self.flush = stores.tiers.flush
+        self._writing = WritingStage(tiers, pools)
+        self._reading = ReadingStage(tiers, pools)
+        self._stores: dict[int, AttachedStore] = {}
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._last_store = 0
+        self._reports: Reports | None = None
 
     def __repr__(self) -> str:
-        return f"LocalWorker({self.mover!r}, {self.stores!r})"
+        return f"{type(self).__name__}({self.mover!r}, {self._tiers!r})"
 
-    @property
-    def has_stores(self) -> bool:
-        """See ``Worker``."""
-        return self.stores.used
+    # opening and closing
+
+    async def open_first(self, storages: Sequence[Storage], options: Mapping[str, str]) -> None:
+        """Open and use the stores that the cache begins with. If it fails or is cancelled, the stores that were opened
+        by then stay open until the worker is closed."""
+        await open_all(self._tiers, storages, self._layout, options)
+        for attached in self._tiers.attached:
+            self._introduce(attached)
+            self._number(attached)
 
     def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """See ``Worker``."""
-        post, size_of, clock = reports.ended, self._map.size_of, time.perf_counter  # uvloop's clock counts milliseconds
-        self.stores.tell = reports.keys
-        self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
-        self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
-        self.put = {
-            CopyKind.BACKUP: self.backup_host.put, CopyKind.LOAD: self.load_back.put,
-            CopyKind.CLONE: self.load_back.put,
-        }  # fmt: skip
+        """Take work from now on. Returns names and coroutines: the caller makes a task of each, and cancels it in the
+        end."""
+        self._reports = reports
+        for attached in self._stores.values():
+            attached.store.breaker.changed = reports.health
+        self.backup_host = BackupHostStage(self.mover, self._map, reports)
+        self.load_back = LoadBackStage(self.mover, self._map, reports)
         return [
             ("backup-host", self.backup_host.run()),
             ("load-back", self.load_back.run()),
@@ -236,53 +248,82 @@ class LocalWorker:
         ]
 
     def close_by(self, seconds: float) -> None:
-        """See ``Worker``. Does nothing: the cache itself leaves a worker of its own process behind."""
+        """Tell the worker that the cache is closing, and that saving what is unsaved may take ``seconds``. A worker of
+        another process that has not answered a few seconds after that is given up; the cache itself leaves one of its
+        own process behind. Of several calls, the earliest end counts."""
 
     async def aclose(self, patience: float) -> None:
         """Close stores, pools and the device. ``patience``: how many seconds to wait for copies on a device that
-        outlives this worker. Cancelling it may leave some of it open.
+        outlives the cache. Cancelling it may leave some of it open.
 
         Raises:
             BackendError: a store could not close cleanly; all the rest is closed.
         """
-        await close_all(self._tiers, self.mover, self._device, patience, own=self._own_device)
+        await close_all(self._tiers, self.mover, self.mover.device, patience, own=self._own_device)
 
-    # the engine's work, and copies beside it
+    # the engine's work, and copies beside it. An event that an engine names is an event of the device or, with several
+    # workers, the number of a batch.
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
-        """The device pools by name."""
+        """The device pools of this process by name: where the engine reads and writes KV."""
         return self.mover.device_pools
 
-    def engine_event(self, event: object) -> Event:
-        """See ``Worker``."""
+    def engine_event(self, event: object) -> object:
+        """Return ``event``, which an engine names, in the form that ``batch`` takes. From any thread.
+
+        Raises:
+            ConfigError: copies cannot wait for ``event``.
+        """
         return self.mover.engine_event(event)
 
-    def batch(self, event: object) -> LocalBatch:
-        """See ``Worker``."""
+    def batch(self, event: object) -> BatchInFlight:
+        """Return the batch that ends with ``event``, which ``engine_event`` returned. As long as the batch is not over,
+        the same event gives the same batch."""
         return self._batches.of(cast("Event", event))
 
     def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
-        """See ``Worker``."""
+        """Tell every worker of a batch of the engine's work that needs the operations ``loads``. Returns the batch's
+        number. Raises ``ConfigError``: the only worker is in this process, where batches are events."""
         raise ConfigError("send_batch: a cache without workers= has one worker, in this process: name events instead")
 
     async def batch_ended(self, number: int) -> None:
-        """See ``Worker``."""
+        """Return when batch ``number`` is over on every worker. Cancelling it stops the waiting.
+
+        Raises:
+            BatchFailed: an engine could not run the batch.
+            ConfigError: the only worker is in this process, where batches are events.
+            RankFailure: a worker is gone.
+            CacheClosed: the cache was closed before the batch was over.
+        """
         raise ConfigError("batch_ended: a cache without workers= has one worker, in this process: wait for its events")
 
     def perform(self, plan: Sequence[Work]) -> None:
-        """See ``Worker``."""
+        """Begin all works of one plan of the core. ``Reports.ended`` is called once for each of them."""
         for work in plan:
-            self.put[work.kind](work, self._batches.events(work.after) if work.after else ())
+            self.copy(work, self._batches.events(work.after) if work.after else ())
+
+    def copy(self, work: Work, after: Sequence[Event]) -> None:
+        """Begin ``work``, which waits on the device for the events ``after``."""
+        (self.backup_host if work.kind is CopyKind.BACKUP else self.load_back).put(work, after)
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker``."""
+        """Return when layer ``i`` of the load ``op`` is on the device, or the load has ended. Cancelling it stops the
+        waiting.
+
+        Raises:
+            CopyFailed: the load failed.
+        """
         copying = self.load_back.copying(op)
         if copying is not None:
             await copying.layer(i).wait()
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``Worker``."""
+        """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of these loads is there.
+
+        Raises:
+            ConfigError: ``stream`` is no stream.
+        """
         self.hold(stream, self.arriving(ops), i)
 
     def arriving(self, ops: Sequence[int]) -> list[Copying]:
@@ -301,33 +342,74 @@ class LocalWorker:
         for copying in arriving:
             own.wait_event(copying.layer(i))
 
-    # pages and stores; see ``Worker``
+    # pages
 
+    @remote(fold=folds.stored)
+    async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
+        """Write the host pages of ``batch`` to the stores, and return what was stored. Cancelling it returns after the
+        stores have let go of the pages."""
+        return await self._writing.store(batch)
+
+    @remote()
+    def give_up(self, op: int) -> None:
+        """Write nothing more of the batch that begins with operation ``op``, after what is under way."""
+        self._writing.give_up(op)
+
+    @remote(fold=folds.found)
+    async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
+        """Ask the stores which pages they have. Returns bytes for each question: a ``Result`` for each page. Cancelling
+        it changes nothing."""
+        return await self._reading.ask(asked)
+
+    @remote(fold=folds.read)
+    async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
+        """Read pages from the stores. Returns bytes for each of ``reads``: a ``Result`` for each page.
+
+        ``run``: ``reads`` name the same pages in several pools, and the pages are wanted up to the first one that is
+        missing in any pool. If a pool lacks a page, this page and those behind it are not read from the later pools,
+        which have no results for them. Cancelling it returns after the stores have let go of the host's pages.
+        """
+        return await self._reading.read(reads, run)
+
+    @remote()
     async def delete(self, hashes: Sequence[bytes]) -> None:
-        """See ``Worker``."""
+        """Delete these pages of every pool from the stores. Cancelling it may leave some of them."""
         for at in range(0, len(hashes), DELETE_PAGES):
             pages = hashes[at : at + DELETE_PAGES]
             await self._tiers.delete([self._map.key(pool, page) for page in pages for pool, _ in self._map.named()])
             await asyncio.sleep(0)
 
+    @remote()
+    async def clear(self) -> None:
+        """Delete everything that is stored. Raises ``BackendError``: a store could not."""
+        await self._tiers.clear()
+
+    @remote()
+    async def flush(self) -> None:
+        """Return when what is stored would survive a power loss. Raises ``BackendError``: a store could not."""
+        await self._tiers.flush()
+
+    @remote()
     def is_away(self, page_hash: bytes) -> bool:
-        """See ``Worker``."""
+        """Return True if there are stores and all of them refuse calls now; of several workers, if this is so on any of
+        them. Stores may be probed with the key of this page."""
         lead = self._map.lead
         return bool(lead) and self._tiers.is_away(self._map.key(lead[-1].name, page_hash))
 
     @property
     def shut(self) -> bool:
-        """See ``Worker``."""
+        """True under the same condition as ``is_away``. Reading it probes no store."""
         return self._tiers.shut
 
     @property
     def busy(self) -> Sequence[str]:
-        """See ``Worker``."""
+        """The names of the stores that have calls under way, as far as the worker is in this process."""
         return self._tiers.busy
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
-        """See ``Worker``."""
+        """A function from a page's hash to the storage key of the last part of its FULL data; None if FULL has no
+        stored object."""
         return self._map.key_of
 
     @property
@@ -335,16 +417,129 @@ class LocalWorker:
         """See ``PoolMap.digest``."""
         return self._map.digest
 
+    # stores: each is opened, used, left and closed, and may be watched meanwhile
+
+    @property
+    def has_stores(self) -> bool:
+        """True while any store is used. Every lease asks this, so the answer must be cheap."""
+        return bool(self._tiers)
+
+    @property
+    def stores(self) -> tuple[StoreEntry, ...]:
+        """The stores that are used, nearest first."""
+        return tuple(map(self._entry, self._tiers.attached))
+
+    def find_store(self, name: str | None) -> StoreEntry:
+        """Return the store that is called ``name``; with None, the only store. Raises ``ConfigError``: there is no such
+        store, or there are several and no name was given."""
+        return self._entry(self._tiers.find(name))
+
+    async def open_store(
+        self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
+    ) -> StoreEntry:
+        """Open a store, for ``use_store`` or ``drop_store``. ``number``: the number that the head of a group has
+        chosen; None: the next one. Cancelling it leaves nothing open.
+
+        Raises:
+            ConfigError: the store cannot be attached at ``position``, the URL is wrong, or the store is for other
+                pools.
+            Unavailable: the store cannot be opened now.
+        """
+        names = [attached.options.name for attached in self._stores.values()]  # some are not in ``_tiers`` yet
+        attached = await open_attached(storage, self._layout, options, self._tiers, position, names)
+        try:
+            self._introduce(attached)
+        except BaseException:
+            await close_unattached(attached)
+            raise
+        self._number(attached, number)
+        return self._entry(attached)
+
+    @remote()
+    def use_store(self, number: int, position: int | None) -> None:
+        """Use an open store from now on, at ``position`` (0: the nearest; None: the farthest). Raises ``ConfigError``:
+        its name was taken meanwhile, or there is no such position any more."""
+        self._tiers.attach(self._stores[number], position)
+        self._note_health()
+
+    @remote()
+    async def drop_store(self, number: int) -> None:
+        """Close a store that is not used, if it was opened."""
+        attached = self._stores.pop(number, None)
+        if attached is not None:
+            await close_unattached(attached)
+
+    @remote()
+    def leave_store(self, number: int) -> None:
+        """Give the store no more calls from now on. ``close_store`` must follow. A second call does nothing."""
+        self._tiers.detach(self._stores[number])
+        self._note_health()
+
+    @remote()
+    async def close_store(self, number: int) -> None:
+        """Close a store that was left, when no call of it is under way any more. Raises ``BackendError``: the store
+        could not close cleanly."""
+        await self._tiers.aclose_detached(self._stores.pop(number))
+
+    @remote()
+    async def watch_store(self, number: int) -> None:
+        """Tell ``Reports.keys`` from now on which keys the store has. Returns when it was told of all that the store
+        has by now, which takes a turn of the loop for every few thousand. Cancelling it leaves some of them untold;
+        ``unwatch_store`` must follow."""
+        assert self._reports is not None
+        store, tell = self._stores[number].store, self._reports.keys
+        own = store.backend
+        watched = watch(own, partial(tell, number))
+        store.backend = watched.backend
+
+        def give_back() -> None:
+            watched.end()
+            store.backend = own
+
+        self._watched[number] = give_back
+        for keys in watched.parts:
+            if number not in self._watched:
+                return
+            tell(number, True, keys)
+            await asyncio.sleep(0)
+
+    @remote()
+    def unwatch_store(self, number: int) -> None:
+        """Watch the store no more. A second call does nothing."""
+        end = self._watched.pop(number, None)
+        if end is not None:
+            end()
+
+    def _entry(self, attached: AttachedStore) -> StoreEntry:
+        number = next(number for number, opened in self._stores.items() if opened is attached)
+        return StoreEntry(number, attached.options, attached.shared)
+
+    def _introduce(self, attached: AttachedStore) -> None:
+        """Tell a store where the host's pages lie."""
+        for name, pool in self.mover.host_pools.items():
+            attached.store.register(name, pool.memory)
+
+    def _number(self, attached: AttachedStore, number: int | None = None) -> None:
+        self._last_store = number or self._last_store + 1
+        self._stores[self._last_store] = attached
+        if self._reports is not None:
+            attached.store.breaker.changed = self._reports.health
+
+    def _note_health(self) -> None:
+        if self._reports is not None:
+            self._reports.health()
+
     # looking at it
 
     def meters(self) -> Mapping[str, StageMeter]:
-        """See ``Worker``."""
+        """The counters of the copies between device and host, by stage."""
         return {"backup_host": self.backup_host.meter, "load_back": self.load_back.meter}
 
     def queues(self) -> Mapping[str, int]:
-        """See ``Worker``."""
+        """The number of operations that wait, by stage."""
         return {"backup_host": len(self.backup_host), "load_back": len(self.load_back)}
 
     def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
-        """See ``Worker``."""
+        """The stores' counters: first their sums, in which ``breaker`` is the best state of any store; then those of
+        each store by its name, nearest first. Of several workers, ``breaker`` is the worst worker's."""
         return self._tiers.stats(), self._tiers.store_stats()

@@ -24,26 +24,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
 
-from asynccache.config import PoolSpec
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import SLOT_BYTES, BackupStorage, Move, Status
+from asynccache.core.plan import SLOT_BYTES, Move, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
 from asynccache.storage import PageKey, Result
-from asynccache.worker.contract import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work
+from asynccache.storage.tiers import TieredStore
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.stats import StageMeter
+from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import Mover
+    from asynccache.worker.local import Reports
+
+BATCH_PAGES = 128
+"""The most pages of one call of a store, and of one step of the loop. A store that knows its index, or has its pages in
+memory, answers without suspending, so these stages give the loop a turn after each call."""
 
 
 class QueuedWork(NamedTuple):
-    """A work, the events that it waits for on the device, and when it was queued, in seconds of the stage's clock."""
+    """A work, the events that it waits for on the device, and when it was queued, in seconds of ``perf_counter``
+    (uvloop's clock counts milliseconds)."""
 
     work: Work
     after: Sequence[Event]
@@ -56,33 +63,37 @@ def _joined(batch: Sequence[QueuedWork]) -> tuple[list[Move], list[Event]]:
     return moves, list(dict.fromkeys(event for queued in batch for event in queued.after))
 
 
-class BackupHostStage:
-    """A queue of backups and the task that performs them. ``post``: called with the outcome of each work. ``size_of``:
-    see ``PoolMap.size_of``. ``clock``: returns seconds."""
+async def _copied(*events: Event | None) -> Status:
+    """Return when all of these events have fired: FAILED if one of them failed, else DONE. So a private copy of a load
+    that failed has failed, too."""
+    try:
+        for event in events:
+            if event is not None:
+                await event.wait()
+    except CopyFailed:
+        return Status.FAILED
+    return Status.DONE
 
-    def __init__(
-        self,
-        mover: Mover,
-        post: Callable[[Status, Sequence[int]], None],
-        size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
-        clock: Callable[[], float],
-    ) -> None:
+
+class BackupHostStage:
+    """A queue of backups and the task that performs them."""
+
+    def __init__(self, mover: Mover, pools: PoolMap, reports: Reports) -> None:
         self._mover = mover
-        self._post = post
-        self._size_of = size_of
-        self._clock = clock
+        self._pools = pools
+        self._post = reports.ended
         self._inbox: Inbox[QueuedWork] = Inbox()
         self.meter = StageMeter()
 
     def __repr__(self) -> str:
-        return f"BackupHostStage({len(self._inbox)} queued, {self.meter!r})"
+        return f"BackupHostStage({len(self)} queued, {self.meter!r})"
 
     def __len__(self) -> int:
         return sum(len(queued.work.ops) for queued in self._inbox)
 
     def put(self, work: Work, after: Sequence[Event]) -> None:
-        """Queue ``work``; its outcome is posted exactly once."""
-        self._inbox.put(QueuedWork(work, after, self._clock()))
+        """Queue ``work``; its outcome is reported exactly once."""
+        self._inbox.put(QueuedWork(work, after, perf_counter()))
 
     async def run(self) -> None:
         """Copy batch after batch, for ever. Cancelling it abandons the outcome, never a buffer in use: the device
@@ -92,30 +103,23 @@ class BackupHostStage:
             batch = self._inbox.take()
             moves, after = _joined(batch)
             status = await _copied(self._mover.backup(moves, after))
-            self._report(batch, moves, status)
-
-    def _report(self, batch: Sequence[QueuedWork], moves: Sequence[Move], status: Status) -> None:
-        count = sum(len(queued.work.ops) for queued in batch)
-        if status is Status.DONE:
-            self.meter.count(count, *self._size_of(moves))
-        else:
-            self.meter.errors += count
-        now = self._clock()
-        for queued in batch:
-            self.meter.took(now - queued.at, len(queued.work.ops))
-            self._post(status, queued.work.ops)
+            self.meter.ended(sum(len(queued.work.ops) for queued in batch), status, self._pools.size_of(moves))
+            now = perf_counter()
+            for queued in batch:
+                self.meter.took(now - queued.at, len(queued.work.ops))
+                self._post(status, queued.work.ops)
 
 
 class Copying(NamedTuple):
     """A work that is on the device. ``layers[i]``: fires when layer i of it is there; empty for a private copy.
     ``done``: fires when all is there. ``needs``: fires when the load that a private copy is made of is there; None: it
-    has ended, or there is none. ``queued``: seconds of the stage's clock."""
+    has ended, or there is none. ``at``: when it was queued, in seconds of ``perf_counter``."""
 
     work: Work
     layers: Sequence[Event]
     done: Event
     needs: Event | None
-    queued: float
+    at: float
 
     def layer(self, i: int) -> Event:
         """Return the event of layer ``i``. A private copy arrives as a whole."""
@@ -139,23 +143,12 @@ class _Line:
 
 class LoadBackStage:
     """The queues of loads and of private copies, and the tasks that await what is on the device. The two have a stream
-    each, so that private copies, which are short, wait for the loads that they need and for no others. ``post``: called
-    with the outcome of each work. ``size_of``: see ``PoolMap.size_of``. ``clock``: returns seconds. ``fail``: called
-    with the error that the device raised when it refused a copy."""
+    each, so that private copies, which are short, wait for the loads that they need and for no others."""
 
-    def __init__(
-        self,
-        mover: Mover,
-        post: Callable[[Status, Sequence[int]], None],
-        size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
-        clock: Callable[[], float],
-        fail: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, mover: Mover, pools: PoolMap, reports: Reports) -> None:
         self._mover = mover
-        self._post = post
-        self._size_of = size_of
-        self._clock = clock
-        self._fail = fail
+        self._pools = pools
+        self._post, self._fail = reports.ended, reports.failed
         self._loads = _Line()
         self._clones = _Line()
         self._by_op: dict[int, Copying] = {}
@@ -168,44 +161,35 @@ class LoadBackStage:
         return len(self._loads) + len(self._clones)
 
     def put(self, work: Work, after: Sequence[Event]) -> None:
-        """Queue ``work``; its outcome is posted exactly once."""
+        """Queue ``work``; its outcome is reported exactly once."""
         line = self._clones if work.kind is CopyKind.CLONE else self._loads
-        line.inbox.put(QueuedWork(work, after, self._clock()))
+        line.inbox.put(QueuedWork(work, after, perf_counter()))
         line.filled.set()
 
     def copying(self, op: int) -> Copying | None:
         """Submit what is queued, and return the copy that ``op`` is part of; None once ``op`` has ended."""
-        self.submit_now()
+        self.submit()
         return self._by_op.get(op)
 
-    def submit_now(self) -> None:
-        """Call ``submit``. If the device refuses a copy, its loads are lost, and that is the end of the cache. ``fail``
-        is called before anybody can ask for these loads and take them for loads that have ended."""
+    def submit(self) -> None:
+        """Hand all that is queued to the device: the loads as one copy, then the private copies. If the device refuses
+        a copy, its loads are lost, and that is the end of the cache. The head is told before anybody can ask for these
+        loads and take them for loads that have ended."""
         try:
-            self.submit()
+            loads = self._loads.inbox.take()
+            if loads:
+                moves, after = _joined(loads)
+                events = self._mover.load(moves, after)
+                for work, _, at in loads:
+                    self._fly(self._loads, Copying(work, events.layers, events.done, None, at))
+            for work, waits, at in self._clones.inbox.take():
+                source = self._by_op.get(work.source)
+                needs = source.done if source is not None else None
+                event = self._mover.clone(work.moves, waits if needs is None else (*waits, needs))
+                self._fly(self._clones, Copying(work, (), event, needs, at))
         except BaseException as error:
             self._fail(error)
             raise
-
-    def submit(self) -> None:
-        """Hand all that is queued to the device: the loads as one copy, then the private copies."""
-        loads = self._loads.inbox.take()
-        if loads:
-            self._submit_loads(loads)
-        for queued in self._clones.inbox.take():
-            self._submit_clones(*queued)
-
-    def _submit_loads(self, loads: Sequence[QueuedWork]) -> None:
-        moves, after = _joined(loads)
-        events = self._mover.load(moves, after)
-        for work, _, at in loads:
-            self._fly(self._loads, Copying(work, events.layers, events.done, None, at))
-
-    def _submit_clones(self, work: Work, after: Sequence[Event], at: float) -> None:
-        source = self._by_op.get(work.source)
-        needs = source.done if source is not None else None
-        event = self._mover.clone(work.moves, after if needs is None else (*after, needs))
-        self._fly(self._clones, Copying(work, (), event, needs, at))
 
     def _fly(self, line: _Line, copying: Copying) -> None:
         line.flying.append(copying)
@@ -223,58 +207,20 @@ class LoadBackStage:
 
     async def _serve(self, line: _Line) -> None:
         while True:
-            await self._something(line)
-            self.submit_now()
-            await self._land(line)
-
-    async def _something(self, line: _Line) -> None:
-        """Return when there is something to submit or to await. The queue may be empty then: ``wait_layers`` may have
-        submitted what was in it."""
-        while not line.flying and not len(line.inbox):
-            line.filled.clear()
-            await line.filled.wait()
-
-    async def _land(self, line: _Line) -> None:
-        copying = line.flying[0]
-        status = await _copied(copying.done, copying.needs)
-        line.flying.popleft()
-        work = copying.work
-        for op in work.ops:
-            del self._by_op[op]
-        if work.kind is CopyKind.LOAD:
-            count = len(work.ops)
-            self.meter.took(self._clock() - copying.queued, count)
-            if status is Status.DONE:
-                self.meter.count(count, *self._size_of(work.moves))
-            else:
-                self.meter.errors += count
-        self._post(status, work.ops)
-
-
-async def _copied(*events: Event | None) -> Status:
-    """Return when all of these events have fired: FAILED if one of them failed, else DONE. So a private copy of a load
-    that failed has failed, too."""
-    try:
-        for event in events:
-            if event is not None:
-                await event.wait()
-    except CopyFailed:
-        return Status.FAILED
-    return Status.DONE
-
-
-BATCH_PAGES = 128
-"""The most pages of one call of a store, and of one step of the loop. A store that knows its index, or has its pages in
-memory, answers without suspending, so these stages give the loop a turn after each call."""
-
-
-class WritableStore(Protocol):
-    """The part of ``TieredStore`` that this stage uses."""
-
-    async def put(
-        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
-    ) -> list[Result]: ...
-    def writers(self, *, shared: bool = True) -> Sequence[object]: ...
+            while not line.flying and not len(line.inbox):  # ``copying`` may have submitted what was queued
+                line.filled.clear()
+                await line.filled.wait()
+            self.submit()
+            copying = line.flying[0]
+            work, count = copying.work, len(copying.work.ops)
+            status = await _copied(copying.done, copying.needs)
+            line.flying.popleft()
+            for op in work.ops:
+                del self._by_op[op]
+            if work.kind is CopyKind.LOAD:
+                self.meter.took(perf_counter() - copying.at, count)
+                self.meter.ended(count, status, self._pools.size_of(work.moves))
+            self._post(status, work.ops)
 
 
 class WriteRun(NamedTuple):
@@ -291,7 +237,7 @@ class WriteRun(NamedTuple):
 class WritingStage:
     """Writes batches. Mutable state: the batches that were given up while they were written, by first operation."""
 
-    def __init__(self, store: WritableStore, pools: PoolMap) -> None:
+    def __init__(self, store: TieredStore, pools: PoolMap) -> None:
         self._store = store
         self._pools = pools
         self._given_up: set[int] = set()
@@ -304,41 +250,65 @@ class WritingStage:
         be called before or while ``store`` writes this batch, and not later."""
         self._given_up.add(op)
 
-    async def store(self, batch: Sequence[BackupStorage]) -> StoredBatch:
+    async def store(self, batch: Sequence[WriteOrder]) -> StoredBatch:
         """Write the batch, and return what was stored. Cancelling it returns after the store has let go of the
         pages."""
-        first = batch[0].op
+        first, writing = batch[0].op, _Batch(self._store, self._pools, batch)
         try:
-            return await _Batch(self._store, self._pools, batch).write(lambda: first in self._given_up)
+            for step in range(len(self._pools.written)):
+                for part in writing.parts(step):
+                    await writing.put(part)
+                    await asyncio.sleep(0)
+                    if first in self._given_up:
+                        writing.failed.update(op for op, left in writing.left.items() if left)
         finally:
             self._given_up.discard(first)
+        return StoredBatch(frozenset(writing.failed), writing.pages, writing.full_pages, writing.bytes)
 
 
 class _Batch:
     """One batch while it is written. ``left``: for each operation, how many pages are not stored yet. ``failed``: the
     operations of which a page could not be stored. ``pages``, ``full_pages``, ``bytes``: as in ``StoredBatch``."""
 
-    def __init__(self, store: WritableStore, pools: PoolMap, batch: Sequence[BackupStorage]) -> None:
+    def __init__(self, store: TieredStore, pools: PoolMap, batch: Sequence[WriteOrder]) -> None:
         self._store = store
         self._pools = pools
         self._batch = batch
-        self.left = {effect.op: self._weight(effect) for effect in batch}
+        self.left = {
+            op: sum(len(slots) // SLOT_BYTES * len(pools.of.get(component, ())) for component, _, slots in pages)
+            for op, pages in batch
+        }
         self.failed: set[int] = set()
         self.pages = self.full_pages = self.bytes = 0
 
-    async def write(self, given_up: Callable[[], bool]) -> StoredBatch:
-        for pools in self._pools.written:
-            for part in self._parts(pools):
-                await self._put(part)
-                await asyncio.sleep(0)
-                if given_up():
-                    self.failed.update(op for op, left in self.left.items() if left)
-        return StoredBatch(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
+    def parts(self, step: int) -> Iterator[list[WriteRun]]:
+        """Yield the pages of the pools of one step (``PoolMap.written``), at most ``BATCH_PAGES`` at a time, without
+        those of operations that have failed by then."""
+        pools, written = self._pools, self._pools.written[step]
+        part: list[WriteRun] = []
+        room = BATCH_PAGES
+        for op, lists in self._batch:
+            for component, hashes, slots in lists:
+                for spec in written.get(component, ()):
+                    begin, count = 0, len(slots) // SLOT_BYTES
+                    while begin < count and op not in self.failed:
+                        end = min(count, begin + room)
+                        keys = pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
+                        payloads = pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+                        part.append(WriteRun(op, spec.writes, keys, payloads, pools.counts(spec.name)))
+                        room -= end - begin
+                        begin = end
+                        if not room:
+                            yield part
+                            part, room = [], BATCH_PAGES
+        if part:
+            yield part
 
-    async def _put(self, part: Sequence[WriteRun]) -> None:
-        theirs = [run for run in part if not run.ours]
-        if len(theirs) < len(part):
-            await self._put_in([run for run in part if run.ours], shared=True)
+    async def put(self, part: Sequence[WriteRun]) -> None:
+        """Write ``part``: to the shared stores what is ours, and all of it to stores of our own."""
+        ours, theirs = [run for run in part if run.ours], [run for run in part if not run.ours]
+        if ours:
+            await self._put_in(ours, shared=True)
         if not theirs:
             return
         if self._store.writers(shared=False) or not self._store.writers():
@@ -363,52 +333,11 @@ class _Batch:
             if hits < count:
                 self.failed.add(run.op)
 
-    def _weight(self, effect: BackupStorage) -> int:
-        """Return how many pages ``effect`` writes, in all pools."""
-        return sum(
-            len(pages.slots) // SLOT_BYTES * len(pools.get(pages.component, ()))
-            for pools in self._pools.written
-            for pages in effect.pages
-        )
-
-    def _parts(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[list[WriteRun]]:
-        """Yield the pages of ``pools``, at most ``BATCH_PAGES`` at a time, without those of operations that have failed
-        by then."""
-        part: list[WriteRun] = []
-        room = BATCH_PAGES
-        for effect in self._batch:
-            for component, hashes, slots in effect.pages:
-                for spec in pools.get(component, ()):
-                    begin, count = 0, len(slots) // SLOT_BYTES
-                    while begin < count and effect.op not in self.failed:
-                        end = min(count, begin + room)
-                        part.append(self._run(effect.op, spec, hashes, slots, slice(begin, end)))
-                        room -= end - begin
-                        begin = end
-                        if not room:
-                            yield part
-                            part, room = [], BATCH_PAGES
-        if part:
-            yield part
-
-    def _run(self, op: int, spec: PoolSpec, hashes: bytes, slots: bytes, which: slice) -> WriteRun:
-        begin, end = which.start, which.stop
-        keys = self._pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
-        payloads = self._pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
-        return WriteRun(op, spec.writes, keys, payloads, bool(self._pools.counts(spec.name)))
-
-
-class ReadableStore(Protocol):
-    """The part of ``TieredStore`` that this stage uses."""
-
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
-    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
-
 
 class ReadingStage:
     """Looks up and reads pages, at most ``BATCH_PAGES`` pages of a pool in one call of the store."""
 
-    def __init__(self, store: ReadableStore, pools: PoolMap) -> None:
+    def __init__(self, store: TieredStore, pools: PoolMap) -> None:
         self._store = store
         self._pools = pools
 
@@ -416,36 +345,29 @@ class ReadingStage:
         return f"ReadingStage({self._pools!r})"
 
     async def ask(self, asked: Sequence[StoreQuestion]) -> list[bytes]:
-        """See ``Worker.ask``."""
-        return [await self._ask(question) for question in asked]
+        """See ``LocalWorker.ask``."""
+        return [await self._answer(pool, hashes) for pool, hashes in asked]
 
-    async def _ask(self, asked: StoreQuestion) -> bytes:
-        if not self._pools.has(asked.pool):
-            return _nothing_lacks(asked.hashes)
-        answers = bytearray()
-        for at in range(0, len(asked.hashes), BATCH_PAGES * HASH_BYTES):
-            keys = self._pools.keys(asked.pool, asked.hashes[at : at + BATCH_PAGES * HASH_BYTES])
-            answers += bytes(await self._store.exists(keys))
-            await asyncio.sleep(0)
-        return bytes(answers)
-
-    async def read(self, reads: Sequence[ReadOrder], *, run: bool) -> list[bytes]:
-        """See ``Worker.read``."""
+    async def read(self, reads: Sequence[ReadOrder], run: bool) -> list[bytes]:
+        """See ``LocalWorker.read``."""
         answers: list[bytes] = []
         for pool, hashes, slots in reads:
             pages = _run(answers[-1]) if run and answers else len(hashes) // HASH_BYTES
-            answers.append(await self._read(pool, hashes[: pages * HASH_BYTES], slots[: pages * SLOT_BYTES]))
+            answers.append(await self._answer(pool, hashes[: pages * HASH_BYTES], slots))
         return answers
 
-    async def _read(self, pool: str, hashes: bytes, slots: bytes) -> bytes:
+    async def _answer(self, pool: str, hashes: bytes, slots: bytes | None = None) -> bytes:
+        """Return a result for each page. With ``slots`` the pages are read, and else only looked up."""
         if not self._pools.has(pool):
             return _nothing_lacks(hashes)
         answers = bytearray()
         for at in range(0, len(hashes) // HASH_BYTES, BATCH_PAGES):
-            end = at + BATCH_PAGES
-            keys = self._pools.keys(pool, hashes[at * HASH_BYTES : end * HASH_BYTES])
-            payloads = self._pools.payloads(pool, slots[at * SLOT_BYTES : end * SLOT_BYTES])
-            answers += bytes(await self._store.get(keys, payloads))
+            keys = self._pools.keys(pool, hashes[at * HASH_BYTES : (at + BATCH_PAGES) * HASH_BYTES])
+            if slots is None:
+                answers += bytes(await self._store.exists(keys))
+            else:
+                own = slots[at * SLOT_BYTES : (at + len(keys)) * SLOT_BYTES]
+                answers += bytes(await self._store.get(keys, self._pools.payloads(pool, own)))
             await asyncio.sleep(0)
         return bytes(answers)
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+from asynccache.core.plan import Status
+
 RESERVOIR = 1024
 
 
@@ -71,6 +73,14 @@ class StageMeter:
         self.pages += pages
         self.full_pages += full_pages
         self.bytes += size
+
+    def ended(self, ops: int, status: Status, size: tuple[int, int, int]) -> None:
+        """Count ``ops`` operations that have ended with ``status``. ``size``: what they moved if they are DONE: pages,
+        FULL's pages and bytes."""
+        if status is Status.DONE:
+            self.count(ops, *size)
+        else:
+            self.errors += ops
 
     def took(self, seconds: float, ops: int = 1) -> None:
         """Note that ``ops`` operations took ``seconds`` each, from being queued to their outcome."""

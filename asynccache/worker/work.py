@@ -1,12 +1,12 @@
-"""Work: the copies that a worker is to make, as they are handed over and sent. Values only: msgspec reads their
-types."""
+"""What a worker is told to do, and what it answers: values of integers, bytes and names, which can be sent. Copies of a
+plan are a ``Work``. msgspec reads the types of these values, so the module is not compiled."""
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from asynccache.core.plan import Move
+from asynccache.core.plan import Move, StoredPages
 
 
 class CopyKind(IntEnum):
@@ -27,3 +27,63 @@ class Work(NamedTuple):
     moves: tuple[Move, ...]
     source: int = 0
     after: tuple[int, ...] = ()
+
+
+class StoreQuestion(NamedTuple):
+    """A question: which pages of ``pool`` do the stores have? ``hashes``: 32 bytes for each page, joined."""
+
+    pool: str
+    hashes: bytes
+
+
+class ReadOrder(NamedTuple):
+    """An order to read pages of ``pool`` into host slots. For each page ``hashes`` has 32 bytes, and ``slots`` an
+    int32."""
+
+    pool: str
+    hashes: bytes
+    slots: bytes
+
+
+class WriteOrder(NamedTuple):
+    """A ``BackupStorage`` of the core as it is handed over. A decoder cannot use the annotations of ``BackupStorage``
+    itself: of ``tuple[StoredPages, ...]`` a compiled core keeps only that it is a tuple."""
+
+    op: int
+    pages: tuple[StoredPages, ...]
+
+
+class StoredBatch(NamedTuple):
+    """The outcome of a batch of backups. ``failed``: the operations of which at least one page was not stored.
+    ``pages``: how many pages were stored, of all pools; ``bytes``: their size. ``full_pages``: how many of them count
+    as pages of FULL (``PoolLayout.counts``)."""
+
+    failed: frozenset[int]
+    pages: int
+    full_pages: int
+    bytes: int
+
+
+class BatchInFlight(Protocol):
+    """A piece of the engine's work, from the moment that the head knows of it. It is *over* when the engine uses no
+    page for it any more, whether it ran or failed."""
+
+    number: int
+
+    @property
+    def failed(self) -> bool:
+        """True once it is known that the batch failed, perhaps on one worker while others are not over yet. Final once
+        ``done`` says True."""
+        ...
+
+    def done(self) -> bool:
+        """Return True once the batch is over. Never blocks."""
+        ...
+
+    async def wait(self) -> None:
+        """Return when the batch is over. Cancelling it stops the waiting."""
+        ...
+
+    async def settled(self) -> None:
+        """Return when the batch is over, or has failed. Cancelling it stops the waiting."""
+        ...

@@ -9,25 +9,21 @@ whose tokens come from another thread.
 from __future__ import annotations
 
 import asyncio
-import copy
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
-from asynccache_hf.batch_request import BatchPrompt
-from asynccache_hf.describing import longest
+from asynccache_hf import BatchRequest, Layout, PagedModel, PrefixCache, describe
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
+from asynccache_shim.request import add_token, begin_request, end_request
 from asynccache_shim.thread import returned
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
 
 R = TypeVar("R")
-C = TypeVar("C", PrefixCache, ContinuousBatching)
 OnEvent = Callable[[Any], None]
 
 GREEDY_BELOW = 1e-5
@@ -161,56 +157,49 @@ class SchedulerPath:
         return self._cache.closed or (repr(self._scheduler.failure) if self._scheduler.failure else None)
 
 
-class _InThreads(Generic[C]):
-    """A path on a class of ``asynccache_hf`` that has a cache of its own. An object of that class is opened, asked and
-    closed in threads."""
+class PrefixPath:
+    """``PrefixCache``: transformers' own ``generate``, which computes one request after the other, in the order in
+    which they came. A request that is too long to be cached (see ``Layout.limit``) is generated without the cache.
+    Everything runs in one thread."""
 
-    name: str
+    limit: int | None = None
 
     def __init__(self, means: PathParts) -> None:
         self._means = means
-        self._thread: ThreadPoolExecutor | None = None
-        self._opened: C | None = None
+        self._thread: ThreadPoolExecutor
+        self._opened: PrefixCache | None = None
+        self._runs: set[BatchRequest] = set()
 
     async def __aenter__(self) -> Self:
+        self._thread = ThreadPoolExecutor(1, "generate")
         opening = asyncio.get_running_loop().run_in_executor(self._thread, self._open)
         cancelled = await returned(opening)
         try:
             self._opened = opening.result()
         except BaseException:
-            self._end_thread()
+            self._thread.shutdown()
             raise
         if cancelled is not None:
             await self.__aexit__()
             raise cancelled
         return self
 
+    def _open(self) -> PrefixCache:
+        means = self._means
+        return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
+
     async def __aexit__(self, *raised: Any) -> None:
+        for run in list(self._runs):
+            run.abort()
         opened, self._opened = self._opened, None
         if opened is None:
-            self._end_thread()
             return
         closing = asyncio.get_running_loop().run_in_executor(self._thread, opened.close)
         cancelled = await returned(closing)
-        self._end_thread()
+        self._thread.shutdown()
         closing.result()
         if cancelled is not None:
             raise cancelled
-
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    def _open(self) -> C:
-        raise NotImplementedError
-
-    def _serving(self, wanted: WantedAnswer) -> C:
-        """The object that computes ``wanted``. Raises what ``Path.start`` raises."""
-        if self._opened is None:
-            raise CacheClosed("the cache is closed")
-        if wanted.priority:
-            raise ConfigError(f"priority={wanted.priority}: --path {self.name} serves in the order of arrival")
-        return self._opened
 
     async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
         if self._opened is None:
@@ -221,37 +210,14 @@ class _InThreads(Generic[C]):
     def failure(self) -> str | None:
         return "the cache is closed" if self._opened is None else self._opened.closed
 
-
-class PrefixPath(_InThreads[PrefixCache]):
-    """``PrefixCache``: transformers' own ``generate``, which computes one request after the other, in the order in
-    which they came. A request that is too long to be cached (see ``Layout.limit``) is generated without the cache."""
-
-    name = "prefix"
-    limit: int | None = None
-
-    def __init__(self, means: PathParts) -> None:
-        super().__init__(means)
-        self._runs: set[BatchRequest] = set()
-
-    async def __aenter__(self) -> Self:
-        self._thread = ThreadPoolExecutor(1, "generate")
-        return await super().__aenter__()
-
-    async def __aexit__(self, *raised: Any) -> None:
-        for run in list(self._runs):
-            run.abort()
-        await super().__aexit__(*raised)
-
-    def _open(self) -> PrefixCache:
-        means = self._means
-        return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
-
     def start(self, wanted: WantedAnswer) -> BatchRequest:
-        cached = self._serving(wanted)
-        prompt = BatchPrompt(wanted.tokens, wanted.most, wanted.ends, wanted.salt, True, {})
-        run = BatchRequest("generate", prompt, lambda run: run.end(Finish.ABORTED))
+        if self._opened is None:
+            raise CacheClosed("the cache is closed")
+        if wanted.priority:
+            raise ConfigError(f"priority={wanted.priority}: --path prefix serves in the order of arrival")
+        run = BatchRequest(wanted.tokens, Limits(wanted.most, wanted.ends), lambda call: call(), lambda *_: None)
         self._runs.add(run)
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, cached, wanted, run)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, self._opened, wanted, run)
         future.add_done_callback(lambda _: self._runs.discard(run))
         return run
 
@@ -264,11 +230,10 @@ class PrefixPath(_InThreads[PrefixCache]):
         try:
             made = self._made(cached, wanted, run)
         except Exception as error:  # a model may raise anything; it fails this request only
-            run.end(Finish.FAILED, error)
+            end_request(run, Finish.FAILED, error)
             return
-        if run.finish is None:
-            run.hits = Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True)))
-        run.end(Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH)
+        begin_request(run, Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True))))
+        end_request(run, Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH)
 
     def _made(self, cached: PrefixCache, wanted: WantedAnswer, run: BatchRequest) -> list[int]:
         ids = torch.tensor([wanted.tokens], device=self._means.model.device)
@@ -280,43 +245,6 @@ class PrefixPath(_InThreads[PrefixCache]):
                                   **_sampled(wanted.sampling))  # fmt: skip
         made: list[int] = out[0, len(wanted.tokens) :].tolist()
         return made
-
-
-class BatchingPath(_InThreads[ContinuousBatching]):
-    """``ContinuousBatching``: transformers' own continuous batching, with many requests in each step. It draws the
-    tokens of all requests together, so a request cannot have a seed."""
-
-    name = "batching"
-
-    def __init__(self, means: PathParts) -> None:
-        super().__init__(means)
-        self._vocabulary = int(means.model.get_output_embeddings().weight.shape[0])
-        self.limit: int | None = longest(means.model.config)
-        config = copy.deepcopy(means.model.generation_config)
-        config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request sets its own values
-        self._generation = config
-
-    def _open(self) -> ContinuousBatching:
-        means = self._means
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of unused limits
-        return ContinuousBatching(
-            means.model, page_size=means.page_size, on_event=means.on_event, generation_config=self._generation,
-            step_tokens=means.scheduler.step_tokens, **means.cache,
-        )  # fmt: skip
-
-    def start(self, wanted: WantedAnswer) -> BatchRequest:
-        batching, sampling = self._serving(wanted), wanted.sampling
-        if sampling.seed is not None and sampling.temperature >= GREEDY_BELOW:
-            raise ConfigError(f"seed={sampling.seed}: --path batching draws for all requests together")
-        return batching.add_request(
-            wanted.tokens, max_new_tokens=wanted.most, eos_token_id=sorted(wanted.ends) or -1, extra_key=wanted.salt,
-            **self._sampled(sampling),
-        )  # fmt: skip
-
-    def _sampled(self, sampling: Sampling) -> dict[str, Any]:
-        if sampling.temperature < GREEDY_BELOW:
-            return {"temperature": 1.0, "top_k": 1, "top_p": LEAST_P}  # draws one of equally likely tokens
-        return {"temperature": sampling.temperature, "top_k": self._vocabulary, "top_p": max(sampling.top_p, LEAST_P)}
 
 
 def _sampled(sampling: Sampling) -> dict[str, Any]:
@@ -331,13 +259,11 @@ class _Streamer:
 
     def __init__(self, run: BatchRequest) -> None:
         self._run = run
-        self._made: list[int] = []
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
-        if self._begun and self._run.finish is None:
-            self._made.extend(value.reshape(-1).tolist())
-            self._run.tell(self._made)
+        for token in value.reshape(-1).tolist() if self._begun and self._run.finish is None else ():
+            add_token(self._run, token)
         self._begun = True
 
     def end(self) -> None:
@@ -354,7 +280,5 @@ class _Aborted:
         return torch.full((len(input_ids),), self._run.finish is not None, dtype=torch.bool, device=input_ids.device)
 
 
-PATHS: Mapping[str, Callable[[PathParts], Path]] = {
-    "scheduler": SchedulerPath, "prefix": PrefixPath, "batching": BatchingPath,
-}  # fmt: skip
+PATHS: Mapping[str, Callable[[PathParts], Path]] = {"scheduler": SchedulerPath, "prefix": PrefixPath}
 """The ways to compute, by the value of ``--path``."""

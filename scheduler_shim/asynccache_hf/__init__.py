@@ -18,23 +18,20 @@ if TYPE_CHECKING:
     from asynccache_hf.batching import ContinuousBatching
     from asynccache_hf.cached_model import Counts
     from asynccache_hf.describing import describe
-    from asynccache_hf.generation import Generated, Generator
     from asynccache_hf.layout import Layout
     from asynccache_hf.paged import PagedModel
     from asynccache_hf.prefix import PrefixCache
 
 __all__ = [
-    "BatchRequest", "ContinuousBatching", "Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache",
-    "describe",
+    "BatchRequest", "ContinuousBatching", "Counts", "Layout", "PagedModel", "PrefixCache", "describe",
 ]  # fmt: skip
 
 INSTALL = install("hf")
 """The command that installs the packages of the extra ``hf``. It does so in a clone, too."""
 
 _LAZY = {
-    "Generated": "generation", "Generator": "generation", "Layout": "layout", "PagedModel": "paged",
-    "PrefixCache": "prefix", "Counts": "cached_model", "describe": "describing", "ContinuousBatching": "batching",
-    "BatchRequest": "batch_request",
+    "Layout": "layout", "PagedModel": "paged", "PrefixCache": "prefix", "Counts": "cached_model",
+    "describe": "describing", "ContinuousBatching": "batching", "BatchRequest": "batch_request",
 }  # fmt: skip
 
 

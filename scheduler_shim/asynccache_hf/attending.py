@@ -1,38 +1,42 @@
 """One step's attention over pages: the new tokens of each request attend to that request's own past, in whatever pages
 it lies.
 
-transformers' continuous batching computes attention between the tokens and keys of all requests of a step, and masks
-most of the result. Here requests are grouped instead. Requests of about the same length with one new token each are one
-call, with a row for each; a request with several new tokens is a call of its own. Keys and values are read through an
-index of places; a request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the
-same index.
+Requests of about the same length with one new token each are one call, with a row for each; a request with several new
+tokens is a call of its own. Keys and values are read through an index of places; a request's place for a token is
+``page * page_size + offset``, so a sliding window is a part of the same index.
 
-transformers asks an attention function by name. The functions of ``IMPLEMENTATIONS`` are replaced by wrappers, which do
-the same as before unless they are given ``PagedAttention`` pages.
+transformers asks for an attention function by name. The one called ``sdpa`` is replaced by a wrapper, which does the
+same as before unless it is given ``PagedAttention`` pages. ``eager`` stands for a function of each family's own and is
+not in transformers' registry. The layers of a model that uses it ask for ``EAGER`` while it computes on pages.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as functional
 from asynccache_shim.model import Pages
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
+from asynccache_hf.call import parameters
 from asynccache_hf.layout import Layout
 from asynccache_hf.memory import ScratchMemory, TrackMemory
 from asynccache_hf.parts import KeysAndValues
 
-IMPLEMENTATIONS = ("sdpa", "paged|eager")
-"""The names of the attention functions that are replaced. A model that was loaded with ``eager`` has ``paged|eager``
-while transformers' continuous batching serves it."""
+EAGER = "asynccache_eager"
 
 KEYWORD = "asynccache_pages"
 """The argument of a model's ``forward`` that its attention functions find the pages in. ``cache`` will not do: since
 transformers 5.24 the model itself takes that."""
+
+_renaming = threading.Lock()
 
 LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
 """The names that transformers gives the layers of a component."""
@@ -52,13 +56,12 @@ class StepRow(NamedTuple):
 
 class RowGroup(NamedTuple):
     """Requests that are computed in one call, each as one row of it. ``tokens``: the numbers of their tokens in the
-    step, ``[rows * new]``. ``read``: the places of the tokens that each row attends to, ``[rows * seen]``; None: one
-    request that attends to its new tokens only. ``mask``: ``[rows, 1, new, seen]``, true where a token attends; None:
-    to all before it."""
+    step, ``[rows * new]``. ``read``: the places of the tokens that each row attends to, ``[rows * seen]``. ``mask``:
+    ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
 
     tokens: torch.Tensor
     rows: int
-    read: torch.Tensor | None
+    read: torch.Tensor
     mask: torch.Tensor | None
 
 
@@ -84,25 +87,6 @@ def planned(rows: Sequence[StepRow], component: str, window: int | None) -> Step
     return StepPlan(write, tuple(groups))
 
 
-def attend(
-    plan: StepPlan, slots: TrackMemory, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    scaling: float | None, softcap: float | None = None, sinks: torch.Tensor | None = None,
-    scratch: ScratchMemory | None = None,
-) -> torch.Tensor:
-    """Write ``key`` and ``value`` (``[1, heads, tokens, width]``) to the pages, and return the attention of ``query``
-    over all tokens that it attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have them.
-    ``scratch``: memory for the keys and values that are read."""
-    slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
-    made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    for group in plan.groups:
-        asks = query[0].index_select(1, group.tokens)
-        asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
-        keys, values = _read(group, slots, key, value, scratch)
-        out = _computed(asks, keys, values, group.mask, scaling, softcap, sinks)
-        made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
-    return made.unsqueeze(0)
-
-
 class PagedAttention:
     """The pages that a model's attention is computed on, layer by layer: keys and values by token, in pages."""
 
@@ -123,12 +107,22 @@ class PagedAttention:
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
         given: Mapping[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """Compute one layer's attention. ``query``, ``key`` and ``value`` are ``[1, heads, tokens, width]``; the result
-        is ``[1, tokens, heads, width]``."""
-        layer = module.layer_idx
-        plan = self._plans[self._components[layer]]
+        """Write ``key`` and ``value`` (``[1, heads, tokens, width]``) to the pages of one layer, and return the
+        attention of ``query`` over all tokens that it attends to: ``[1, tokens, heads, width]``."""
+        slots = self._slots[module.layer_idx]
+        plan = self._plans[self._components[module.layer_idx]]
         options = options_of(given, module)
-        return attend(plan, self._slots[layer], query, key, value, scaling, scratch=self._scratch, **options)
+        slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
+        made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+        for group in plan.groups:
+            asks = query[0].index_select(1, group.tokens)
+            asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
+            found = slots.take(group.read, self._scratch)
+            pair = (found["keys"], found.get("values", found["keys"]))
+            keys, values = (each.view(group.rows, -1, *each.shape[1:]).transpose(1, 2) for each in pair)
+            out = _computed(asks, keys, values, group.mask, scaling, **options)
+            made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
+        return made.unsqueeze(0)
 
     @property
     def mask(self) -> Any:
@@ -138,32 +132,24 @@ class PagedAttention:
         return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
 
 
-def unpageable(model: Any, layout: Layout) -> str | None:
-    """Return the reason why attention over pages cannot compute this model's layers; None if there is none: each keeps
-    keys and values by token and nothing else, and all windows are equal."""
-    for index, layer in enumerate(layout.layers):
-        if len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues):
-            kept = " and ".join(sorted({part.keeps for part in layer.parts})) or "nothing of its own"
-            return f"layer {index} keeps {kept}, and only keys and values by token can be computed on pages"
+def can_attend(model: Any, layout: Layout) -> bool:
+    """Return True if attention over pages may be tried with this model: its attention function is one that is replaced,
+    it takes positions, each of its layers keeps keys and values by token and nothing else, and all windows are
+    equal."""
+    used = getattr(model.config, "_attn_implementation", None)
+    if used not in ("sdpa", "eager") or "position_ids" not in parameters(model):
+        return False
+    if any(len(layer.parts) != 1 or not isinstance(layer.parts[0], KeysAndValues) for layer in layout.layers):
+        return False
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    if odd := sorted(types - set(LAYER_TYPES.values())):
-        return f"there are no layers of type {', '.join(odd)} on pages"
-    parts = [layer.parts[0] for layer in layout.layers]
-    if len({part.window for part in parts} - {None}) > 1:
-        return "its sliding windows differ in length"
-    sizes = {pool.name: pool.layer_bytes for pool in layout.pools}
-    if any(track.page_bytes(layout.page_size) != sizes[track.pool] for part in parts for track in part.tracks):
-        return "layers that share a pool of pages keep more or less of a token"
-    return None
+    windows = {layer.parts[0].window for layer in layout.layers} - {None}
+    return types <= set(LAYER_TYPES.values()) and len(windows) <= 1
 
 
-def places_of(layout: Layout, tables: Mapping[str, Pages], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return by component the place of every token, from the page tables."""
-    places = {}
-    for name in ("full", "swa") if layout.window else ("full",):
-        pages = np.asarray(tables[name], np.int64)[:, None] * layout.page_size + np.arange(layout.page_size)
-        places[name] = torch.from_numpy(pages.reshape(-1)).to(device)
-    return places
+def places_of(table: Pages, page_size: int, device: torch.device) -> torch.Tensor:
+    """Return the place of every token, from a page table."""
+    places = np.asarray(table, np.int64)[:, None] * page_size + np.arange(page_size)
+    return torch.from_numpy(places.reshape(-1)).to(device)
 
 
 def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,9 +159,8 @@ def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
         *others: Any, **given: Any,
     ) -> Any:  # fmt: skip
-        pages = given.pop(KEYWORD, None) or given.get("cache")  # by the latter from transformers' continuous batching
-        if isinstance(pages, PagedAttention):
-            given.pop("cache", None)
+        pages = given.pop(KEYWORD, None)
+        if pages is not None:
             return pages.attend(module, query, key, value, given.pop("scaling", None), given), None
         return usual(module, query, key, value, attention_mask, *others, **given)
 
@@ -184,12 +169,51 @@ def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_attention() -> None:
-    """Replace the attention functions of ``IMPLEMENTATIONS`` in transformers' registry. A second call does nothing."""
-    known = AttentionInterface()
-    for name in IMPLEMENTATIONS:
-        usual = known[name]
-        if not getattr(usual, "asynccache", False):
-            AttentionInterface.register(name, _with_paged_attention(usual))
+    """Replace ``sdpa`` in transformers' registry of attention functions, and add ``EAGER``. A second call does
+    nothing."""
+    usual = AttentionInterface()["sdpa"]
+    if not getattr(usual, "asynccache", False):
+        AttentionInterface.register("sdpa", _with_paged_attention(usual))
+        AttentionInterface.register(EAGER, _with_paged_attention(_own_eager))
+
+
+def _own_eager(module: Any, *args: Any, **given: Any) -> Any:
+    """What ``eager`` is for this module: for calls of the model in other threads while it asks for ``EAGER``."""
+    return _eager_of(module)(module, *args, **given)
+
+
+def _eager_of(module: Any) -> Any:
+    """The function that ``eager`` stands for in this module's file; None: it has none."""
+    return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+
+
+def eager_layers(model: Any) -> list[dict[str, Any]]:
+    """The attributes of those modules of ``model`` that ask for their attention function by its configuration, if that
+    says ``eager``."""
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != "eager":
+        return []
+    asking = (module for module in model.modules() if module.__dict__.get("config") is config and _eager_of(module))
+    return [module.__dict__ for module in asking if not isinstance(module, PreTrainedModel)]
+
+
+@contextmanager
+def named_eager(layers: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Within it these layers have a configuration that says ``EAGER``. Those of one model at a time have."""
+    if not layers:
+        yield
+        return
+    with _renaming:
+        own = layers[0]["config"]
+        other = copy.copy(own)
+        other._attn_implementation = EAGER
+        try:
+            for layer in layers:
+                layer["config"] = other
+            yield
+        finally:
+            for layer in layers:
+                layer["config"] = own
 
 
 # groups
@@ -217,18 +241,17 @@ def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, windo
     is shorter than the longest is filled up from its last place, and what was filled up is masked."""
     device = rows[0].places[component].device
     new, seen = rows[0].stop - rows[0].start, [_seen(row, window) for row in rows]
-    longest, read, mask = max(seen), None, None
+    longest, mask = max(seen), None
     tokens = (
         torch.tensor(starts, device=device) if new == 1 else torch.arange(starts[0], starts[0] + new, device=device)
     )
-    fresh = 1 < new == longest
-    if not fresh:
-        own = [row.places[component][row.stop - length : row.stop] for row, length in zip(rows, seen, strict=True)]
-        read = torch.cat([
-            part for each in own
-            for part in ((each,) if len(each) == longest else (each, each[-1:].expand(longest - len(each))))
-        ])  # fmt: skip
-    if min(seen) < longest or (new > 1 and not (fresh and (window is None or new <= window))):
+    own = [row.places[component][row.stop - length : row.stop] for row, length in zip(rows, seen, strict=True)]
+    read = torch.cat([
+        part for each in own
+        for part in ((each,) if len(each) == longest else (each, each[-1:].expand(longest - len(each))))
+    ])  # fmt: skip
+    causal = new == longest and (window is None or new <= window)  # nothing before it, and no window to leave
+    if min(seen) < longest or (new > 1 and not causal):
         keys = torch.arange(longest, device=device)
         last = (torch.tensor(seen, device=device) - 1)[:, None, None] if new == 1 else keys[None, -new:, None]
         mask = keys <= last
@@ -241,26 +264,10 @@ def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, windo
 # computing
 
 
-def _read(
-    group: RowGroup, slots: TrackMemory, key: torch.Tensor, value: torch.Tensor, scratch: ScratchMemory | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and the values that a group attends to, each ``[rows, heads, seen, width]``."""
-    if group.read is None:
-        first, last = int(group.tokens[0]), int(group.tokens[-1]) + 1
-        return key[:, :, first:last], value[:, :, first:last]
-    found = slots.take(group.read, scratch)
-    keys, values = found["keys"], found.get("values", found["keys"])
-    return _by_row(keys, group.rows), _by_row(values, group.rows)
-
-
-def _by_row(units: torch.Tensor, rows: int) -> torch.Tensor:
-    return units.view(rows, -1, *units.shape[1:]).transpose(1, 2)
-
-
 def _computed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return a group's attention, ``[rows, heads, new, width]``."""
     rows, heads, new, _ = query.shape
     shared = heads // key.shape[1]
@@ -296,6 +303,6 @@ def _spelt_out(
 
 
 def options_of(given: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """Return what a model says about its attention beside its scaling, as arguments of ``attend``."""
+    """Return what a model says about its attention beside its scaling, as arguments of ``_computed``."""
     sinks = given.get("s_aux")
     return {"softcap": given.get("softcap"), "sinks": getattr(module, "sinks", None) if sinks is None else sinks}

@@ -1,18 +1,23 @@
-"""The part that ``PrefixCache`` and ``ContinuousBatching`` share: a model of transformers with its cache, which is open
-in an event loop in a thread of its own, for callers that are not asynchronous."""
+"""The part that ``PrefixCache`` and ``ContinuousBatching`` share: a model of transformers with its cache and the
+scheduler that serves requests on it, in an event loop in a thread of its own, for callers that are not asynchronous."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from asynccache import AsyncCache, CacheClosed, CacheConfig, Hits
+from asynccache_shim import Finish, Limits, Sampling, Scheduler, SchedulerConfig
+from asynccache_shim.request import Tokens, end_request
+
+from asynccache import AsyncCache, CacheClosed, CacheConfig, ConfigError, Hits
+from asynccache_hf.batch_request import BatchRequest
 from asynccache_hf.identity import ModelIdentity
 from asynccache_hf.layout import Layout
+from asynccache_hf.paged import PagedModel
 
 R = TypeVar("R")
 
@@ -56,7 +61,8 @@ class LoopThread:
     ends all the same."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._door = threading.Lock()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -111,16 +117,8 @@ class LoopThread:
         self._thread.join()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
+        with self._runner:  # whose end cancels what is left
             self._loop.run_forever()
-        finally:
-            if left := asyncio.all_tasks(self._loop):
-                for task in left:
-                    task.cancel()
-                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
 
 
 class CachedModel:
@@ -128,10 +126,10 @@ class CachedModel:
     while they are."""
 
     def __init__(
-        self, identity: ModelIdentity, layout: Layout, thread: str, config: CacheConfig,
+        self, identity: ModelIdentity, layout: Layout, thread: str, config: CacheConfig, steps: SchedulerConfig,
         on_event: Callable[[Any], None] | None,
     ) -> None:  # fmt: skip
-        """Opens the cache and binds the model to it.
+        """Opens the cache, and starts the scheduler.
 
         Raises:
             Exception: the cache could not be opened, or the model could not be bound to it. Nothing is left open then.
@@ -139,23 +137,25 @@ class CachedModel:
         self._identity = identity
         self._model = identity.model
         self._layout = layout
-        self._counts = Counts()
-        self._closer = threading.Lock()
+        self._counts, self._counting = Counts(), threading.Lock()
+        self._seen = (-1, "")
+        self._door, self._closer = threading.Lock(), threading.Lock()
+        self._closing = False
         self._loop = LoopThread(thread)
         try:
-            self._cache = self._loop.call(_open(config, on_event))
+            self._loop.call(self._open(config, steps, on_event))
         except BaseException:
             self._loop.close()
             raise
-        try:
-            self._bind()
-        except BaseException:
-            self.close()
-            raise
 
-    def _bind(self) -> None:
-        """Bind the model to the pools of the open cache. If this raises an error, the cache is closed."""
-        raise NotImplementedError
+    async def _open(self, config: CacheConfig, steps: SchedulerConfig, on_event: Callable[[Any], None] | None) -> None:
+        self._cache = await AsyncCache(config, on_event=on_event).__aenter__()
+        try:
+            self._paged = PagedModel(self._model, self._layout, self._cache.pools)
+            self._scheduler = await Scheduler(self._cache, self._paged, steps).__aenter__()
+        except BaseException:
+            await self._cache.aclose()
+            raise
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._layout.model!r}: {self._counts}>"
@@ -174,7 +174,10 @@ class CachedModel:
 
     @property
     def closed(self) -> str | None:
-        return self._cache.closed if self._loop.alive else "the cache is closed"
+        if self._closing or not self._loop.alive:
+            return "the cache is closed"
+        failed = self._scheduler.failure
+        return self._cache.closed or (f"the scheduler has ended: {failed!r}" if failed is not None else None)
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
         """Return what ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. ``question`` is
@@ -202,18 +205,68 @@ class CachedModel:
         return self.ask(statistics)
 
     def close(self) -> None:
-        """Save the pages that are not saved yet, for at most the cache's ``close_deadline`` seconds, and close the
-        cache. May be called again, and by several threads at once: each call returns when the cache is closed."""
+        """End all requests that are not over (their error is ``CacheClosed``), save the pages that are not saved yet,
+        for at most the cache's ``close_deadline`` seconds, and end the threads. May be called again, and by several
+        threads at once: each call returns when the cache is closed."""
+        with self._door:
+            self._closing = True
         with self._closer:
             if self._loop.alive:
-                self._close()
+                try:
+                    self._loop.call(self._end())
+                finally:
+                    self._loop.close()
 
-    def _close(self) -> None:
+    async def _end(self) -> None:
         try:
-            self._loop.call(self._cache.aclose())
+            await self._scheduler.aclose(_closed())
         finally:
-            self._loop.close()
+            await self._cache.aclose()
+
+    # requests to the scheduler
+
+    def _request(
+        self, tokens: Tokens, limits: Limits, extra_key: str | bytes | None, now: str, sampling: Sampling
+    ) -> BatchRequest:
+        """A request in the namespace ``extra_key`` of the model's identity ``now``. What it computes is published as
+        long as the model is the same: else it is not known what computed it."""
+        return BatchRequest(
+            tokens, limits, self._loop.soon, self._count, extra_key=self._identity.within(now, extra_key),
+            sampling=sampling, publishes=lambda: self._is_still(now),
+        )  # fmt: skip
+
+    def _begin(self, requests: Sequence[BatchRequest]) -> None:
+        """Have ``requests`` served.
+
+        Raises:
+            CacheClosed: this is closed.
+        """
+        with self._door:  # what comes in before the end is ended with the rest
+            if self._closing:
+                raise CacheClosed("the cache is closed")
+            self._loop.soon(self._submit, requests)
+
+    def _submit(self, requests: Sequence[BatchRequest]) -> None:
+        for request in requests:
+            try:
+                self._scheduler.submit(request)
+            except Exception as error:  # it never fits, or the scheduler has ended
+                end_request(request, Finish.FAILED, error)
+
+    def _is_still(self, now: str) -> bool:
+        """Return True if the model is still what it was when ``now`` was its identity. The model is looked at once a
+        step."""
+        if self._seen[0] != self._scheduler.steps:
+            try:
+                self._seen = self._scheduler.steps, self._identity.now()
+            except ConfigError:  # in train() mode, or moved
+                return False
+        return self._seen[1] == now
+
+    def _count(self, prompt: int, hits: Hits) -> None:
+        with self._counting:
+            self._counts = self._counts.plus(prompt, hits)
 
 
-async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:
-    return await AsyncCache(config, on_event=on_event).__aenter__()
+def _closed() -> CacheClosed:
+    return CacheClosed("the cache was closed before the request was over")

@@ -61,7 +61,6 @@ class CompressorInput(NamedTuple):
 class Compressed(LayerPart):
     """All compressors of one layer."""
 
-    keeps = "compressed entries"
     has_tail = True
 
     def __init__(self, layer: Any, page_size: int) -> None:

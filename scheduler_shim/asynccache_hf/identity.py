@@ -147,15 +147,21 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, (torch.dtype, torch.device)) else type(value).__qualname__
 
 
-def settings_of(config: Any) -> Any:
-    """Return all settings in a configuration, and in those within it. Continuous batching marks the attention while it
-    runs, which is no change."""
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return all settings in a configuration, and in those within it, but for what transformers changes by itself while
+    the model runs."""
     found = {}
     for name, value in sorted(dict(vars(config)).items()):
+        if name in _PASSING:
+            continue
         if name == "_attn_implementation_internal" and isinstance(value, str):
-            value = value.removeprefix("paged|")
+            value = value.removeprefix("paged|")  # set while there is a manager of continuous batching
         found[name] = settings_of(value) if isinstance(value, PreTrainedConfig) else _plain(value)
     return found
+
+
+_PASSING = ("is_causal",)
+"""Settings that transformers sets and takes back within each run, perhaps in another thread."""
 
 
 def stamp_of(tensors: Sequence[torch.Tensor]) -> Stamp:
@@ -285,7 +291,7 @@ def _contents(model: Any, chosen: Callable[[int], bool]) -> Iterator[bytes]:
 def _content(name: str, tensor: torch.Tensor) -> bytes:
     try:
         kept = tensor.detach().cpu().contiguous()
-        digest = xxhash.xxh3_128_digest(kept.reshape(-1).view(torch.uint8).numpy())
+        digest = xxhash.xxh3_128_digest(kept.reshape(-1).view(torch.uint8).numpy().data)
     except Exception as error:  # kinds of tensors raise whatever they like
         raise ConfigError(f"{name}: these weights cannot be read ({error}); give the model a name=") from error
     return f"{name} {kept.dtype} {tuple(kept.shape)} ".encode() + digest

@@ -23,6 +23,9 @@ SCHEMA = 1
 """The version of what a page's bytes mean. It is to be increased when that changes; it is part of the name by which a
 cache knows the model, and so of the key of every page."""
 
+UNEVEN = "2"
+"""The same where layers of one pool keep more or less of a token."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
@@ -132,7 +135,7 @@ class Layout:
             raise ConfigError(f"draft: its window of {draft.window} is longer than the model's, {self.window}")
         own = tuple(replace(pool, name=f"draft_{pool.name}") for pool in draft.pools)
         layers = tuple(replace(layer, parts=tuple(map(_drafted, layer.parts))) for layer in draft.layers)
-        name = f"{self.model}+{draft.model}"
+        name = f"{self.model}+{draft.model}" + (f"@{UNEVEN}" if draft.uneven else "")
         return replace(self, model=name, pools=self.pools + own), replace(draft, pools=own, layers=layers)
 
     def tables(self, lease: Lease) -> dict[str, Pages]:
@@ -140,16 +143,22 @@ class Layout:
         swa = lease.page_table("swa") if self.window else np.empty(0, np.int32)
         return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
 
-    def chunk(
-        self, lease: Lease, request_id: int, tokens: Tokens, start: int, stop: int, checkpoint: Checkpoint | None
-    ) -> Chunk:
-        """The order to compute the positions from ``start`` to ``stop`` of ``tokens`` in the pages of a lease."""
+    def chunk(self, lease: Lease, tokens: Tokens, start: int, stop: int, checkpoint: Checkpoint | None) -> Chunk:
+        """The order to compute the positions from ``start`` to ``stop`` of ``tokens`` in the pages of a lease, for a
+        model with recurrent states: it carries nothing over from one call to the next."""
         tables = self.tables(lease)
-        return Chunk(request_id, tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
+        return Chunk(0, tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
 
     def pool(self, name: str) -> PoolPlan | None:
         """The plan of a pool, if there is such a one."""
         return next((pool for pool in self.pools if pool.name == name), None)
+
+    @property
+    def uneven(self) -> bool:
+        """True if layers of one pool keep more or less."""
+        sizes = {pool.name: pool.layer_bytes for pool in self.pools}
+        tracks = [track for layer in self.layers for part in layer.parts for track in part.tracks]
+        return any(track.page_bytes(self.page_size) < sizes[track.pool] for track in tracks)
 
     @property
     def recurrent(self) -> bool:
@@ -193,9 +202,9 @@ class Layout:
             ))  # fmt: skip
         sidecars = tuple(pool.sidecar() for pool in self.pools if pool.name not in COMPONENTS)
         return CacheConfig(
-            model=f"{self.model}@{SCHEMA}", components=tuple(components), sidecars=sidecars, page_size=self.page_size,
-            **more,
-        )
+            model=f"{self.model}@{UNEVEN if self.uneven else SCHEMA}", components=tuple(components), sidecars=sidecars,
+            page_size=self.page_size, **more,
+        )  # fmt: skip
 
 
 def _drafted(part: LayerPart) -> LayerPart:

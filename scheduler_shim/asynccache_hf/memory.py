@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -98,44 +97,31 @@ class ScratchMemory:
 
 
 class TrackMemory:
-    """A track in its pool's device memory."""
+    """A track in its pool's device memory. A unit is found by its number, counted over all pages: neighbours are
+    equally far apart within a page and from one page to the next. Where layers of one pool keep more or less, the units
+    of each take the room of the largest."""
 
     def __init__(self, track: Track, memory: torch.Tensor, page_size: int) -> None:
-        """``memory``: the pool's layer, uint8 ``[pages, bytes]``."""
-        self._track = track
-        self._page_size = page_size
-        self._per_page = track.per_page(page_size)
-        self._memory = memory
-        self._views = self._fields(memory)
-
-    @cached_property
-    def _flat(self) -> dict[str, torch.Tensor]:
-        """Views of all units, by field: ``[pages * units, numbers]``.
+        """``memory``: the pool's layer, uint8 ``[pages, bytes]``, one page after the other without gaps.
 
         Raises:
-            ConfigError: the track is not flat (see ``is_flat``).
+            ConfigError: there are gaps.
         """
-        if not self.is_flat:
-            raise ConfigError(f"pool {self._track.pool!r}: its pages have room for more than this layer's units")
-        return {name: view.as_strided((view.shape[0] * view.shape[1], view.shape[2]), (view.stride(1), 1),
-                                      view.storage_offset()) for name, view in self._views.items()}  # fmt: skip
-
-    @property
-    def is_flat(self) -> bool:
-        """True if neighbouring units are equally far apart within a page and from one page to the next. Then a unit is
-        found by its number, counted over all pages."""
-        return self._memory.stride(0) == self._per_page * self._track.unit_bytes
+        if not memory.is_contiguous():
+            raise ConfigError(f"pool {track.pool!r}: there are gaps between its pages")
+        self._track = track
+        self._page_size = page_size
+        self._per_page = per_page = track.per_page(page_size)
+        pitch = memory.shape[1] // per_page
+        units = memory.as_strided((len(memory) * per_page, track.unit_bytes), (pitch, 1), memory.storage_offset())
+        self._fields = {f.name: units[:, f.offset : f.offset + f.size].view(f.dtype) for f in track.fields}
+        dtypes = {field.dtype for field in track.fields}
+        self._whole = units.view(dtypes.pop()) if len(dtypes) == 1 < len(track.fields) else None
+        """Units as rows of numbers, so that one copy takes all fields of a unit; None if the fields differ in dtype, or
+        if there is only one."""
 
     def __repr__(self) -> str:
         return f"<TrackMemory of {self._track.pool!r}>"
-
-    def _fields(self, pages: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of whole pages: ``[pages, units, numbers]`` by field."""
-        size, track = self._track.unit_bytes, self._track
-        used = pages[:, : track.page_bytes(self._page_size)]
-        units = used.as_strided((len(used), self._per_page, size), (used.stride(0), size, 1))
-        return {field.name: units[..., field.offset : field.offset + field.size].view(field.dtype)
-                for field in track.fields}  # fmt: skip
 
     def read(self, table: Pages, first: int, stop: int) -> dict[str, torch.Tensor]:
         """Units ``first`` to ``stop``, copied: ``[units, *shape]`` by field.
@@ -143,65 +129,45 @@ class TrackMemory:
         Raises:
             IndexError: the page table has no page for one of them.
         """
-        slots = table[self._pages(first, stop)]
-        if (slots < 0).any():
+        numbers = self._numbers(table, first, stop)
+        if (numbers < 0).any():
             raise IndexError(f"pool {self._track.pool!r}: no page for units {first} to {stop}")
-        found = self._fields(self._memory.index_select(0, self._index(slots)))
-        skip = first % self._per_page
-        units = {name: view.flatten(0, 1)[skip : skip + stop - first] for name, view in found.items()}
-        return {field.name: units[field.name].reshape(stop - first, *field.shape) for field in self._track.fields}
+        return self.take(self._index(numbers))
 
     def write(self, table: Pages, first: int, values: Values) -> None:
         """Write ``values``, ``[units, *shape]`` by field, from unit ``first`` on. Units without a page are left out."""
-        units = np.arange(first, first + len(next(iter(values.values()))))
-        slots = table[self._page_of(units)]
-        kept = slots >= 0
-        where = (self._index(slots[kept]), self._index(units[kept] % self._per_page))
-        rows = self._index(np.flatnonzero(kept))
-        for field in self._track.fields:
-            self._views[field.name][where] = values[field.name].flatten(1)[rows]
+        numbers = self._numbers(table, first, first + len(next(iter(values.values()))))
+        if len(kept := np.flatnonzero(numbers >= 0)) < len(numbers):
+            rows, numbers = self._index(kept), numbers[kept]
+            values = {name: value[rows] for name, value in values.items()}
+        self.put(self._index(numbers), values)
 
-    def put(self, places: torch.Tensor, values: Values) -> None:
-        """Write ``values``, ``[units, *shape]`` by field, to the units whose numbers, counted over all pages, are
-        ``places``."""
-        for field in self._track.fields:
-            self._flat[field.name][places] = values[field.name].flatten(1)
+    def put(self, numbers: torch.Tensor, values: Values) -> None:
+        """Write ``values``, ``[units, *shape]`` by field, to the units of these ``numbers``."""
+        for name, field in self._fields.items():
+            field[numbers] = values[name].flatten(1)
 
-    def take(self, places: torch.Tensor, scratch: ScratchMemory | None = None) -> dict[str, torch.Tensor]:
-        """Return copies of the units whose numbers, counted over all pages, are ``places``: ``[units, *shape]`` by
-        field. ``scratch``: memory to copy to, if possible; the next copy to it overwrites this one."""
-        count, fields = len(places), self._track.fields
-        if self._whole is None:
-            return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in fields}
-        item, whole = fields[0].dtype.itemsize, self._whole
-        if scratch is None:
-            found = whole.index_select(0, places)
-        else:
-            found = torch.index_select(whole, 0, places, out=scratch.rows(count, whole))
+    def take(self, numbers: torch.Tensor, scratch: ScratchMemory | None = None) -> dict[str, torch.Tensor]:
+        """Return copies of the units of these ``numbers``: ``[units, *shape]`` by field. ``scratch``: memory to copy
+        to, if possible; the next copy to it overwrites this one."""
+        count, fields, whole = len(numbers), self._track.fields, self._whole
+        if whole is None:
+            return {f.name: self._fields[f.name].index_select(0, numbers).view(count, *f.shape) for f in fields}
+        item = fields[0].dtype.itemsize
+        out = None if scratch is None else scratch.rows(count, whole)
+        found = torch.index_select(whole, 0, numbers, out=out)
         return {f.name: found[:, f.offset // item : (f.offset + f.size) // item].view(count, *f.shape) for f in fields}
 
-    @cached_property
-    def _whole(self) -> torch.Tensor | None:
-        """All units as rows of numbers, so that one copy takes all fields of a unit; None if the fields differ in
-        dtype, if there is only one field, or if the track is not flat."""
-        dtypes = {field.dtype for field in self._track.fields}
-        if len(dtypes) > 1 or len(self._track.fields) == 1 or not self.is_flat:
-            return None
-        pages = self._memory[:, : self._per_page * self._track.unit_bytes].view(dtypes.pop())
-        width = pages.shape[1] // self._per_page
-        return pages.as_strided((len(pages) * self._per_page, width), (width, 1), pages.storage_offset())
-
     def copy(self, source: int, target: int) -> None:
-        """Copy everything in one slot to another."""
-        self._memory[target] = self._memory[source]
+        """Copy everything in one slot to another, of a track with one unit a slot."""
+        for field in self._fields.values():
+            field[target] = field[source]
 
-    def _pages(self, first: int, stop: int) -> npt.NDArray[np.int64]:
-        """The pages of these units, each once, counted from the start of the sequence."""
-        step = 1 if self._track.stride > self._page_size else self._per_page
-        return self._page_of(np.arange(first // step * step, stop, step))
+    def _numbers(self, table: Pages, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """The numbers of the sequence's units ``first`` to ``stop``; those without a page are negative."""
+        units = np.arange(first, stop)
+        pages = table[((units + 1) * self._track.stride - 1) // self._page_size].astype(np.int64)
+        return pages * self._per_page + units % self._per_page
 
-    def _page_of(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return ((units + 1) * self._track.stride - 1) // self._page_size
-
-    def _index(self, numbers: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._memory.device)
+    def _index(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(next(iter(self._fields.values())).device)

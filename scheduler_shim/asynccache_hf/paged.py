@@ -22,13 +22,13 @@ from asynccache_shim.model import NO_TOKEN, Batch, Chunk, Pages
 
 from asynccache import ConfigError
 from asynccache_hf.attending import (
-    IMPLEMENTATIONS,
     KEYWORD,
     PagedAttention,
     StepRow,
+    eager_layers,
+    named_eager,
     places_of,
     replace_attention,
-    unpageable,
 )
 from asynccache_hf.call import parameters, run
 from asynccache_hf.identity import plain
@@ -58,42 +58,26 @@ Tails = Sequence[Any]
 
 class FilledCache:
     """transformers' cache of one request (``cache``), filled with what precedes ``start``. Whatever a model adds to it,
-    in one call or in many, ``save`` writes to the pages. ``layers`` and ``heard`` have, for each part, the layer of the
-    cache and the calls of it that were overheard."""
+    in one call or in many, ``save`` writes to the pages."""
 
     def __init__(self, cache: Any, bound: Sequence[BoundPart], tables: Mapping[str, Pages], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
         self.cache = cache
-        self.start = start
-        self._bound = bound
-        self._tables = tables
-        self._page_size = page_size
-        span = self._span(start)
-        self.layers = [b.part.of(cache, b.layer) for b in bound]
+        self._span = span = CallSpan(tables, start, start, page_size)
+        self._kept = [(each, each.part.of(cache, each.layer)) for each in bound]
         if start:
-            for each, layer, tail in zip(bound, self.layers, tails, strict=True):
+            for (each, layer), tail in zip(self._kept, tails, strict=True):
                 each.part.load(layer, each.slots, span, tail)
-        self.heard = [each.part.watch(layer) for each, layer in zip(bound, self.layers, strict=True)]
+        self._heard = [each.part.watch(layer) for each, layer in self._kept]
 
-    def _span(self, stop: int) -> CallSpan:
-        return CallSpan(self._tables, self.start, stop, self._page_size)
-
-    def save(self, stop: int, heard: Sequence[Any] | None = None) -> None:
-        """Write the data that was added, up to token ``stop``, where the cache now ends, to the pages. ``heard``: for
-        each part the calls to use instead of those that this object has overheard."""
-        for each, layer, calls in zip(self._bound, self.layers, heard or self.heard, strict=True):
-            each.part.save(layer, each.slots, self._span(stop), calls)
+    def save(self, stop: int) -> None:
+        """Write the data that was added, up to token ``stop``, where the cache now ends, to the pages."""
+        for (each, layer), calls in zip(self._kept, self._heard, strict=True):
+            each.part.save(layer, each.slots, self._span._replace(stop=stop), calls)
 
     def tails(self) -> Tails:
         """Return for each part the data that it takes to go on within a page and that is not in the page."""
-        return [each.part.tail(layer) for each, layer in zip(self._bound, self.layers, strict=True)]
-
-
-def can_be_packed(model: Any, layout: Layout) -> bool:
-    """Return True if several requests may be tried in one call: attention over pages can compute the model's layers,
-    and the model uses ``sdpa`` attention, which is replaced, and takes positions."""
-    asks = getattr(model.config, "_attn_implementation", None) == IMPLEMENTATIONS[0]
-    return asks and "position_ids" in parameters(model) and unpageable(model, layout) is None
+        return [each.part.tail(layer) for each, layer in self._kept]
 
 
 class PackedRows:
@@ -106,6 +90,7 @@ class PackedRows:
         self._layout = layout
         self._pages = PagedAttention(layout, slots)
         self._keeps = "logits_to_keep" in parameters(model)
+        self._eager = eager_layers(model)
 
     def compute(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
         """Make one call, and return for each chunk the logits of its last ``keep`` tokens (0: of all).
@@ -124,23 +109,25 @@ class PackedRows:
         ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
         wanted = np.concatenate([np.arange(end - count, end) for count, end in zip(kept, ends, strict=True)])
         options: dict[str, Any] = {"logits_to_keep": torch.from_numpy(wanted).to(device)} if self._keeps else {}
-        out = self._model(
-            input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
-            position_ids=torch.from_numpy(places).to(device).unsqueeze(0),
-            attention_mask=self._pages.mask, use_cache=False, **{KEYWORD: self._pages}, **options,
-        )  # fmt: skip
+        with named_eager(self._eager):
+            out = self._model(
+                input_ids=torch.from_numpy(tokens).to(device).unsqueeze(0),
+                position_ids=torch.from_numpy(places).to(device).unsqueeze(0),
+                attention_mask=self._pages.mask, use_cache=False, **{KEYWORD: self._pages}, **options,
+            )  # fmt: skip
         logits = out.logits[0] if self._keeps else out.logits[0, wanted]
         return list(torch.split(logits, kept))
 
     def _row(self, chunk: Chunk, device: torch.device) -> StepRow:
-        size, tables = self._layout.page_size, tables_of(chunk)
+        size, tables, places = self._layout.page_size, tables_of(chunk), {}
         for component, window in self._pages.windows.items():
             first = 0 if window is None else max(0, chunk.start - window + 1)
             read = tables[component][first // size : -(-chunk.stop // size)]
             if len(read) < -(-chunk.stop // size) - first // size or (read < 0).any():
                 who = f"pool {component!r}: request {chunk.request_id}"
                 raise IndexError(f"{who} has no page for a token that it reads")
-        return StepRow(places_of(self._layout, tables, device), chunk.start, chunk.stop)
+            places[component] = places_of(tables[component], size, device)
+        return StepRow(places, chunk.start, chunk.stop)
 
 
 class PagedModel:
@@ -157,8 +144,7 @@ class PagedModel:
         self._empty = layout.new_cache(model.config)
         self._bound = bind(layout, pools)
         kept = [bound.slots[0] for bound in self._bound]
-        flat = layout.packed and all(slots.is_flat for slots in kept)
-        self._packed = PackedRows(model, layout, kept) if flat else None
+        self._packed = PackedRows(model, layout, kept) if layout.packed else None
         self._has_tails = any(bound.part.has_tail for bound in self._bound)
         self._tails: dict[int, tuple[int, Tails]] = {}
 
@@ -171,12 +157,17 @@ class PagedModel:
         model allows it (``layout.packed``), else one after the other."""
         for request_id in batch.ended:
             self._tails.pop(request_id, None)
-        return [
-            draw(logits[-1], chunk.sampling, chunk.stop) if chunk.sample else NO_TOKEN
-            for chunk, logits in zip(batch.chunks, self._computed(batch.chunks, 1), strict=True)
-        ]
+        made = self.compute_all(batch.chunks)
+        sampled = [i for i, chunk in enumerate(batch.chunks) if chunk.sample]
+        tokens = [NO_TOKEN] * len(made)
+        if sampled:
+            asked = [batch.chunks[i] for i in sampled]
+            last = torch.stack([made[i][-1] for i in sampled])
+            drawn = draw(last, [chunk.sampling for chunk in asked], [chunk.stop for chunk in asked])
+            for i, token in zip(sampled, drawn, strict=True):
+                tokens[i] = token
+        return tokens
 
-    @torch.inference_mode()
     def compute(self, chunk: Chunk, keep: int = 1) -> torch.Tensor:
         """Run the model over ``chunk``, write the chunk's data to the pages, and return the logits of the last ``keep``
         tokens (0: of all). Blocks the thread.
@@ -184,7 +175,7 @@ class PagedModel:
         Raises:
             ConfigError: the chunk reaches beyond ``layout.limit``.
         """
-        return self._computed([chunk], keep)[0]
+        return self.compute_all([chunk], keep)[0]
 
     def open(self, tables: Mapping[str, Pages], start: int, tails: Tails | None = None) -> FilledCache:
         """Return transformers' cache, filled with the tokens before ``start`` from the pages. ``tables``: the page
@@ -198,8 +189,10 @@ class PagedModel:
         if self._model.device.type == "cuda":
             torch.cuda.current_stream(self._model.device).synchronize()
 
-    def _computed(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
-        """The logits of the last ``keep`` tokens of each, when all has been written."""
+    @torch.inference_mode()
+    def compute_all(self, chunks: Sequence[Chunk], keep: int = 1) -> list[torch.Tensor]:
+        """Do what ``compute`` does for chunks of several requests, together if the model allows it. Returns the logits
+        of each."""
         if self._packed is not None and chunks:
             made = self._packed.compute(chunks, keep)
         else:

@@ -33,11 +33,10 @@ class CallSpan(NamedTuple):
 
 class LayerPart(ABC):
     """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``TrackMemory``, in that
-    order. ``keeps``: its data in words. ``window``: the tokens of a sliding window; None: there is none. ``has_tail``:
-    True if a request that goes on within a page needs data that is not in the page."""
+    order. ``window``: the tokens of a sliding window; None: there is none. ``has_tail``: True if a request that goes on
+    within a page needs data that is not in the page."""
 
     tracks: tuple[Track, ...]
-    keeps: str
     window: int | None = None
     has_tail = False
 
@@ -58,9 +57,10 @@ class LayerPart(ABC):
         none."""
         return None
 
-    @abstractmethod
     def watch(self, layer: Any) -> Any:
-        """Begin to overhear the layer's calls, and return the object that ``save`` takes as ``heard``."""
+        """Begin to overhear the layer's calls, and return the object that ``save`` takes as ``heard``; None if there is
+        nothing to overhear, since all is read afterwards."""
+        return None
 
     @abstractmethod
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: Any) -> None:
@@ -95,8 +95,6 @@ def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
 class KeysAndValues(LayerPart):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
-    keeps = "keys and values"
-
     def __init__(self, layer: Any, page_size: int) -> None:
         self.window = window = getattr(layer, "sliding_window", None)
         self._shared = layer.values is layer.keys
@@ -126,8 +124,6 @@ class KeysAndValues(LayerPart):
 class IndexerKeys(LayerPart):
     """The keys of a sparse-attention indexer: one more pool beside FULL's."""
 
-    keeps = "the keys of an indexer"
-
     def __init__(self, layer: Any, page_size: int) -> None:
         self.tracks = (Track.of("indexer", "full", 1, {"keys": layer.indexer_keys[0, 0]}),)
 
@@ -145,8 +141,6 @@ class IndexerKeys(LayerPart):
 class Recurrent(LayerPart):
     """Convolution and recurrent states: they stand for the whole prefix, so they are seen at the end of a call only."""
 
-    keeps = "recurrent states"
-
     def __init__(self, layer: Any, page_size: int) -> None:
         self._conv = [i for i, ready in layer.is_conv_states_initialized.items() if ready]
         self._recurrent = [i for i, ready in layer.is_recurrent_states_initialized.items() if ready]
@@ -163,9 +157,6 @@ class Recurrent(LayerPart):
             layer.update_conv_state(found[f"conv{i}"], state_idx=i)
         for i in self._recurrent:
             layer.update_recurrent_state(found[f"recurrent{i}"], state_idx=i)
-
-    def watch(self, layer: Any) -> None:
-        """Return nothing, for there is nothing to overhear: the state is read afterwards."""
 
     def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
         states = {name: state.unsqueeze(0) for name, state in self._states(layer).items()}
@@ -204,14 +195,15 @@ def with_length(kind: type) -> type:
     return CacheWithLength
 
 
-class LightningMatrix(LayerPart):
+class LightningMatrix(Recurrent):
     """The matrix of one layer: it stands for the whole prefix, and is seen at the end of a call only."""
-
-    keeps = "a matrix of linear attention"
 
     def __init__(self, matrix: torch.Tensor, page_size: int, index: int) -> None:
         self._index = index
         self.tracks = (Track.of("mamba", "mamba", page_size, {"matrix": matrix[0]}),)
+
+    def _states(self, layer: Any) -> dict[str, torch.Tensor]:
+        return {"matrix": layer.linear_cache[self._index][0]}
 
     def of(self, cache: Any, index: int) -> Any:
         """The whole cache: the matrix is no part of a layer. Where the layer has none yet, its place is made: the class
@@ -224,9 +216,3 @@ class LightningMatrix(LayerPart):
 
     def load(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, tail: None) -> None:
         layer.set_linear_cache(self._index, slots[0].read(span.tables["mamba"], 0, 1)["matrix"])
-
-    def watch(self, layer: Any) -> None:
-        """Return nothing, for there is nothing to overhear: the matrix is read afterwards."""
-
-    def save(self, layer: Any, slots: Sequence[TrackMemory], span: CallSpan, heard: None) -> None:
-        slots[0].write(span.tables["mamba"], 0, {"matrix": layer.linear_cache[self._index]})

@@ -1,9 +1,10 @@
 """``PrefixCache``: ``model.generate`` that does not compute again the beginning that a prompt shares with an earlier
 one.
 
-A call takes a lease for each row, fills transformers' own cache from the leases' pages, lets transformers generate, and
-publishes what that cache has in the end. Rows of which equally many tokens are cached are one call of transformers
-(``rows``). The event loop of the cache is in a thread of its own; the model runs in the calling thread.
+A call for one row takes a lease, fills transformers' own cache from the lease's pages, lets transformers generate, and
+publishes what that cache has in the end. The event loop of the cache is in a thread of its own; the model runs in the
+calling thread. Several rows that want their likeliest tokens, and nothing that only transformers does, are requests to
+the scheduler; other rows are generated one after the other.
 
 Law: pages are given back when transformers has returned, also if it raised an error.
 """
@@ -12,36 +13,25 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from asynccache_shim import Limits, SchedulerConfig
 from asynccache_shim.model import Checkpoint
+from asynccache_shim.request import as_tokens
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationMode
 
-from asynccache import CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache import AsyncCache, CacheFull, ConfigError, Hits, Lease, LoadFailed, checks
 from asynccache_hf.cached_model import CachedModel, config_of, most_new_tokens
 from asynccache_hf.call import VERSION, cache_name, parameters
 from asynccache_hf.describing import identified
-from asynccache_hf.generation import due, loaded_lease
 from asynccache_hf.layout import Layout
-from asynccache_hf.paged import PagedModel
-from asynccache_hf.rows import (
-    BatchCache,
-    cached_lengths,
-    calls_for,
-    can_be_together,
-    cancel_all,
-    lease_rows,
-    prefetch_all,
-    release_all,
-)
+from asynccache_hf.sampling import NO_PAGES, SPECULATION, refuse, sampling_of
 from asynccache_hf.trial import ExpectedLogits, TrialStage, compared, tolerance
 
 REFUSED = {
@@ -49,21 +39,12 @@ REFUSED = {
     "past_key_values": "the cache is what this object brings",
     "cache_params": "the cache is what this object brings",
     "cache_implementation": "the cache is what this object brings",
-    "assistant_model": "speculation takes tokens back, and pages keep them",
+    "assistant_model": SPECULATION,
     "custom_generate": "a loop of your own may use the cache in ways that are not known",
     "encoder_outputs": "an encoder's states are not a prefix of anything",
     "position_ids": "they follow from the tokens",
 }
 """Arguments that ``generate`` takes, ``PrefixCache`` does not, and why."""
-
-REFUSED_SETTINGS = {
-    "prompt_lookup_num_tokens": "speculation takes tokens back, and pages keep them",
-    "use_mtp": "speculation takes tokens back, and pages keep them",
-    "assistant_early_exit": "speculation takes tokens back, and pages keep them",
-    "token_healing": "it takes the last tokens of the prompt back",
-}
-"""Settings of a generation configuration, be it the caller's or the model's own, that ``PrefixCache`` does not take,
-and why."""
 
 REFUSED_FOR_ROWS = {
     "streamer": "a stream has one row, and there are several",
@@ -80,13 +61,20 @@ PASSED = frozenset(REFUSED_FOR_ROWS) | {
 }  # fmt: skip
 """Arguments of ``generate`` that no generation configuration has, and no forward call is given."""
 
+OWN_LOOP = ("logits_processor", "stopping_criteria", "synced_gpus")
+"""Arguments of ``generate`` that only its own loop uses."""
+
+LOAD_ATTEMPTS = 8
+"""The number of leases that one row takes at most: after each failure to copy its cached pages to the device it takes
+another one. The scheduler's ``load_attempts`` has the same default."""
+
 OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
 """Options that ``PrefixCache`` sets in its calls of ``generate`` where the generation configuration has another
 value."""
 
 
 NOT_TRIED = (
-    *REFUSED_SETTINGS, "penalty_alpha", "dola_layers", "stop_strings", "max_time", "max_length", "min_length",
+    *NO_PAGES, "penalty_alpha", "dola_layers", "stop_strings", "max_time", "max_length", "min_length",
     "min_new_tokens", "prefill_chunk_size",
 )  # fmt: skip
 """Settings of the model's own generation configuration that are left out when ``generate`` is tried."""
@@ -118,21 +106,17 @@ class PrefixCache(CachedModel):
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         identity, layout, expected = identified(model, page_size, name)
         try_generate(identity.model, layout, expected)
-        self._ids = count(1)
-        self._one, self._counting = threading.Lock(), threading.Lock()
-        super().__init__(identity, layout, "asynccache-prefix", config_of(layout, settings), on_event)
-
-    def _bind(self) -> None:
-        self._paged = PagedModel(self._model, self._layout, self._cache.pools)
+        steps = SchedulerConfig(step_tokens=1024 + page_size)
+        super().__init__(identity, layout, "asynccache-prefix", config_of(layout, settings), steps, on_event)
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """Return what ``model.generate(input_ids, **options)`` returns, without computing the tokens that are cached.
         ``input_ids``: ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
         Adapters that are active, and weights that have changed, have namespaces of their own in it.
 
-        Rows of one length are generated in one call if equally many of their tokens are cached, they share no page
-        beyond these, and there is room for all of them together. Other rows are generated in further calls. If tokens
-        are sampled, each row has a call of its own, so random numbers go to other rows than in a batch of transformers.
+        Several rows are computed together. If tokens are sampled, or ``logits_processor``, ``stopping_criteria`` or a
+        setting that works on logits is given, each row has a call of transformers' own, so random numbers go to other
+        rows than in a batch of transformers.
 
         Blocks the thread. A prompt is generated without the cache if the cache has no room for it, if its pages cannot
         be copied to the device, or if it is longer than ``Layout.limit``.
@@ -154,15 +138,15 @@ class PrefixCache(CachedModel):
         options |= {name: value for name, value in ours.items() if getattr(settings, name) not in (None, value)}
         now = self._identity.now()
         key = self._identity.within(f"{now}, token_type_ids" if typed else now, extra_key)
-        asked = _Asked(options, settings, key, now, typed, began)
+        asked = _Asked(options, settings, extra_key, key, now, typed, began)
         mask = _mask(ids, given, settings)
         rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
                 for _ in range(copies)]  # fmt: skip
+        made = None
         if len(rows) > 1:
             _refuse_rows(options, settings)
-        if len(rows) > 1 and self._may_be_together(rows, asked):
-            made = self._batch(rows, asked)
-        else:
+            made = self._together(rows, asked)
+        if made is None:
             made = [self._row(row, pads, asked) for row, pads in rows]
         return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings)
 
@@ -177,10 +161,6 @@ class PrefixCache(CachedModel):
             raise ConfigError(f"token_type_ids: {MORE_THAN_TOKENS}")
         return takes
 
-    def _count(self, prompt: int, hits: Hits) -> None:
-        with self._counting:
-            self._counts = self._counts.plus(prompt, hits)
-
     def _publish(
         self, asked: _Asked, lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None = None
     ) -> None:
@@ -191,73 +171,46 @@ class PrefixCache(CachedModel):
 
     # several rows
 
-    def _may_be_together(self, rows: Sequence[tuple[torch.Tensor, int]], asked: _Asked) -> bool:
-        """Return True if the model, its cache and the call let several rows be one call."""
-        if asked.settings.do_sample or not can_be_together(self._layout):
-            return False
-        most = (len(row) + asked.bounded(len(row), pads)[1] for row, pads in rows)
-        return self._layout.limit is None or max(most) - 1 <= self._layout.limit
-
-    def _batch(self, rows: Sequence[tuple[torch.Tensor, int]], asked: _Asked) -> list[Any]:
-        """Return the output of each of ``rows``, which are computed several at a time. A row that gets no lease
-        together with others is computed alone. Rows for which a call had no room are a call of their own."""
-        texts = [row.tolist() for row, _ in rows]
-        handles = self._loop.call(prefetch_all(self._cache, texts, asked.key))
-        made: dict[int, Any] = {}
+    def _together(self, rows: Sequence[tuple[torch.Tensor, int]], asked: _Asked) -> list[Any] | None:
+        """Return the outputs of ``rows``, which the scheduler computes in common steps; None if more is asked for than
+        it does. A row for which the cache has no room, or whose pages cannot be loaded, is generated without it."""
+        settings, bounds = asked.settings, [asked.bounded(len(row), pads) for row, pads in rows]
+        longest = max(len(row) + most - 1 for (row, _), (_, most) in zip(rows, bounds, strict=True))
+        own = asked.typed or any(asked.options.get(name) for name in OWN_LOOP)
+        if own or settings.do_sample or longest > (self._layout.limit or longest):
+            return None
         try:
-            cached = self._loop.call(cached_lengths(self._cache, texts, handles, asked.key))
-            calls = calls_for(texts, cached, self._layout.page_size)
-            while calls:
-                call, *calls = calls
-                first, pads = rows[call[0]]
-                if len(call) == 1:
-                    made[call[0]] = self._row(first, pads, asked, handles[call[0]])
-                    continue
-                ids = torch.stack([rows[i][0] for i in call])
-                outs = self._together([texts[i] for i in call], [handles[i] for i in call], ids, pads, asked)
-                made.update(zip(call, outs, strict=False))
-                if rest := call[len(outs) :]:
-                    calls = [rest, *calls] if outs else [[i] for i in rest] + calls
-            return [made[i] for i in range(len(rows))]
-        finally:
-            self._loop.call(cancel_all(handles))
-
-    def _together(
-        self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor, pads: int,
-        asked: _Asked,
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """Return the outputs of the first of ``texts``, computed in one call: of as many as there is room for, perhaps
-        none."""
-        options, most = asked.bounded(ids.shape[1], pads)
-        leases = self._loop.call(lease_rows(self._cache, texts, handles, most, asked.key))
-        if not leases:
-            return []
+            sampling = sampling_of(settings)
+        except ConfigError:
+            return None
+        stops = frozenset(end for end in _ends(settings) if end >= 0)
+        limits = [Limits(most, stops, options.get("max_time")) for options, most in bounds]
+        requests = [self._request(as_tokens(row.tolist()), limit, asked.extra_key, asked.now, sampling)
+                    for (row, _), limit in zip(rows, limits, strict=True)]  # fmt: skip
+        self._begin(requests)
+        made = []
         try:
-            texts, ids = texts[: len(leases)], ids[: len(leases)]
-            for text, lease in zip(texts, leases, strict=True):
-                self._count(len(text), lease.hits)
-            opened = BatchCache([self._paged.open(self._layout.tables(lease), lease.cached) for lease in leases])
-            out = generate_after(self._model, opened.cache, leases[0].cached, ids, options, asked.typed)
-            with torch.inference_mode():
-                opened.save(out.shape[1] - 1)  # the last token has not been computed
-            self._paged.synchronize()
-            ends = _ends(asked.settings)
-            for made, lease in zip(out.tolist(), leases, strict=True):
-                self._publish(asked, lease, made[: _end(made, ids.shape[1], ends)])
-            return list(out.split(1))
-        finally:
-            self._loop.call(release_all(leases))
+            for request, (row, pads) in zip(requests, rows, strict=True):
+                try:
+                    made.append(torch.cat([row, row.new_tensor(request.result())]).unsqueeze(0))
+                except (CacheFull, LoadFailed):
+                    made.append(self._without(row, pads, asked))
+        except BaseException:
+            for request in requests:
+                request.abort()
+            raise
+        return made
 
     # one row
 
-    def _row(self, row: torch.Tensor, pads: int, asked: _Asked, handle: PrefetchHandle | None = None) -> Any:
-        """Return the output of one row, which had ``pads`` before it. ``handle``: a prefetch of its tokens."""
+    def _row(self, row: torch.Tensor, pads: int, asked: _Asked) -> Any:
+        """Return the output of one row, which had ``pads`` before it."""
         tokens, most = row.tolist(), asked.bounded(len(row), pads)[1]
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, pads, asked)
         try:
-            lease = self._loop.call(loaded_lease(self._cache, tokens, most, asked.key, handle))
+            lease = self._loop.call(_loaded_lease(self._cache, tokens, most, asked.key))
         except (CacheFull, LoadFailed):
             return self._without(row, pads, asked)
         try:
@@ -274,7 +227,7 @@ class PrefixCache(CachedModel):
             self._publish(asked, lease, made[:stop])
             return out
         finally:
-            self._loop.call(release_all([lease]))
+            self._loop.call(_released(lease))
 
     def _without(self, row: torch.Tensor, pads: int, asked: _Asked) -> Any:
         self._count(len(row), Hits(0, 0, 0))
@@ -283,25 +236,22 @@ class PrefixCache(CachedModel):
 
     def _prefilled(self, asked: _Asked, lease: Lease, tokens: Sequence[int]) -> int:
         """Compute the prompt as far as checkpoints of states are due in it, and return how many tokens are computed
-        when transformers takes over. A state can be read only at the end of a call, so a call of our own ends where
-        each checkpoint is due."""
+        when transformers takes over. They are due where FULL alone matched, and at the last page's end that the same
+        prompt could hit. A state can be read only at the end of a call, so a call of our own ends at each."""
         at = lease.cached
         if not self._layout.recurrent:
             return at
-        whole = np.asarray(tokens, np.int32)
-        with self._one:
-            for stop in sorted(due(lease, len(tokens), self._layout.page_size)):
+        whole, last = np.asarray(tokens, np.int32), (len(tokens) - 1) // self._layout.page_size * self._layout.page_size
+        for stop in sorted({lease.checkpoint_at, last}):
+            if stop > at:
                 checkpoint = Checkpoint(stop, int(lease.states[1])) if len(lease.states) > 1 else None
-                self._compute(lease, whole, at, stop, checkpoint)
+                self._paged.compute(self._layout.chunk(lease, whole, at, stop, checkpoint))
                 self._publish(asked, lease, tokens[:stop], checkpoint)
                 at = stop
-            if self._layout.one_by_one and at and at < len(tokens) - 1:
-                self._compute(lease, whole, at, len(tokens) - 1, None)
-                at = len(tokens) - 1
+        if self._layout.one_by_one and at and at < len(tokens) - 1:
+            self._paged.compute(self._layout.chunk(lease, whole, at, len(tokens) - 1, None))
+            at = len(tokens) - 1
         return at
-
-    def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
-        self._paged.compute(self._layout.chunk(lease, next(self._ids), tokens, start, stop, checkpoint))
 
 
 def generate_after(
@@ -366,6 +316,34 @@ def try_generate(model: Any, layout: Layout, expected: ExpectedLogits) -> None:
 # in the cache's thread
 
 
+async def _loaded_lease(
+    cache: AsyncCache, tokens: Sequence[int], new_tokens: int, extra_key: str | bytes | None
+) -> Lease:
+    """Return a granted lease for ``tokens`` and ``new_tokens`` more, whose cached pages are on the device. Cancelling
+    gives everything back.
+
+    Raises:
+        CacheFull: the pages can never be had.
+        LoadFailed: cached pages could not be copied to the device, ``LOAD_ATTEMPTS`` times.
+    """
+    attempts = LOAD_ATTEMPTS
+    while True:
+        lease = await cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key).__aenter__()
+        try:
+            await lease.loaded()
+        except BaseException as error:
+            lease.release()
+            attempts -= 1
+            if not attempts or not isinstance(error, LoadFailed):
+                raise
+        else:
+            return lease
+
+
+async def _released(lease: Lease) -> None:
+    await lease.__aexit__(None, None, None)
+
+
 async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:
     await lease.commit(tokens, checkpoint=checkpoint)
     lease.adopt()
@@ -376,11 +354,13 @@ async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint
 
 class _Asked(NamedTuple):
     """A call of ``PrefixCache.generate``: its options for transformers, and the generation configuration that they
-    make. ``key``: where its prompts are cached. ``now``: the model's identity when it began. ``typed``: True if the
-    model is given ``token_type_ids``. ``began``: by ``time.monotonic``."""
+    make. ``extra_key``: the caller's namespace. ``key``: the namespace in which its prompts are cached. ``now``: the
+    model's identity when it began. ``typed``: True if the model is given ``token_type_ids``. ``began``: by
+    ``time.monotonic``."""
 
     options: Mapping[str, Any]
     settings: Any
+    extra_key: str | bytes | None
     key: str | bytes | None
     now: str
     typed: bool
@@ -428,12 +408,7 @@ def _settings(model: Any, options: Mapping[str, Any]) -> Any:
     for name, value in settings.update(**options).items():
         if value is not None and name not in PASSED:
             raise ConfigError(f"{name}: {MORE_THAN_TOKENS}")
-    if (settings.num_beams or 1) != 1:
-        raise ConfigError(f"num_beams={settings.num_beams}: beams take over each other's KV, and the pages of a "
-                          "request hold one sequence")
-    for name, why in REFUSED_SETTINGS.items():
-        if getattr(settings, name, None):
-            raise ConfigError(f"{name}={checks.shown(getattr(settings, name))}: {why}")
+    refuse(settings, NO_PAGES)
     mode = settings.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ConfigError(f"generation mode {mode.value!r}: it uses the cache in ways that are not known")
@@ -473,11 +448,6 @@ def _ends(settings: Any) -> list[int]:
 
 
 # results
-
-
-def _end(made: Sequence[int], prompt: int, ends: Sequence[int]) -> int:
-    """Return the place of a row's last token: the token that ends it, or else the last one. Behind it is padding."""
-    return next((at for at in range(prompt, len(made)) if made[at] in ends), len(made) - 1)
 
 
 def _sequences(out: Any) -> torch.Tensor:

@@ -7,7 +7,8 @@ calls of several tokens and of one.
 
 The trial also finds out how the model may be called. A model whose recurrent layers begin anew in every call of several
 tokens is right if a call that goes on computes one token (``Layout.one_by_one``). A model whose layers are all plain
-attention may compute several requests in one call (``Layout.packed``).
+attention may compute several requests in one call (``Layout.packed``), if that gives the same for requests of several
+tokens, and for those of one token with pasts of different lengths.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from asynccache_shim.model import Checkpoint, Chunk, Pages
 
 from asynccache import ConfigError
+from asynccache_hf.attending import can_attend
 from asynccache_hf.call import VERSION, run_alone
 from asynccache_hf.layout import Layout
-from asynccache_hf.paged import PagedModel, can_be_packed
+from asynccache_hf.paged import PagedModel
 
 LEAST = 16
 """Tokens before the later of the two places, at least: more than a convolution reaches back."""
@@ -147,7 +149,7 @@ def planned(model: Any, layout: Layout, reach: int) -> TrialEnds:
 
 def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
     """Yield the layout for each way to call the model, the fastest first."""
-    if can_be_packed(model, layout):
+    if can_attend(model, layout):
         yield replace(layout, packed=True)
     yield layout
     if layout.recurrent:
@@ -182,30 +184,36 @@ class TrialStage:
         self.first = np.arange(all_pages, dtype=np.int32)
         self.later = np.concatenate([self.first[:shared], np.arange(all_pages, count, dtype=np.int32)])
 
-    def compute(
-        self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None, keep: int = 1
-    ) -> torch.Tensor:
-        """The logits of the last ``keep`` tokens of a chunk (0: of all, which for a long window is several GiB).
-        ``state``: the slot of the request's state; ``checkpoint``: the slot of a copy of it."""
+    def chunk(self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None) -> Chunk:
+        """``state``: the slot of the request's state; ``checkpoint``: the slot of a copy of it."""
         kept = Checkpoint(stop, checkpoint) if checkpoint is not None else None
         states = np.array([state], np.int32)
-        chunk = Chunk(who, self.tokens, start, stop, pages, pages, states, kept, sample=False)
-        return self.paged.compute(chunk, keep)
+        return Chunk(who, self.tokens, start, stop, pages, pages, states, kept, sample=False)
+
+    def compute(
+        self, who: int, pages: Pages, start: int, stop: int, state: int, checkpoint: int | None = None
+    ) -> torch.Tensor:
+        """The logits of the last token of a chunk."""
+        return self.paged.compute(self.chunk(who, pages, start, stop, state, checkpoint))
 
 
 def _worst(model: Any, layout: Layout, expected: ExpectedLogits) -> TrialDifference:
     """Return the largest difference of what is computed on pages. The states of the three requests are in slots 0, 1
     and 2."""
     stage = TrialStage(model, layout, expected)
-    compute = stage.compute
+    chunk, first, later = stage.chunk, stage.first, stage.later
     early, late, stop = expected.plan
-    compute(1, stage.first, 0, early, 0, checkpoint=2)
-    compute(1, stage.first, early, late, 0, checkpoint=1)
-    found = [(late, compute(1, stage.first, late, stop - 1, 0, keep=0))]
-    found.append((stop - 1, compute(1, stage.first, stop - 1, stop, 0, keep=0)))
-    found.append((late, compute(2, stage.later, late, stop, 1, keep=0)))
-    found.append((late, compute(3, stage.first, early, stop, 2, keep=stop - late)))
-    return max((expected.missed(at, seen) for at, seen in found), key=lambda missed: missed.error)
+    stage.compute(1, first, 0, early, 0, checkpoint=2)
+    stage.compute(1, first, early, late, 0, checkpoint=1)
+    steps = [[chunk(1, first, late, stop - 1, 0)], [chunk(1, first, stop - 1, stop, 0)],
+             [chunk(2, later, late, stop, 1), chunk(3, first, early, stop, 2)]]  # fmt: skip
+    if layout.packed:
+        steps.append([chunk(1, first, stop - 1, stop, 0), chunk(2, later, late, late + 1, 1)])
+    missed = []
+    for step in steps:  # of all tokens the logits would, for a long window, be several GiB
+        for each, logits in zip(step, stage.paged.compute_all(step, stop - late), strict=True):
+            missed.append(expected.missed(each.stop - len(logits), logits))
+    return max(missed, key=lambda missed: missed.error)
 
 
 def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> TrialDifference:

@@ -12,6 +12,8 @@ Laws:
 * A request does not give up its cached prefix because room for load_back is missing at this moment.
 * While other requests hold pages, a request that was retracted is not admitted again before one of them has given
   pages back.
+* A request does not begin while another one computes pages that both begin with, so those are computed once. It waits
+  only for requests that hold pages, which get on without it, and may be overtaken meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from contextlib import suppress
 from asynccache import AsyncCacheError, CacheConfig, CacheFull, Lease, LoadFailed, PrefetchPolicy
 from asynccache_shim.admission import LeaseOffer, by_rank, cut_offers, demand, offer, passes, victim
 from asynccache_shim.board import Board
-from asynccache_shim.request import Finish, Matched, State
+from asynccache_shim.request import Finish, Matched, State, begin_request
 from asynccache_shim.scheduled_request import ScheduledRequest
 
 
@@ -88,10 +90,27 @@ async def admit(board: Board, budget: int) -> None:
         if request.submitted.state is State.PREFETCHING:
             if not request.patient and request.handle is not None:
                 request.handle.stop()
-        elif (board.held and request.blocked == board.freed) or not await _admit_one(board, request, budget):
+        elif board.held and request.blocked == board.freed:
+            return
+        elif _waits_for_another(board, request):
+            continue
+        elif not await _admit_one(board, request, budget):
             return
         else:
             budget -= min(budget, request.length - request.computed)
+
+
+def _waits_for_another(board: Board, request: ScheduledRequest) -> bool:
+    """Return True if a request that holds pages begins like ``request`` and is still computing what they share. Those
+    pages can be hit soon, and would be computed twice otherwise."""
+    if request.behind is not None:
+        other, shared = request.behind
+        if board.held.get(other.id) is other and not other.over and other.computed < shared:
+            return True
+    page = board.shape.page_size
+    found = [(other, shared) for other in board.held.values() if (shared := other.computes_for(request, page))]
+    request.behind = max(found, key=lambda each: each[1], default=None)
+    return bool(found)
 
 
 async def _admit_one(board: Board, request: ScheduledRequest, budget: int) -> bool:
@@ -222,6 +241,7 @@ async def _loaded(board: Board, request: ScheduledRequest, lease: Lease) -> None
     else:
         if not request.over:
             request.submitted.state = State.RUNNING
+            begin_request(request.submitted, lease.hits)
     board.bell.set()
 
 

@@ -120,6 +120,8 @@ class Board:
         lease, computed = request.lease, request.computed
         if lease is None or request.submitted.state is State.LOADING or computed <= lease.cached:
             return
+        if not request.publishes():
+            return
         keeps = self.shape.has_mamba and computed > request.checkpointed and not computed % self.shape.page_size
         checkpoint = (computed, int(lease.states[0])) if keeps else None
         await lease.commit(request.tokens[:computed], self.batch, checkpoint)

@@ -44,7 +44,7 @@ class ChunkPart(msgspec.Struct, array_like=True, frozen=True):
     states: bytes
     checkpoint: tuple[int, int] | None
     sample: bool
-    sampling: tuple[float, float, bytes] | None
+    sampling: tuple[float, float, bytes, int] | None
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
@@ -183,11 +183,11 @@ def _as_numbers(content: bytes) -> Pages:
     return np.frombuffer(content, "<i4").astype(np.int32, copy=False)
 
 
-def _packed(sampling: Sampling) -> tuple[float, float, bytes]:
+def _packed(sampling: Sampling) -> tuple[float, float, bytes, int]:
     seed = b"" if sampling.seed is None else sampling.seed.to_bytes(_SEED_BYTES, "little", signed=True)
-    return sampling.temperature, sampling.top_p, seed
+    return sampling.temperature, sampling.top_p, seed, sampling.top_k
 
 
-def _unpacked(sampling: tuple[float, float, bytes]) -> Sampling:
-    temperature, top_p, seed = sampling
-    return Sampling(temperature, top_p, int.from_bytes(seed, "little", signed=True) if seed else None)
+def _unpacked(sampling: tuple[float, float, bytes, int]) -> Sampling:
+    temperature, top_p, seed, top_k = sampling
+    return Sampling(temperature, top_p, int.from_bytes(seed, "little", signed=True) if seed else None, top_k)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from asynccache import ConfigError, Hits
 from asynccache.checks import flag, instance, integer, namespace, number, shown
-from asynccache.settings import Count, Settings
+from asynccache.settings import Count, Seconds, Settings
 from asynccache_shim.model import Sampling
 
 Tokens = npt.NDArray[np.int32]
@@ -51,11 +51,13 @@ class Finish(Enum):
 
 
 class Limits(Settings, frozen=True):
-    """The limits of a generation: it ends after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is
-    then the last token of the output."""
+    """The limits of a generation: it ends after ``max_new_tokens`` tokens, with one of ``stop_tokens``, which is then
+    the last token of the output, or with the first token that is made more than ``max_time`` seconds after the request
+    was submitted."""
 
     max_new_tokens: Count = 16
     stop_tokens: frozenset[int] = frozenset()
+    max_time: Seconds | None = None
 
     def __post_init__(self) -> None:
         self._set("stop_tokens", as_stop_tokens(self.stop_tokens))
@@ -82,6 +84,7 @@ class RequestTerms(NamedTuple):
     extra_key: ExtraKey
     sampling: Sampling
     ended: bool
+    publishes: Callable[[], bool] | None
 
 
 class Request:
@@ -93,8 +96,11 @@ class Request:
     extra_key: the cache's namespace for the prompt; prompts of different namespaces share nothing.
     sampling: how tokens are drawn (default: the most likely one).
     ended: the conversation will not go on, so what the request computes is the first to be evicted.
+    publishes: called in the loop before anything that the request has computed is published; if it returns False or
+        raises an error, that is not published. None: everything is.
 
-    Attributes that the scheduler sets: ``state``; ``match``, the latest look-up; ``hits``, what the first lease found;
+    Attributes that the scheduler sets: ``state``; ``match``, the latest look-up; ``hits``, what the first lease found
+    whose pages were loaded;
     ``retractions``, how often the request was retracted; ``output``; ``finish``, how it ended (None: it has not); and
     ``error``, why it failed.
 
@@ -111,10 +117,11 @@ class Request:
         extra_key: ExtraKey = None,
         sampling: Sampling | None = None,
         ended: bool = False,
+        publishes: Callable[[], bool] | None = None,
     ) -> None:
         limits, sampling = Limits() if limits is None else limits, Sampling() if sampling is None else sampling
-        terms = as_terms(tokens, limits, priority, extra_key, sampling, ended)
-        self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended = terms
+        terms = as_terms(tokens, limits, priority, extra_key, sampling, ended, publishes)
+        self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended, self.publishes = terms
         self.state = State.NEW
         self.match = Matched()
         self.hits: Hits | None = None
@@ -152,7 +159,7 @@ class Request:
             BaseException: the error that the request failed with.
         """
         while self.finish is None:
-            await self._news()
+            await self._news(len(self.output))
         if self.error is not None:
             raise self.error
         return self.output
@@ -166,13 +173,15 @@ class Request:
             ConfigError: ``index`` is no integer of 0 or more.
         """
         index = integer("index", index, 0)
-        while len(self.output) <= index:
-            if self.finish is not None:
-                if self.error is not None:
-                    raise self.error
+        while True:
+            over = self.finish is not None
+            if len(self.output) > index:
+                return self.output[index]
+            if over and self.error is not None:
+                raise self.error
+            if over:
                 return None
-            await self._news()
-        return self.output[index]
+            await self._news(index)
 
     @property
     def terms(self) -> RequestTerms:
@@ -183,7 +192,9 @@ class Request:
         """
         if self._terms is not None:
             return self._terms
-        return as_terms(self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended)
+        return as_terms(
+            self.tokens, self.limits, self.priority, self.extra_key, self.sampling, self.ended, self.publishes
+        )
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -191,7 +202,11 @@ class Request:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def _news(self) -> None:
+    def _begin(self, hits: Hits) -> None:
+        self.hits = hits
+
+    async def _news(self, seen: int) -> None:
+        """Wait until there are more than ``seen`` tokens, or the request has ended, or for less."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
@@ -219,10 +234,17 @@ def add_token(request: Request, token: int) -> None:
     request._wake()
 
 
+def begin_request(request: Request, hits: Hits) -> None:
+    """Note that the pages of the request's lease are loaded, and what that had found."""
+    if request.hits is None:
+        request._begin(hits)
+
+
 def end_request(request: Request, finish: Finish, error: BaseException | None = None) -> None:
     """End the output, and wake the readers. Only the first call for a request has an effect."""
     if request.finish is None:
-        request.finish, request.error, request.state = finish, error, State.FINISHED
+        request.error, request.state = error, State.FINISHED
+        request.finish = finish  # the last, for readers in other threads
         request._wake()
 
 
@@ -275,20 +297,24 @@ def as_stop_tokens(tokens: object) -> frozenset[int]:
 
 
 def as_terms(
-    tokens: list[int] | Tokens, limits: object, priority: object, extra_key: object, sampling: object, ended: object
-) -> RequestTerms:
+    tokens: list[int] | Tokens, limits: object, priority: object, extra_key: object, sampling: object, ended: object,
+    publishes: object,
+) -> RequestTerms:  # fmt: skip
     """The terms of a request, each of them checked.
 
     Raises:
         ConfigError: one of them cannot be used.
     """
-    temperature, top_p, seed = instance("request: sampling", sampling, Sampling)
+    temperature, top_p, seed, top_k = instance("request: sampling", sampling, Sampling)
+    if publishes is not None and not callable(publishes):
+        raise ConfigError(f"request: publishes={shown(publishes)} must be a function or None")
     return RequestTerms(
         as_tokens(tokens), instance("request: limits", limits, Limits), integer("request: priority", priority),
         namespace("request: extra_key", extra_key),
         Sampling(
             number("request: sampling: temperature", temperature, 0), number("request: sampling: top_p", top_p, 0, 1),
             None if seed is None else integer("request: sampling: seed", seed, -MAX_SEED, MAX_SEED),
+            integer("request: sampling: top_k", top_k, 0, MAX_TOKEN),
         ),
-        flag("request: ended", ended),
+        flag("request: ended", ended), publishes,
     )  # fmt: skip

@@ -10,6 +10,8 @@ Laws:
 
 from __future__ import annotations
 
+import asyncio
+
 from asynccache import CacheFull
 from asynccache_shim.admission import by_rank, chunk_stop, shorter, victim
 from asynccache_shim.admitting import retract
@@ -118,7 +120,7 @@ async def _publish_part(board: Board, request: ScheduledRequest, chunk: Chunk) -
     """Commit a chunk of prefill or a checkpoint, and give back the SWA pages that the window has left."""
     lease = request.lease
     assert lease is not None
-    if chunk.stop <= request.entry or chunk.checkpoint is not None:
+    if (chunk.stop <= request.entry or chunk.checkpoint is not None) and request.publishes():
         request.pages = await lease.commit(chunk.tokens[: chunk.stop], board.batch, chunk.checkpoint)
         lease.adopt(board.batch)
         if chunk.checkpoint is not None:
@@ -128,7 +130,8 @@ async def _publish_part(board: Board, request: ScheduledRequest, chunk: Chunk) -
 
 async def _generated(board: Board, request: ScheduledRequest, token: int) -> None:
     request.append(token)
-    limits = request.terms.limits
-    if token in limits.stop_tokens or request.generated >= limits.max_new_tokens:
+    limits, late = request.terms.limits, request.deadline
+    too_late = late is not None and asyncio.get_running_loop().time() > late
+    if token in limits.stop_tokens or request.generated >= limits.max_new_tokens or too_late:
         await board.publish(request)
         board.drop(request, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)

@@ -24,11 +24,14 @@ class ScheduledRequest:
     blocked: the value of ``Board.freed`` when the request was retracted; -1: it was not. While other requests hold
         pages it is not admitted again before ``freed`` has grown.
     failed_loads: how often its pages failed to load.
+    behind: the request that this one waited for when that was last looked up, and how many tokens they share.
+    deadline: the time of the loop after which a token is the last one; None: there is none.
     """
 
     __slots__ = (
-        "_buffer", "blocked", "checkpointed", "computed", "entering", "entry", "failed_loads", "handle", "id", "lease",
-        "length", "marks", "order", "pages", "patient", "priority", "reserved", "submitted", "terms", "watch",
+        "_buffer", "behind", "blocked", "checkpointed", "computed", "deadline", "entering", "entry", "failed_loads",
+        "handle", "id", "lease", "length", "marks", "order", "pages", "patient", "priority", "reserved", "submitted",
+        "terms", "watch",
     )  # fmt: skip
 
     def __init__(self, submitted: Request, number: int) -> None:
@@ -46,6 +49,9 @@ class ScheduledRequest:
         self.patient = False
         self.blocked = -1
         self.failed_loads = 0
+        self.behind: tuple[ScheduledRequest, int] | None = None
+        most = terms.limits.max_time
+        self.deadline = None if most is None else asyncio.get_running_loop().time() + most
         self._forget()
 
     def __repr__(self) -> str:
@@ -81,6 +87,23 @@ class ScheduledRequest:
         """True if the request can be part of a step."""
         return self.lease is not None and self.submitted.state is State.RUNNING
 
+    def publishes(self) -> bool:
+        """Return True if what the request has computed may be published."""
+        try:
+            return self.terms.publishes is None or bool(self.terms.publishes())
+        except Exception:  # the caller's own; it must not end the loop
+            return False
+
+    def computes_for(self, other: ScheduledRequest, page_size: int) -> int:
+        """Return with how many tokens, in whole pages, ``other`` begins like this request, if not all of these are
+        computed yet; else 0. The last token of a prompt is always computed by itself."""
+        most = min(self.length, other.length - 1) // page_size * page_size
+        if self.over or self.computed >= most or self.terms.extra_key != other.terms.extra_key:
+            return 0
+        differs = np.flatnonzero(self._buffer[:most] != other._buffer[:most])
+        shared = int(differs[0]) // page_size * page_size if len(differs) else most
+        return shared if shared > self.computed else 0
+
     @property
     def decodes(self) -> bool:
         """True if all tokens but the last are computed, so that the next step generates one."""
@@ -95,8 +118,6 @@ class ScheduledRequest:
         self.reserved = len(self.pages) * page_size
         self.marks = (lease.checkpoint_at, (self.entry - 1) // page_size * page_size) if has_states else ()
         self.submitted.state = State.LOADING
-        if self.submitted.hits is None:
-            self.submitted.hits = lease.hits
 
     def give_way(self) -> None:
         """Give up the request's place in the cache's line, if it has one."""

@@ -84,10 +84,13 @@ class Scheduler:
         if self._failure is not None and error is None:
             raise self._failure
 
-    async def aclose(self) -> None:
-        """Abort all requests, give all pages back and end the loop. Cancelling ends the waiting; closing goes on."""
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """End all requests, give all pages back and end the loop. The requests are aborted; with an ``error`` they fail
+        with that. Cancelling ends the waiting; closing goes on."""
         self._closing = True
         for request in self._board.requests():
+            if error is not None:
+                end_request(request.submitted, Finish.FAILED, error)
             request.submitted.abort()
         self._board.bell.set()
         if self._loop is not None:

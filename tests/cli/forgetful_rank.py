@@ -7,7 +7,7 @@ from typing import Any
 
 from asynccache.cli.engine import StandInEngine
 from asynccache.cli.ranked import rank
-from asynccache.cli.ranked.crew import read_duty
+from asynccache.cli.ranked.duty import read_duty
 
 
 def forget() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from asynccache import AsyncCache
 from asynccache.cli import session
-from asynccache.cli.display import Watch
 from asynccache.cli.main import main
 from tests.cli.test_cli_runs import SMALL
 
@@ -28,7 +27,7 @@ class Attaching(session.Session):
     changes: int
 
     @asynccontextmanager
-    async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
+    async def _exposed(self, cache: AsyncCache) -> AsyncIterator[None]:
         changing = asyncio.create_task(self._come_and_go(cache))
         try:
             yield
@@ -40,9 +39,9 @@ class Attaching(session.Session):
         random, at = Random(1), 0
         urls = {"near": "memory:?capacity=8MiB", "disk": f"file:{self.folder}/kv?capacity=256MiB"}
         while True:
-            while self._tally.served < at + EVERY:  # noqa: ASYNC110 - the tally is no Event
+            while self.tally.served < at + EVERY:  # noqa: ASYNC110 - the tally is no Event
                 await asyncio.sleep(0.002)
-            at = self._tally.served
+            at = self.tally.served
             for name, url in urls.items():
                 if name not in cache.stores:
                     await cache.attach_storage(url, name=name, position=0 if name == "near" else None)

@@ -1,4 +1,4 @@
-"""Ctrl-C in every phase of a real run, once and twice: it ends soon, cleanly, and with its report.
+"""Ctrl-C in every phase of a real run: the first ends it soon, cleanly, and with its report, the second at once.
 
 Most runs are this process's own, with a real signal. Processes are used where it matters that nothing is loaded yet, or
 how a process ends.
@@ -19,20 +19,18 @@ from tests.cli import interrupt_child
 
 RUN = "asynccache.cli.session:"
 PHASES = {
-    "loading": "import:asynccache.cli.session",
-    "torch": "import:torch",
-    "start": RUN + "Session._prepare",
+    "start": RUN + "configure",
     "opening": "asynccache.runtime.cache:AsyncCache.__aenter__",
     "warm-up": "asynccache.cli.session:Meter.start",
     "first request": "asynccache.cli.serving:Server.serve",
     "run": "asynccache.runtime.lease:Lease.commit",
     "end of the run": RUN + "Session._finish",
-    "flush": RUN + "Session._flush",
+    "flush": "asynccache.runtime.cache:AsyncCache.flush",
     "audit": "asynccache.core.audit:check",
     "closing": "asynccache.memory.cpu:CpuDevice.aclose",
-    "summary": RUN + "summary",
-    "writing": "asynccache.cli.output:dump",
-    "drawing": "asynccache.cli.output:write_page",
+    "summary": "asynccache.cli.display:summary",
+    "writing": "asynccache.cli.output:answer",
+    "drawing": RUN + "page",
 }
 OVER = ("summary", "writing", "drawing")        # all is done by then but to tell it, so nothing was interrupted
 ENDS_WITHIN = 180.0
@@ -61,29 +59,25 @@ def is_reported(folder: Path, phase: str, status: int, out: str, err: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "times"), [("loading", 1), ("torch", 1), ("run", 1), ("flush", 2)])
-def test_a_process_writes_its_report_and_ends(phase: str, times: int, tmp_path: Path) -> None:
-    done = interrupted(tmp_path, PHASES[phase], times)
+@pytest.mark.parametrize("phase", ["run", "flush", "writing"])
+def test_a_process_writes_its_report_and_ends(phase: str, tmp_path: Path) -> None:
+    done = interrupted(tmp_path, PHASES[phase], 1)
     is_reported(tmp_path, phase, done.returncode, done.stdout, done.stderr)
 
 
-LOADED = [phase for phase, place in PHASES.items() if not place.startswith("import:")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "times"), [*((phase, 1) for phase in LOADED), ("start", 2), ("run", 2), ("flush", 2),
-                                              ("writing", 2)])  # fmt: skip
+@pytest.mark.parametrize("phase", PHASES)
 def test_whenever_it_comes_the_report_is_written(
-    phase: str, times: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    phase: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name = interrupt_child.found(PHASES[phase])
-    monkeypatch.setattr(owner, name, interrupt_child.pressing(getattr(owner, name), ",".join(["INT"] * times)))
+    monkeypatch.setattr(owner, name, interrupt_child.pressing(getattr(owner, name), "INT"))
     status = main(run(tmp_path))
     is_reported(tmp_path, phase, status, *capfd.readouterr())
 
 
 def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
-    done = interrupted(tmp_path, PHASES["start"], 3)
+    done = interrupted(tmp_path, PHASES["opening"], 2)
     assert done.returncode == 130, done.stderr
     assert done.stderr == ""
     assert (tmp_path / "run.json").read_text() == ""
@@ -93,8 +87,8 @@ def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_who_insists_while_requests_are_cancelled_sees_no_traceback(loop: str, ranks: str, tmp_path: Path) -> None:
-    """The third press ends the loop within a step of a task, whose error is nobody's."""
-    place, signals = "asynccache.runtime.lease:_give_back", ";;INT,INT;;;INT"
+    """The second press ends the loop within a step of a task, whose error is nobody's."""
+    place, signals = "asynccache.runtime.lease:_give_back", ";;INT;;;INT"
     command = [sys.executable, interrupt_child.__file__, place, signals, *run(tmp_path), "--loop", loop, "--rate", "0",
                "--tp", ranks, "--quiet"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
@@ -102,10 +96,11 @@ def test_who_insists_while_requests_are_cancelled_sees_no_traceback(loop: str, r
 
 
 @pytest.mark.parametrize(("place", "status"), [
-    ("import:asynccache.cli.main", 130), ("import:asynccache.cli.options", 130), ("import:json", 130),
-    ("exit", -signal.SIGINT),
+    ("import:asynccache.cli.main", 130), ("import:asynccache.cli.arguments", 130), ("import:json", 130),
+    ("import:torch", 130), ("exit", -signal.SIGINT),
 ])  # fmt: skip
 def test_before_a_run_and_after_it_there_is_nothing_to_report(place: str, status: int) -> None:
-    command = [sys.executable, interrupt_child.__file__, place, "INT", "config", "schema"]
+    what = ["stress", "--requests", "1"] if "torch" in place else ["config", "schema"]
+    command = [sys.executable, interrupt_child.__file__, place, "INT", *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
     assert (done.returncode, done.stderr) == (status, "")

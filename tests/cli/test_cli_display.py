@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from asynccache.cli import text
-from asynccache.cli.display import Screen, console, line, panel, requests, show, summary, verified
+from asynccache.cli.display import Screen, counts, line, panel, show, summary
+from asynccache.cli.options import RunSettings
+from asynccache.cli.session import execute
 from asynccache.cli.tally import Tally
 from asynccache.errors import ConfigError
 
@@ -29,8 +31,8 @@ def now(tally: Tally = TALLY, *, verify: bool = True) -> Screen:
     return Screen(
         "replay a-rather-long-name-of-a-recorded-conversation-trace.jsonl · full,swa,mamba · pages of 512",
         "1234 of 3600 s", 0.345,
-        (*requests(tally, 512, 1000.0), *tiers, *rates, ("verified", verified(tally, verify)),
-         ("lag", "p99 0.31 ms · max 123 ms"), ("memory", "12.0 GiB")),
+        (*counts(tally, verify, 512, 1000.0), *tiers, *rates, ("lag", "p99 0.31 ms · max 123 ms"),
+         ("memory", "12.0 GiB")),
         "interrupted: finishing what runs; press Ctrl-C again to cancel it",
     )  # fmt: skip
 
@@ -51,9 +53,9 @@ def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
     assert "1,234,567 served · 512 running" in lines[2]
     assert "1235/s · 123,456 cancelled" in lines[3]
     assert "58.3 % of tokens" in lines[4]
-    assert "1144.4 MiB/s" in lines[8]
-    assert "83.9 MiB/s" in lines[10]
-    assert "all right" in lines[11]
+    assert "all right" in lines[5]
+    assert "1144.4 MiB/s" in lines[9]
+    assert "83.9 MiB/s" in lines[11]
     assert lines[13].split() == ["memory", "12.0", "GiB"]
 
 
@@ -92,11 +94,10 @@ class Terminal(io.StringIO):
 
 
 def test_without_rich_only_a_quiet_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert console(quiet=True) is None
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert console(quiet=True) is None
+    monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(ConfigError, match=r"pip install 'rich>=13\.7' 'argcomplete>=3\.3', or use --quiet"):
-        console(quiet=False)
+        execute(RunSettings(command="stress", requests=1))
+    assert execute(RunSettings(command="stress", requests=1, quiet=True)) == 0
 
 
 @pytest.mark.asyncio
@@ -114,7 +115,7 @@ async def test_a_display_draws_until_it_is_cancelled(terminal: bool, monkeypatch
             taken.set()
         return NOW
 
-    task = asyncio.create_task(show(console(False, out), take, every=0.0))
+    task = asyncio.create_task(show(Console(file=out), take, every=0.0))
     await taken.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asynccache.cli.engine import NOTHING, EngineStream, PageRun, StandInEngine, Verdict
+from asynccache.cli.engine import NOTHING, PageRun, StandInEngine, Verdict
 from asynccache.cli.meter import run_delay
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.settings import ComponentKind
@@ -47,22 +47,20 @@ def engine(pools: dict[str, DevicePool]) -> Any:
 
 @pytest.mark.asyncio
 async def test_what_was_written_is_found(engine: StandInEngine) -> None:
-    stream = EngineStream(engine)
-    piece = full(3, 9, 1)
-    await stream.write([piece, piece._replace(component=ComponentKind.SWA)])
-    assert await stream.verify([piece, piece._replace(component=ComponentKind.SWA)]) == Verdict(6, 0)
+    pieces = [full(3, 9, 1), full(3, 9, 1)._replace(component=ComponentKind.SWA)]
+    assert await engine.begin(pieces, verifies=False).verdict() == NOTHING
+    assert await engine.begin(pieces, verifies=True).verdict() == Verdict(6, 0)
 
 
 @pytest.mark.asyncio
 async def test_a_page_without_a_slot_and_one_torn_layer_are_named(
     engine: StandInEngine, pools: dict[str, DevicePool]
 ) -> None:
-    stream = EngineStream(engine)
-    await stream.write([full(3, 9, 1)])
+    engine.write([full(3, 9, 1)])
     pools["full"].layer(1)[9, 5] ^= 1
-    verdict = await stream.verify([full(3, 9, 1, first=20)])
+    verdict = await engine.begin([full(3, 9, 1, first=20)], verifies=True).verdict()
     assert verdict == Verdict(3, 1, ("full page 21 in slot 9 differs from layer 1 on",))
-    verdict = await stream.verify([full(3, -1, 1)])
+    verdict = await engine.begin([full(3, -1, 1)], verifies=True).verdict()
     assert (verdict.pages, verdict.wrong) == (3, 1)
     assert verdict.what == ("full page 1 has no slot",)
 
@@ -126,13 +124,6 @@ def test_the_kernel_says_how_long_a_thread_waited_for_a_core() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_to_do_is_done_at_once(engine: StandInEngine) -> None:
-    stream = EngineStream(engine)
-    assert await stream.verify([full()]) == Verdict(0, 0)
-    assert stream.work is None
-
-
-@pytest.mark.asyncio
 async def test_cancelled_work_goes_on_and_its_event_tells_when_it_is_over(
     engine: StandInEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,14 +134,14 @@ async def test_cancelled_work_goes_on_and_its_event_tells_when_it_is_over(
         go_on.wait(30)
 
     monkeypatch.setattr(engine, "write", slow)
-    stream = EngineStream(engine)
-    task = asyncio.create_task(stream.write([full(1)]))
+    batch = engine.begin([full(1)], verifies=False)
+    task = asyncio.create_task(batch.verdict())
     await asyncio.to_thread(begun.wait, 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert stream.work is not None
-    assert not stream.work.done()
+    work: Any = batch.work
+    assert not work.done()
     go_on.set()
-    await stream.work.wait()
-    assert stream.work.done()
+    await work.wait()
+    assert work.done()

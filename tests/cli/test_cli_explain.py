@@ -80,4 +80,4 @@ def test_tokens_are_read_in_any_usual_form() -> None:
 
 def test_a_port_must_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stress", "--serve", "70000"]) == 2
-    assert "--serve=70000: must be a port" in capsys.readouterr().err
+    assert "--serve=70000 must lie between 0 and 65535" in capsys.readouterr().err

@@ -41,21 +41,21 @@ def test_values_of_many_pages_are_distinct() -> None:
 
 @pytest.mark.parametrize("size", [8, 256, 100, 3])
 def test_what_was_written_verifies_and_a_flip_shows(size: int) -> None:
-    pattern = Pattern("full", 0, size)
     layer = torch.zeros(32, size, dtype=torch.uint8)
+    pattern = Pattern("full", 0, layer)
     pages = torch.tensor([5, 1, 30, 7])
     values = torch.from_numpy(page_values(TOKENS[:64], 16).view(np.int64))
-    pattern.write(layer, pages, values)
-    assert pattern.mismatches(layer, pages, values) == ()
-    assert pattern.mismatches(layer, pages.roll(1), values) == [0, 1, 2, 3]
+    pattern.write(pages, values)
+    assert pattern.mismatches(pages, values) == ()
+    assert pattern.mismatches(pages.roll(1), values) == [0, 1, 2, 3]
     layer[30, size - 1] ^= 1
-    assert pattern.mismatches(layer, pages, values) == [2]
+    assert pattern.mismatches(pages, values) == [2]
 
 
 def test_pools_and_layers_differ() -> None:
     layer = torch.zeros(4, 64, dtype=torch.uint8)
     pages, values = torch.tensor([2]), torch.tensor([123456789])
-    Pattern("full", 0, 64).write(layer, pages, values)
+    Pattern("full", 0, layer).write(pages, values)
     for pool, index in (("full", 1), ("swa", 0)):
-        assert Pattern(pool, index, 64).mismatches(layer, pages, values) == [0]
-    assert Pattern("full", 0, 64).mismatches(layer, pages, values) == ()
+        assert Pattern(pool, index, layer).mismatches(pages, values) == [0]
+    assert Pattern("full", 0, layer).mismatches(pages, values) == ()

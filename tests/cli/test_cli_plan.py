@@ -125,11 +125,11 @@ def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--host-gib", "x"), "--host-gib=x: must be sizes in GiB above 0, with commas"),
-    (("--host-gib=-1",), "--host-gib=-1: must be sizes in GiB above 0"),
+    (("--host-gib", "x"), "--host-gib=x must be sizes in GiB above 0, with commas"),
+    (("--host-gib=-1",), "--host-gib=(-1.0,): Expected `float` > 0.0"),
     (("--host-gib", ""), "needs a host tier"),
-    (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s=0: must be a number above 0"),
-    (("--limit", "0"), "--limit=0: must be at least 1"),
+    (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s=0.0 must be above 0"),
+    (("--limit", "0"), "--limit=0 must be at least 1"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_refused(
     arguments: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.ranked import crew, session
-from asynccache.cli.ranked.session import entry
+from asynccache.cli.ranked import ranks
+from asynccache.cli.ranked.ranks import entry
 from asynccache.worker import Topology
 from tests import warm
 from tests.cli import interrupt_child
@@ -92,7 +92,7 @@ def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored
 
 @pytest.mark.slow
 def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-m", "tests.cli.forgetful_rank"))
+    monkeypatch.setattr(ranks, "COMMAND", (sys.executable, "-m", "tests.cli.forgetful_rank"))
     report = here(options(TP2, "none", tmp_path / "report.json", "--requests", "30", "--quiet"), status=1)
     wrong = [rank["verify"]["mismatches"] for rank in report["ranks"]]
     assert wrong[0] == 0 < wrong[1] == report["verify"]["mismatches"]
@@ -126,7 +126,7 @@ def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsy
 def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no torch here')"))
+    monkeypatch.setattr(ranks, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no torch here')"))
     assert main(options(TP2, "none", tmp_path / "report.json", "--quiet")) == 2
     said = capsys.readouterr().err                     # by the one that ended first
     assert said in {f"asynccache: rank {rank}: ended with status 1: no torch here\n" for rank in range(2)}
@@ -136,9 +136,9 @@ def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(
 def test_a_rank_that_never_comes_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert session.ARRIVAL == 30.0, "docs/ranks.md says so"
-    monkeypatch.setattr(session, "ARRIVAL", 1.0)
-    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    assert ranks.ARRIVAL == 30.0, "docs/ranks.md says so"
+    monkeypatch.setattr(ranks, "ARRIVAL", 1.0)
+    monkeypatch.setattr(ranks, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     assert main(options(TP2, "none", tmp_path / "report.json", "--quiet")) == 2
     assert "asynccache: ranks [0, 1] did not come within 1 s\n" in capsys.readouterr().err
 
@@ -164,10 +164,9 @@ def test_a_run_of_ranks_is_served_and_reported_as_any_other(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_a_run_with_its_report(times: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_with_its_report(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    done = pressed("asynccache.cli.serving:RequestRunner.run", times, options(TP2, "none", out, "--requests", "5000"))
+    done = pressed("asynccache.cli.serving:RequestRunner.run", 1, options(TP2, "none", out, "--requests", "5000"))
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert "stress OK, interrupted: " in done.stdout
@@ -198,6 +197,7 @@ def test_sigterm_for_all_processes_at_once_ends_a_run_with_its_report(tmp_path: 
 
 def test_the_json_says_everything_about_each_rank() -> None:
     """What a rank that never spoke has in the report."""
-    member: Any = SimpleNamespace(rank=3, account=None, process=SimpleNamespace(pid=77))
-    found = entry(member, Topology(tp=2, pp=2), "was killed by signal 9")
+    member: Any = SimpleNamespace(rank=3, account=None, early_end="was killed by signal 9",
+                                  process=SimpleNamespace(pid=77))
+    found = entry(member, Topology(tp=2, pp=2))
     assert found == {"rank": 3, "tp": 1, "cp": 0, "pp": 1, "pid": 77, "lost": "was killed by signal 9", "failure": None}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asynccache.cli.options import OPTIONS
+from asynccache.cli.options import RunSettings
 
 pytestmark = pytest.mark.slow(5)
 
@@ -60,5 +60,5 @@ def test_the_help_of_a_run_names_every_store_of_the_readme() -> None:
     stores = {scheme for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
               for scheme in re.findall(r"`(\w+:)[^`-]*`", cell)}  # fmt: skip
     assert {"file:", "rediss:", "az:"} <= stores
-    (option,) = (option for option in OPTIONS if option.name == "storage")
-    assert not [scheme for scheme in stores if scheme not in option.help]
+    text = RunSettings.fields("stress")["storage"].meaning
+    assert not [scheme for scheme in stores if scheme not in text]

@@ -13,7 +13,7 @@ import uvloop
 
 from asynccache.cli import session
 from asynccache.cli.main import main
-from asynccache.cli.options import LOOPS, OPTIONS
+from asynccache.cli.options import LOOPS, RunSettings
 from asynccache.core import audit
 from asynccache.errors import InvariantViolation
 from asynccache.runtime.cache import AsyncCache
@@ -46,7 +46,8 @@ def write_trace(path: Path, *lines: str) -> str:
 
 
 def test_every_option_that_was_asked_for_is_there() -> None:
-    have = {command: {o.name for o in OPTIONS if command in o.defaults} for command in ("replay", "stress")}
+    have = {command: {name.replace("_", "-") for name in RunSettings.fields(command)}
+            for command in ("replay", "stress")}
     assert have["replay"] >= ISSUE["replay"] | ISSUE["both"]
     assert have["stress"] >= ISSUE["stress"] | ISSUE["both"]
 
@@ -152,17 +153,17 @@ def test_one_flipped_bit_on_the_device_is_a_mismatch(tmp_path: Path, monkeypatch
     (["--page-size", "500"], "device_tokens=12288 is not a multiple of page_size=500"),
     (["--device-tokens", "12289"], "device_tokens=12289 is not a multiple of page_size=16"),
     (["--host-tokens", "24577"], "host_tokens=24577 is not a multiple of page_size=16"),
-    (["--window", "0"], "--window=0: must be at least 1"),
+    (["--window", "0"], "--window=0 must be at least 1"),
     (["--storage", "tape:/dev/st0"], "unknown backend 'tape'; installed: az, file, gs, memory, "),
-    (["--write-policy", "never"], "--write-policy=never: must be one of write_through, "),
-    (["--prefetch-policy", "never"], "--prefetch-policy=never: must be one of best_effort, "),
-    (["--eviction", "mru"], "--eviction=mru: must be one of lru, p2c"),
-    (["--components", "swa"], "--components=swa: must begin with full"),
-    (["--loop", "trio"], "--loop=trio: must be one of uvloop, asyncio"),
+    (["--write-policy", "never"], "--write-policy='never' must be one of write_through, "),
+    (["--prefetch-policy", "never"], "--prefetch-policy='never' must be one of best_effort, "),
+    (["--eviction", "mru"], "--eviction='mru' must be one of lru, p2c"),
+    (["--components", "swa"], "--components=swa must begin with full"),
+    (["--loop", "trio"], "--loop='trio' must be one of asyncio, uvloop"),
     (["--device-tokens", str(1 << 44)], f"pool 'full' on the device: device_pages={1 << 40}: "),
     (["--host-tokens", str(1 << 44)], f"pool 'full' on the host: host_pages={1 << 40}: "),
-    (["--cancel-rate", "1.5"], "--cancel-rate=1.5: must be a share"),
-    (["--faults", "nan"], "--faults=nan: must be a share"),
+    (["--cancel-rate", "1.5"], "--cancel-rate=1.5 must lie between 0 and 1"),
+    (["--faults", "nan"], "--faults=nan must be a finite number"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence_with_field_and_value_and_makes_no_store(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -176,9 +177,9 @@ def test_bad_input_is_one_sentence_with_field_and_value_and_makes_no_store(
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("{", "not a JSON object"), (json.dumps(GOOD | {"input_length": -5}), "input_length=-5 must be"),
+    ("{", "not a JSON object"), (json.dumps(GOOD | {"input_length": -5}), "input_length=-5 must lie"),
     (json.dumps(GOOD | {"hash_ids": [1]}), "hash_ids has 1 blocks, but input_length=600 makes 2"),
-    (json.dumps({"timestamp": 0}), "the field input_length is missing"),
+    (json.dumps({"timestamp": 0}), "the field 'input_length' is missing"),
 ])  # fmt: skip
 def test_a_malformed_line_of_a_trace_is_named_by_its_number(
     line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

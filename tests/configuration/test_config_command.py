@@ -12,7 +12,7 @@ import pytest
 from asynccache import ConfigError, Full, SlidingWindow, WritePolicy, load_config
 from asynccache.cli import main as command
 from asynccache.cli.main import main
-from asynccache.cli.options import RunSettings, resolve_options
+from asynccache.cli.options import RunSettings
 from asynccache.cli.sizing import configure
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def test_the_python_on_the_page_runs_with_the_file_on_the_page(
 
 
 def stress(file: Path, env: dict[str, str] | None = None, **given: object) -> RunSettings:
-    return resolve_options("stress", {"config": str(file), **given}, env or {})
+    return RunSettings.read("stress", {"config": str(file), **given}, env or {})
 
 
 def test_a_run_has_the_cache_that_its_file_describes(kv: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from asynccache import CacheConfig, ConfigError, Full, Replicated, Sidecar
-from asynccache.storage import StoreOptions
+from asynccache.storage import StoreOptions, parse_url, take_options
 
 FULL = Full(bytes_per_token=16, device_tokens=256, host_tokens=256)
 SIDE = Sidecar(name="s", indices_from="full", bytes_per_page=8, replicated=True)  # type: ignore[arg-type]
@@ -57,3 +58,12 @@ def test_a_configuration_shows_its_settings_and_no_secrets() -> None:
     assert "hunter2" not in repr(CONFIG)
     assert "storage='redis://***@host'" in repr(CONFIG)
     assert "page_size=32" in repr(CONFIG)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Sidecar(name="s\n", indices_from="full", bytes_per_page=8), lambda: StoreOptions("disk\n"),
+    lambda: take_options(parse_url("file:/kv?name=disk%0A")),
+])  # fmt: skip
+def test_a_name_has_no_line_break_at_its_end(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match="matching regex"):
+        make()

@@ -63,8 +63,8 @@ from asynccache.storage import (
     weights_digest,
 )
 from asynccache.worker import RankWorker, Topology
-from asynccache.worker.contract import EmbedderParts as NothingGiven
-from asynccache.worker.rank_performer import Performer
+from asynccache.worker.local import EmbedderParts as NothingGiven
+from asynccache.worker.rank_server import RankServer
 from tests.edge.edge_kit import (
     Case,
     Depends,
@@ -437,9 +437,9 @@ async def _late_attribute(world: World, given: Given) -> None:
 
 
 async def _follow(world: World, given: Given) -> None:
-    performer = Performer(1, Topology(tp=2), NothingGiven(), None, lambda _: None)
-    performer.batches.finish(None)  # the cache is closed
-    await called(follow, {"worker": RankWorker(performer), "model": _Model()}, given)
+    server = RankServer(1, Topology(tp=2), NothingGiven(), None, lambda _: None)
+    server.batches.finish(None)  # the cache is closed
+    await called(follow, {"worker": RankWorker(server), "model": _Model()}, given)
 
 
 # the cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -10,14 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-from asynccache_hf import Generated, Generator, Layout, PagedModel, describe
+from asynccache_hf import Layout, PagedModel, describe
 from asynccache_hf.call import run
+from asynccache_shim import Chunk, Limits, Request, Scheduler, SchedulerConfig
 from transformers import DynamicCache
 
-from asynccache import AsyncCache, CacheConfig
+from asynccache import AsyncCache, CacheConfig, Hits
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.host_copies import Faults
@@ -49,20 +51,73 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 
-class Served:
-    """A cache, and a model that generates on it."""
+class Generated(NamedTuple):
+    """New tokens, and the logits that each was chosen from."""
 
-    def __init__(self, cache: AsyncCache, family: str, page_size: int = PAGE, weights: int = 0) -> None:
+    tokens: list[int]
+    logits: torch.Tensor
+    hits: Hits
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return sum(self.hits)
+
+
+class Heard(PagedModel):
+    """A model of which the logits are known that a token was drawn from, by the tokens before it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.heard: dict[bytes, torch.Tensor] = {}
+
+    def compute_all(self, chunks: Sequence[Chunk], keep: int = 1) -> list[torch.Tensor]:
+        made = super().compute_all(chunks, keep)
+        for chunk, logits in zip(chunks, made, strict=True):
+            if chunk.sample:
+                self.heard[chunk.tokens[: chunk.stop].tobytes()] = logits[-1:]
+        return made
+
+
+class Served:
+    """A cache, and a model that a scheduler serves on it: a step computes ``CHUNK`` tokens, and so recurrent states are
+    kept at the multiples of these, too."""
+
+    def __init__(
+        self, cache: AsyncCache, family: str, page_size: int = PAGE, weights: int = 0, model: Heard | None = None
+    ) -> None:
         self.cache = cache
         self.family = family
         self.weights = weights
-        self.model = PagedModel(model_of(family, weights), layout_of(family, page_size), cache.pools)
-        self.generator = Generator(cache, self.model, chunk=CHUNK)
+        self.model = model or Heard(model_of(family, weights), layout_of(family, page_size), cache.pools)
+        step = max(CHUNK, page_size + 1)
+        settings = SchedulerConfig(step_tokens=step, max_running=step - page_size, checkpoint_every=page_size)
+        self.scheduler = Scheduler(cache, self.model, settings)
         self.worst = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self.scheduler.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self.scheduler.__aexit__(*raised)
+
+    async def generate(self, tokens: Sequence[int], new_tokens: int = 4, **terms: Any) -> Generated:
+        """Generate. If this is cancelled, the request is aborted."""
+        request = self.scheduler.submit(Request(list(tokens), Limits(new_tokens), **terms))
+        try:
+            made = await request.done()
+        except asyncio.CancelledError:
+            request.abort()
+            raise
+        text = Request([*tokens, *made]).tokens
+        logits = [self.model.heard[text[:stop].tobytes()] for stop in range(len(tokens), len(text))]
+        assert request.hits is not None
+        return Generated(made, torch.cat(logits), request.hits)
 
     async def check(self, tokens: Sequence[int], new_tokens: int = 4, **terms: Any) -> Generated:
         """Generate, and compare with one call of the model without a cache."""
-        made = await self.generator.generate(tokens, new_tokens, **terms)
+        made = await self.generate(tokens, new_tokens, **terms)
         error, wanted = self.difference(tokens, made)
         self.worst = max(self.worst, error)
         assert made.tokens == wanted, f"{self.family}: other tokens, {made.cached} cached"
@@ -145,12 +200,10 @@ async def served(
 @asynccontextmanager
 async def sound_at_the_end(served: Served) -> AsyncIterator[Served]:
     """When the block is left, everything comes to rest, and the audit must hold."""
-    try:
+    async with served:
         yield served
-        await settled(served.cache)
-        check(served.cache.core, idle=True)
-    finally:
-        served.generator.close()
+    await settled(served.cache)
+    check(served.cache.core, idle=True)
 
 
 def open_caches() -> list[AsyncCache]:

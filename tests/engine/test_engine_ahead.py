@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from asynccache_hf import BatchRequest, ContinuousBatching
-from asynccache_hf.ahead import UncomputedPrompts
+from asynccache_hf import ContinuousBatching
 from asynccache_shim import Finish
 
-from asynccache import Hits
 from asynccache.errors import CacheClosed
 from tests.engine.engine_kit import model_of, prompt
 from tests.engine.test_engine_batching import all_wanted, made, sound, wanted
@@ -59,20 +54,11 @@ def held_back(model: Any, after: int) -> Iterator[tuple[threading.Event, threadi
         hook.remove()
 
 
-def has_lease(request: BatchRequest) -> Hits | None:
-    """Its hits, as soon as it has any."""
-    end = time.monotonic() + 20
-    while request.hits is None and time.monotonic() < end:
-        time.sleep(0.005)
-    return request.hits
-
-
 @pytest.fixture
 def llama() -> Iterator[ContinuousBatching]:
     with ContinuousBatching(model_of("llama"), **SIZES, name="llama") as opened:
         yield opened
         sound(opened)
-        assert not opened._prompts._alike
 
 
 @pytest.mark.parametrize(("family", "step"), [("llama", 40), ("llama", 1000), ("mistral", 40), ("gpt_oss", 40)])
@@ -104,25 +90,18 @@ def test_each_waits_for_the_one_that_it_shares_most_with(llama: ContinuousBatchi
     assert sum(calls) == sum(map(len, asked)) + len(asked) * (NEW - 1) - hits
 
 
-def test_nobody_waits_for_more_than_what_is_shared(llama: ContinuousBatching) -> None:
-    """One that begins as a long prompt has its lease while that is still being computed."""
-    long = [*SHARED, *prompt(300, seed=1)]
-    with held_back(llama._model, 3) as (there, go):
-        first, second = (llama.add_request(each, max_new_tokens=1, eos_token_id=-1) for each in (long, TWINS[0]))
-        assert there.wait(20)  # 120 of 400 tokens are computed, and no more before `go`
-        assert has_lease(second) == (96, 0, 0)
-        go.set()
-    assert [first.result(20), second.result(20)] == all_wanted("llama", [long, TWINS[0]], 1)
-
-
-def test_namespaces_do_not_wait_for_each_other(llama: ContinuousBatching) -> None:
-    with held_back(llama._model, 1) as (there, go):
-        first = llama.add_request(TWINS[0], max_new_tokens=NEW, eos_token_id=-1)
-        assert there.wait(20)
-        other = llama.add_request(TWINS[1], max_new_tokens=NEW, eos_token_id=-1, extra_key="other")
-        assert has_lease(other) == (0, 0, 0)
-        go.set()
-    assert [first.result(20), other.result(20)] == all_wanted("llama", TWINS[:2])
+def test_namespaces_do_not_wait_for_each_other() -> None:
+    sizes = {**SIZES, "step_tokens": 1000, "name": "llama"}
+    with ContinuousBatching(model_of("llama"), **sizes) as batching, counted(batching._model) as calls:
+        with held_back(batching._model, 0) as (there, go):
+            before = batching.add_request(prompt(5, seed=9), max_new_tokens=1)
+            assert there.wait(20)
+            twins = [batching.add_request(each, max_new_tokens=NEW, eos_token_id=-1, extra_key=key)
+                     for each, key in zip(TWINS, ("a", "b", "a"), strict=False)]  # fmt: skip
+            go.set()
+        assert [twin.result(20) for twin in twins] == all_wanted("llama", TWINS[:3])
+        before.wait(20)
+        assert calls[:3] == [5, len(TWINS[0]) + len(TWINS[1]), 2 + len(TWINS[2]) - 96]
 
 
 # who waits does not wait for ever
@@ -179,99 +158,3 @@ def test_closed_it_ends_who_waits_for_another() -> None:
     for request in requests:
         with pytest.raises(CacheClosed):
             request.result(1)
-    assert not batching._prompts._alike
-
-
-# the rule alone
-
-
-async def turn_of(
-    prompts: UncomputedPrompts, tokens: list[int], key: str | None = None
-) -> tuple[Any, asyncio.Task[None]]:
-    entered = prompts.enter(tokens, key)
-    task = asyncio.create_task(entered.turn())
-    await asyncio.sleep(0)
-    return entered, task
-
-
-async def settled(*tasks: asyncio.Task[None]) -> list[bool]:
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return [task.done() for task in tasks]
-
-
-@pytest.mark.asyncio
-async def test_a_prompt_waits_for_whole_pages_of_those_before_it_only() -> None:
-    prompts = UncomputedPrompts(4)
-    first, begins = await turn_of(prompts, list(range(12)))
-    _, same = await turn_of(prompts, list(range(12)))           # 8: its last token is computed in any case
-    _, half = await turn_of(prompts, [0, 1, 2, 3, 4, 5, 9])     # 4
-    _, none = await turn_of(prompts, [0, 1, 2, 9])
-    _, apart = await turn_of(prompts, list(range(12)), "key")
-    assert await settled(begins, same, half, none, apart) == [True, False, False, True, True]
-    first.reach(4)
-    assert await settled(same, half) == [False, True]
-    first.reach(8)
-    assert await settled(same) == [True]
-
-
-@pytest.mark.asyncio
-async def test_a_prompt_that_leaves_is_waited_for_no_more() -> None:
-    prompts = UncomputedPrompts(4)
-    first, _ = await turn_of(prompts, list(range(12)))
-    second, waits = await turn_of(prompts, list(range(12)))
-    third, last = await turn_of(prompts, list(range(12)))
-    prompts.leave(first)
-    assert await settled(waits, last) == [True, False]
-    waits.cancel()
-    prompts.leave(second)
-    assert await settled(last) == [True]
-    prompts.leave(third)
-    prompts.leave(third)
-    assert not prompts._alike
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("seed", range(20))
-async def test_everybody_gets_a_turn_and_no_page_is_computed_by_two(seed: int) -> None:
-    """Random trees of prompts; each computes page by page when it has its turn, some stop on the way."""
-    chance, prompts, pages, twice = random.Random(seed), UncomputedPrompts(2), set[tuple[int, ...]](), []
-
-    async def serve(tokens: list[int], stops: bool) -> None:
-        own = prompts.enter(tokens, None)
-        try:
-            await own.turn()
-            own.reach(max((n for n in range(0, len(tokens), 2) if n == 0 or tuple(tokens[:n]) in pages), default=0))
-            for end in range(own.reached + 2, len(tokens) + 1, 2):
-                await asyncio.sleep(0)
-                if stops and chance.random() < 0.2:
-                    return
-                if tuple(tokens[:end]) in pages and end < len(tokens):
-                    twice.append(tokens[:end])
-                pages.add(tuple(tokens[:end]))
-                own.reach(end)
-        finally:
-            prompts.leave(own)
-
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        for _ in range(30):
-            tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 14))]
-            task = group.create_task(serve(tokens, chance.random() < 0.3))
-            if chance.random() < 0.1:
-                asyncio.get_running_loop().call_later(chance.random() / 1000, task.cancel)
-    assert not twice
-    assert not prompts._alike
-
-
-def test_who_waits_for_whom_is_found_in_time_that_grows_with_the_prompts_and_not_with_their_pairs() -> None:
-    def cost(number: int) -> float:
-        prompts = UncomputedPrompts(16)
-        texts = [[*range(2000), *range(5000 + i, 5100 + i)] for i in range(number)]
-        before = time.process_time()
-        for each in texts:
-            found = prompts.ahead_of(prompts.enter(each, None))
-            assert found is None or found[1] == 2000
-        return time.process_time() - before
-
-    cost(50)
-    assert cost(1600) < 8 * cost(400)

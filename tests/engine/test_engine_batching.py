@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending, continuous
-from asynccache_hf.cached_model import LoopThread
-from asynccache_shim import Finish
+from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending
+from asynccache_shim import Finish, Scheduler
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import offloading_manager
 
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
@@ -27,11 +25,17 @@ from asynccache.errors import CacheClosed, ConfigError
 from tests.engine import batching_child, engine_kit
 from tests.engine.engine_kit import model_of, open_caches, prompt, settled
 from tests.engine.engine_models import make
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow(0.5)
 
-FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "mixtral", "cohere2", "gpt2")
-"""Eager and sdpa; full attention, one window, windows beside full attention; caps, sinks, experts, shared heads."""
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma2", "gpt_oss", "mixtral", "cohere2", "gpt2",
+    "jamba", "bamba", "olmo_hybrid", "lfm2", "mamba", "deepseek_v3", "deepseek_v4", "gemma3n", "llama4", "bloom",
+)  # fmt: skip
+"""Eager and sdpa; full attention, one window, windows beside full attention; caps, sinks, experts, shared heads. Then
+those that are computed request by request: recurrent states and convolutions, latent attention, compressed entries,
+shared layers, chunks."""
 NEW = 6
 SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024, "step_tokens": 40}
 NAMED: dict[str, Any] = {**SIZES, "name": "llama"}
@@ -45,7 +49,7 @@ def texts() -> list[list[int]]:
 
 @cache
 def beside(family: str) -> Any:
-    """The same model once more: one with eager attention is not for ``generate`` while it is served."""
+    """The same model once more, so that hooks of the served one do not count it."""
     return make(family)
 
 
@@ -70,10 +74,9 @@ def made(batching: ContinuousBatching, asked: list[list[int]], new: int = NEW) -
 
 def sound(batching: ContinuousBatching) -> None:
     """Nothing is held, and the books are right."""
+    batching.ask(lambda cache: until(lambda: not batching._scheduler._board.requests()))
     batching._loop.call(settled(batching._cache))
     check(batching._cache.core, idle=True)
-    assert not batching._pages.held
-    assert not batching._open
 
 
 def threads() -> set[str]:
@@ -84,8 +87,9 @@ def empty_device(batching: ContinuousBatching | PrefixCache) -> None:
     async def taken() -> None:
         await settled(batching._cache)
         slots = batching._cache.statistics().device
-        count = min(shelf.capacity for shelf in slots.values()) * batching._layout.page_size
-        async with batching._cache.lease([0], new_tokens=count - 1, extra_key="filler"):
+        states = slots["mamba"].capacity if "mamba" in slots else None
+        count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * batching._layout.page_size
+        async with batching._cache.lease([0], new_tokens=count - 1, extra_key="filler", states=states):
             pass
 
     batching._loop.call(taken())
@@ -291,8 +295,20 @@ def test_sampling_is_of_a_request() -> None:
         free, sure = batching.add_request(prompt(45)), batching.add_request(prompt(45), top_k=1)
         assert sure.result(20) == wanted("llama", tuple(prompt(45)))
         assert free.result(20) != sure.result()
+        one, two, other = (batching.add_request(prompt(45), seed=seed).result(20) for seed in (7, 7, 8))
+        assert one == two != other
         with pytest.raises(ConfigError, match="min_p"):
             batching.add_request(prompt(5), min_p=0.5)
+
+
+def test_the_seed_of_all_draws_the_same_for_the_same_requests_in_the_same_order() -> None:
+    settings = transformers.GenerationConfig(do_sample=True, max_new_tokens=20, eos_token_id=-1)
+    drawn = []
+    for seed in (3, 3, 4):
+        with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings, seed=seed) as batching:
+            drawn.append([each.result() for each in batching.generate_batch([prompt(45), prompt(45)])])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
 
 
 # ends
@@ -306,22 +322,6 @@ def test_a_request_may_be_aborted_at_any_moment(llama: ContinuousBatching) -> No
         request.wait(20)
         assert request.finish is Finish.ABORTED
         assert request.error is None
-
-
-def test_a_cancellation_that_overtakes_its_request_waits_for_it(llama: ContinuousBatching) -> None:
-    """transformers takes requests and cancellations from two queues, one after the other."""
-    made(llama, [prompt(9)])                               # its thread has begun
-    processor = llama._manager.batch_processor
-    assert processor is not None
-    planner = processor.scheduler
-    with llama._manager.pause():
-        planner.set_request_cancellation("request-9")
-        llama._pages.held["request-9"] = continuous.RequestPages(0, {}, 0, lambda computed: None, lambda: None)
-        assert planner.clear_cancelled_requests() == []
-        planner.add_waiting_request(continuous.waiting("request-9", [1]))
-        assert [state.request_id for state in planner.clear_cancelled_requests()] == ["request-9"]
-        assert not planner._requests_to_cancel
-        assert not llama._pages.held
 
 
 def test_one_is_aborted_and_the_others_are_not(llama: ContinuousBatching) -> None:
@@ -356,22 +356,20 @@ def test_an_error_of_the_model_fails_a_step_and_not_the_next(llama: ContinuousBa
     assert made(llama, [prompt(23)]) == all_wanted("llama", [prompt(23)])
 
 
-def test_if_the_thread_that_generates_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Any) -> Any:
-        if self.scheduler.has_pending_requests():
-            raise MemoryError("no more")
-        return usual(self)
+def test_if_the_scheduler_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: Any) -> bool:
+        raise MemoryError("no more")
 
-    usual = continuous.StepProcessor.prepare_next_batch
     with ContinuousBatching(model_of("llama"), **NAMED) as batching:
         with stopped(batching._model):
             request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
             next(iter(request))
-            monkeypatch.setattr(continuous.StepProcessor, "prepare_next_batch", broken)
+            monkeypatch.setattr(Scheduler, "step", broken)
         with pytest.raises(MemoryError, match="no more"):
             request.result(20)
-        with pytest.raises(RuntimeError, match="thread"):
+        with pytest.raises(CacheClosed, match="the scheduler is closed"):
             batching.add_request(prompt(20)).result(20)
+        assert batching.closed == "the scheduler has ended: MemoryError('no more')"
         sound(batching)
 
 
@@ -382,7 +380,6 @@ def test_closed_it_takes_no_requests_and_leaves_nothing() -> None:
         running = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
         next(iter(running))
         waiting = batching.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
-        assert model.config._attn_implementation == "paged|eager"
         threading.Timer(0.2, go.set).start()
         batching.close()
     batching.close()
@@ -400,14 +397,13 @@ def test_a_request_that_is_aborted_while_the_cache_closes_raises_nothing(monkeyp
     batching = ContinuousBatching(model_of("llama"), **SIZES, name="llama")
     request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
     next(iter(request))
-    soon = LoopThread.soon
+    soon = request._soon
 
-    def late(loop: LoopThread, *args: Any) -> None:
-        monkeypatch.undo()
+    def late(*args: Any) -> None:
         batching.close()
-        soon(loop, *args)
+        soon(*args)
 
-    monkeypatch.setattr(LoopThread, "soon", late)
+    monkeypatch.setattr(request, "_soon", late)
     request.abort()
     with pytest.raises(CacheClosed, match="closed before the request was over"):
         request.result(1)
@@ -421,22 +417,14 @@ def test_what_was_opened_in_vain_leaves_nothing() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("lacking", ["memory", "thread"])
+@pytest.mark.parametrize("lacking", ["PagedModel", "Scheduler"])
 def test_an_error_after_the_cache_has_opened_closes_it(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any) -> Any:
         raise MemoryError("no more")
 
-    def no_thread(thread: threading.Thread) -> None:
-        if thread.name.endswith("-generates"):
-            raise MemoryError("no more")
-        start(thread)
-
-    model, before, caches, start = make("gpt_oss"), threads(), open_caches(), threading.Thread.start
+    model, before, caches = make("gpt_oss"), threads(), open_caches()
     with monkeypatch.context() as patched:
-        if lacking == "memory":
-            patched.setattr("asynccache_hf.batching.PageCache", no_memory)
-        else:
-            patched.setattr(threading.Thread, "start", no_thread)
+        patched.setattr(f"asynccache_hf.cached_model.{lacking}", no_memory)
         with pytest.raises(MemoryError, match="no more"):
             ContinuousBatching(model, **SIZES, name="gpt_oss")
     assert threads() <= before
@@ -444,13 +432,6 @@ def test_an_error_after_the_cache_has_opened_closes_it(lacking: str, monkeypatch
     assert model.config._attn_implementation == "eager"
     with ContinuousBatching(model, **SIZES, name="gpt_oss") as batching:
         assert made(batching, [prompt(23)]) == all_wanted("gpt_oss", [prompt(23)])
-
-
-def test_a_setting_is_refused_before_the_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of several requests in a step runs the model several times over its longest window."""
-    monkeypatch.setattr("asynccache_hf.batching.tried_together", lambda *_: pytest.fail("it was tried"))
-    with pytest.raises(ConfigError, match="device_tokens=-1"):
-        ContinuousBatching(model_of("llama"), **{**NAMED, "device_tokens": -1})
 
 
 def test_an_idle_one_uses_no_processor(llama: ContinuousBatching) -> None:
@@ -479,23 +460,23 @@ def test_what_cannot_be_is_refused_by_name(llama: ContinuousBatching, given: dic
 
 
 @pytest.mark.parametrize(("option", "value"), [("temperature", 0.0), ("temperature", float("nan")), ("top_k", 0),
-                                               ("top_k", 1_000_000), ("top_p", 1.5)])  # fmt: skip
-def test_a_value_of_sampling_that_would_fail_a_step_is_refused(option: str, value: float) -> None:
+                                               ("top_k", 1.5), ("top_p", 1.5), ("seed", "x")])  # fmt: skip
+def test_a_value_of_sampling_that_is_none_is_refused(option: str, value: float) -> None:
     settings = transformers.GenerationConfig(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)
     with (ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching,
           pytest.raises(ConfigError, match=option)):  # fmt: skip
         batching.add_request(prompt(5), max_new_tokens=2, **{option: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
-def test_what_continuous_batching_would_leave_out_is_refused_and_the_model_is_as_before() -> None:
-    model = model_of("gemma2")
-    before = model.config._attn_implementation
-    for given, said in (({"repetition_penalty": 1.2}, "RepetitionPenalty"),
-                        ({"do_sample": True, "temperature": 0.0}, "generation_config")):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
-            ContinuousBatching(model, **SIZES, name="x", generation_config=transformers.GenerationConfig(**given))
-        assert model.config._attn_implementation == before
+@pytest.mark.parametrize("given", [
+    {"repetition_penalty": 1.2}, {"do_sample": True, "temperature": 0.0}, {"do_sample": True, "min_p": 0.1},
+    {"do_sample": True, "typical_p": 0.5}, {"min_new_tokens": 2}, {"bad_words_ids": [[1]]}, {"stop_strings": ["x"]},
+    {"prompt_lookup_num_tokens": 3}, {"penalty_alpha": 0.6}, {"guidance_scale": 2.0}, {"forced_eos_token_id": 3},
+])  # fmt: skip
+def test_a_setting_that_generate_follows_and_this_does_not_is_refused_by_its_name(given: dict[str, Any]) -> None:
+    name, value = next(reversed(given.items()))
+    with pytest.raises(ConfigError, match=re.escape(f"generation_config.{name}={value!r}")):
+        ContinuousBatching(model_of("llama"), **NAMED, generation_config=transformers.GenerationConfig(**given))
 
 
 def test_a_reader_whose_loop_was_closed_ends_nothing(llama: ContinuousBatching) -> None:
@@ -543,23 +524,29 @@ def test_one_prompt_that_is_none_is_named_and_none_is_begun(llama: ContinuousBat
     assert llama.counts == Counts()
 
 
-@pytest.mark.parametrize(("family", "said"), [
-    ("lfm2", "Lfm2ForCausalLM: layer 0 keeps recurrent states, and .* PrefixCache serves such a model"),
-    ("gemma3n", "layer 2 keeps nothing of its own"),
-    ("llama4", "no layers of type chunked_attention"),
-    ("bloom", "a step of several requests raises (ValueError|AttributeError)"),
-])  # fmt: skip
-def test_a_model_that_it_cannot_page_is_refused_with_what_can(family: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        ContinuousBatching(model_of(family), page_size=8, name=family)
-
-
-def test_a_model_that_computes_something_else_in_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_wrong_in_common_steps_is_computed_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: its caps are lost, as in transformers' own continuous batching."""
     monkeypatch.setattr(attending, "options_of", lambda given, module: {})
     model = make("gemma2", attn_logit_softcapping=1.0)
-    with pytest.raises(ConfigError, match="in steps of several requests its logits differ by"):
-        ContinuousBatching(model, page_size=8, name="gemma2")
+    with ContinuousBatching(model, **SIZES, name="gemma2") as batching:
+        assert not batching._layout.packed
+        for asked, output in zip(texts(), made(batching, texts()), strict=True):
+            assert output == model.generate(torch.tensor([asked]), max_new_tokens=NEW)[0, len(asked) :].tolist()
+
+
+def test_a_model_with_eager_attention_generates_as_before_while_it_is_served() -> None:
+    model, text = make("gpt_oss"), torch.tensor([prompt(45)])
+    right = model.generate(text, max_new_tokens=40).tolist()
+    with ContinuousBatching(model, **SIZES, name="gpt_oss") as batching:
+        assert batching._layout.packed
+        request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
+        next(iter(request))
+        for _ in range(3):
+            assert model.generate(text, max_new_tokens=40).tolist() == right
+        assert request.finish is None
+        request.abort()
+        assert request.result(20) == wanted("gpt_oss", tuple(prompt(20)), 400)[: len(request.output)]
+    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_beams", 3), ("num_return_sequences", 2)])
@@ -575,7 +562,7 @@ def test_max_time_ends_a_request_after_the_token_that_came_too_late(together: bo
     asked = [prompt(45), prompt(17, seed=9)]
     for most in (0.0, 60.0):
         settings = transformers.GenerationConfig(max_new_tokens=NEW, max_time=most, do_sample=False)
-        usual = [beside("llama").generate(torch.tensor([each]), generation_config=settings, eos_token_id=-1)
+        usual = [model_of("llama").generate(torch.tensor([each]), generation_config=settings, eos_token_id=-1)
                  [0, len(each) :].tolist() for each in asked]  # fmt: skip
         assert [len(each) for each in usual] == [1 if most == 0 else NEW] * 2
         with ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching:
@@ -610,24 +597,6 @@ def test_a_time_that_is_none_is_refused(value: Any) -> None:
     settings.max_time = value
     with pytest.raises(ConfigError, match=r"generation_config\.max_time"):
         ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings)
-
-
-def test_nobody_is_told_to_install_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers uses it for offloading only, and nothing is offloaded here. Its other warnings are let through."""
-    said = list[str]()
-    monkeypatch.setattr(offloading_manager, "is_psutil_available", lambda: False)
-    monkeypatch.setattr(offloading_manager.logger, "level", logging.WARNING)
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
-    offloading_manager.logger.addHandler(handler)
-    try:
-        with ContinuousBatching(model_of("llama"), page_size=4, device_tokens=256, host_tokens=256) as batching:
-            made(batching, [prompt(9)])
-        assert said == []
-        offloading_manager.logger.warning("psutil is not available")
-        assert said == ["psutil is not available"]
-    finally:
-        offloading_manager.logger.removeHandler(handler)
 
 
 def test_who_does_not_attend_to_our_pages_is_served_as_before() -> None:

@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
-from asynccache_hf import Generated, PagedModel
+from asynccache_hf import PagedModel
 from asynccache_hf.call import cache_name
 from asynccache_hf.layout import Layout
 from asynccache_shim.model import Chunk
 from transformers.cache_utils import DynamicCache
 
 from asynccache import AsyncCache, ConfigError, HitPolicy
-from tests.engine.engine_kit import CHUNK, LIMIT, PAGE, Served, layout_of, model_of, prompt, sound_at_the_end
+from tests.engine.engine_kit import (
+    CHUNK,
+    LIMIT,
+    PAGE,
+    Generated,
+    Heard,
+    Served,
+    layout_of,
+    model_of,
+    prompt,
+    sound_at_the_end,
+)
 
 PAIRS = [("qwen3", "llama"), ("gemma3", "gemma3"), ("deepseek_v4", "qwen3"), ("falcon_h1", "qwen3")]
 LENGTH = 45
@@ -25,7 +36,7 @@ CACHED = LENGTH // PAGE * PAGE
 NEW = 4
 
 
-class Both(PagedModel):
+class Both(Heard):
     """The target; the draft computes whatever it computes, in the same pages."""
 
     def __init__(self, model: Any, layout: Layout, draft: PagedModel, cache: AsyncCache) -> None:
@@ -33,9 +44,9 @@ class Both(PagedModel):
         self.draft = draft
         self.drafted: list[torch.Tensor] = []
 
-    def compute(self, chunk: Chunk, keep: int = 1) -> torch.Tensor:
-        self.drafted.append(self.draft.compute(chunk._replace(checkpoint=None), keep))
-        return super().compute(chunk, keep)
+    def compute_all(self, chunks: Sequence[Chunk], keep: int = 1) -> list[torch.Tensor]:
+        self.drafted += self.draft.compute_all([chunk._replace(checkpoint=None) for chunk in chunks], keep)
+        return super().compute_all(chunks, keep)
 
 
 def layouts(target: str, draft: str) -> tuple[Layout, Layout]:
@@ -47,17 +58,14 @@ async def served_with(target: str, draft: str, storage: MemoryBackend | None = N
     both, drafts = layouts(target, draft)
     config = both.cache_config(device_tokens=32 * PAGE, host_tokens=64 * PAGE, host_states=32, prefetch_threshold=PAGE)
     async with AsyncCache(config, storage=storage) as cache:
-        served = Served(cache, target)
-        served.generator._model = Both(
-            model_of(target), both, PagedModel(model_of(draft, 1), drafts, cache.pools), cache
-        )
-        async with sound_at_the_end(served):
+        model = Both(model_of(target), both, PagedModel(model_of(draft, 1), drafts, cache.pools), cache)
+        async with sound_at_the_end(Served(cache, target, model=model)) as served:
             yield served
 
 
 async def checked(served: Served, draft: str, tokens: Sequence[int]) -> Generated:
     """Both models say what they say without a cache, in the same chunks."""
-    model = served.generator._model
+    model = served.model
     assert isinstance(model, Both)
     model.drafted.clear()
     made = await served.check(tokens, NEW)

@@ -171,6 +171,16 @@ def test_generating_changes_nothing_of_the_identity(warned: Callable[[], list[st
     assert not warned()
 
 
+def test_a_model_that_runs_is_what_it_is_at_rest() -> None:
+    """transformers notes some arguments of a call in the configuration until the call ends; another thread may ask."""
+    model = make("llama")
+    identity, found = ModelIdentity(model, "llama"), list[str]()
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: found.append(identity.now()))
+    model(TEXT, is_causal=True)
+    handle.remove()
+    assert found == [""]
+
+
 def test_what_was_computed_while_the_weights_changed_is_not_published() -> None:
     model = make("llama")
 

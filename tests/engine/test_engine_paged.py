@@ -110,7 +110,8 @@ def test_a_cache_without_the_pools_is_refused() -> None:
 def test_units_of_any_stride_come_back(stride: int, units: int) -> None:
     sample = {"a": torch.empty(3, 2), "b": torch.empty(5, dtype=torch.float64)}
     track = Track.of("p", "full", stride, sample)
-    memory = torch.zeros((7, track.page_bytes(PAGE) + 32), dtype=torch.uint8)
+    more = 32 * track.per_page(PAGE)  # another layer of the pool keeps more
+    memory = torch.zeros((7, track.page_bytes(PAGE) + more), dtype=torch.uint8)
     slots, table = TrackMemory(track, memory, PAGE), numbers(4, 0, 6)
     values = {name: torch.randn(units, *t.shape).to(t.dtype) for name, t in sample.items()}
     half = units // 2
@@ -120,7 +121,7 @@ def test_units_of_any_stride_come_back(stride: int, units: int) -> None:
         found = slots.read(table, first, units)
         assert all(torch.equal(found[name], values[name][first:]) for name in values)
     assert not memory[[1, 2, 3, 5]].any()
-    assert not memory[:, track.page_bytes(PAGE) :].any()
+    assert not memory.view(7 * track.per_page(PAGE), -1)[:, track.unit_bytes :].any()
 
 
 def test_units_without_a_page_are_left_out() -> None:
@@ -138,28 +139,52 @@ def test_units_without_a_page_are_left_out() -> None:
 # sampling
 
 
+def drawn_of(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """Drawn beside others, which change nothing."""
+    others = [Sampling(), Sampling(0.7, 0.5, 3), Sampling(2.0, seed=1, top_k=2)]
+    rows = torch.stack([logits, logits * 0, logits.flip(0), logits])
+    alone = draw(logits[None], [sampling], [position])
+    together = draw(rows, [sampling, *others], [position, 0, 1, 2])
+    assert together[0] == alone[0]
+    return alone[0]
+
+
+def test_top_k_keeps_the_likeliest_and_top_p_is_a_share_of_them() -> None:
+    logits = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
+    assert {drawn_of(logits, Sampling(1.0, 1.0, seed, 2), 0) for seed in range(100)} == {0, 1}
+    assert {drawn_of(logits, Sampling(1.0, 0.5, seed, 2), 0) for seed in range(100)} == {0}
+    assert {drawn_of(logits, Sampling(1.0, 1.0, seed, 99), 0) for seed in range(300)} == {0, 1, 2, 3}
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    rows = torch.log(chances).expand(4000, 4)
+    drawn = draw(rows, [Sampling(1.0, 1.0, 5)] * 4000, range(4000))
+    assert (torch.bincount(torch.tensor(drawn)) / 4000 - chances).abs().max() < 0.03
+
+
 def test_temperature_zero_takes_the_likeliest() -> None:
-    assert draw(torch.tensor([0.1, 3.0, 2.9]), Sampling(), 5) == 1
+    assert drawn_of(torch.tensor([0.1, 3.0, 2.9]), Sampling(), 5) == 1
 
 
 def test_the_same_seed_draws_the_same_and_positions_differ() -> None:
     logits = torch.zeros(1000)
     sampling = Sampling(temperature=1.0, seed=3)
-    drawn = [draw(logits, sampling, position) for position in range(20)]
-    assert drawn == [draw(logits, sampling, position) for position in range(20)]
+    drawn = [drawn_of(logits, sampling, position) for position in range(20)]
+    assert drawn == [drawn_of(logits, sampling, position) for position in range(20)]
     assert len(set(drawn)) > 15
-    assert drawn != [draw(logits, Sampling(temperature=1.0, seed=4), position) for position in range(20)]
+    assert drawn != [drawn_of(logits, Sampling(temperature=1.0, seed=4), position) for position in range(20)]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    drawn = {draw(logits, Sampling(1.0, 0.7, seed), 0) for seed in range(200)}
+    drawn = {drawn_of(logits, Sampling(1.0, 0.7, seed), 0) for seed in range(200)}
     assert drawn == {0, 1}
-    assert {draw(logits, Sampling(1.0, 0.0, seed), 0) for seed in range(20)} == {0}
+    assert {drawn_of(logits, Sampling(1.0, 0.0, seed), 0) for seed in range(20)} == {0}
 
 
 def test_a_high_temperature_flattens() -> None:
     logits = torch.tensor([5.0, 0.0])
-    cold = sum(draw(logits, Sampling(1.0, 1.0, seed), 0) for seed in range(300))
-    hot = sum(draw(logits, Sampling(100.0, 1.0, seed), 0) for seed in range(300))
+    cold = sum(drawn_of(logits, Sampling(1.0, 1.0, seed), 0) for seed in range(300))
+    hot = sum(drawn_of(logits, Sampling(100.0, 1.0, seed), 0) for seed in range(300))
     assert cold < 15 < 90 < hot

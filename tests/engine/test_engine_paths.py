@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
@@ -55,7 +54,7 @@ async def test_a_split_inside_the_shared_prefix(family: str) -> None:
     async with served(family, device=64, host=80, storage=storage) as engine:
         await engine.check([*shared, *prompt(30, seed=1)])
         made = await engine.check([*shared, *prompt(30, seed=2)])
-        assert made.cached == (0 if family in RECURRENT else whole)
+        assert made.cached == (CHUNK if family in RECURRENT else whole)  # what FULL alone matched ends within a chunk
         assert (await engine.check([*shared, *prompt(30, seed=3)])).cached == whole
         await engine.empty_device()
         assert (await engine.check([*shared, *prompt(30, seed=4)])).hits == (0, whole, 0)
@@ -97,8 +96,7 @@ async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
 async def test_namespaces_are_never_mixed(family: str) -> None:
     """Two sets of weights, as adapters would be, each under its own key, at the same time on the same tokens."""
     async with served(family, device=64) as engine:
-        other = Served(engine.cache, family, weights=1)
-        try:
+        async with Served(engine.cache, family, weights=1) as other:
             for round_ in range(2):
                 one, two, three = await asyncio.gather(
                     engine.check(prompt(40), extra_key="one"),
@@ -106,8 +104,6 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
                     engine.check(prompt(30)),
                 )
                 assert (one.cached, two.cached, three.cached) == ((32, 32, 24) if round_ else (0, 0, 0))
-        finally:
-            other.generator.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,26 +161,3 @@ async def test_a_byte_that_is_wrong_shows_in_the_logits() -> None:
             page += 1
         with pytest.raises(AssertionError, match="qwen3: "):
             await engine.check(prompt(40))
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("end", ["result", "error"])
-async def test_a_generator_closed_during_its_last_call_hides_neither_result_nor_error(
-    end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``generate`` told the model that the request is over, in the thread that had ended."""
-    async with served("llama") as engine:
-        usual = engine.model.compute
-
-        def last(chunk: Any) -> Any:
-            engine.generator._thread.close(wait=False)
-            if end == "error":
-                raise MemoryError("no more")
-            return usual(chunk)
-
-        monkeypatch.setattr(engine.model, "compute", last)
-        if end == "error":
-            with pytest.raises(MemoryError, match="no more"):
-                await engine.generator.generate(prompt(CHUNK - 1), 1)
-        else:
-            await engine.check(prompt(CHUNK - 1), 1)

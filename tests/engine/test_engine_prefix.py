@@ -312,7 +312,7 @@ def test_an_error_after_the_cache_has_opened_closes_it(monkeypatch: pytest.Monke
 
     before, caches = set(threading.enumerate()), open_caches()
     with monkeypatch.context() as patched:
-        patched.setattr("asynccache_hf.prefix.PagedModel", broken)
+        patched.setattr("asynccache_hf.cached_model.PagedModel", broken)
         with pytest.raises(MemoryError, match="no more"):
             PrefixCache(model_of("llama"), name="llama", **SIZES)
     left = set(threading.enumerate()) - before

@@ -42,8 +42,8 @@ class Model(PagedModel):
 
     logits: dict[tuple[int, int], torch.Tensor]
 
-    def _computed(self, chunks: Sequence[Chunk], keep: int) -> list[torch.Tensor]:
-        made = super()._computed(chunks, keep)
+    def compute_all(self, chunks: Sequence[Chunk], keep: int = 1) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = super().compute_all(chunks, keep)
         pairs = zip(chunks, made, strict=True)
         self.logits |= {(chunk.request_id, chunk.stop): rows[-1] for chunk, rows in pairs if chunk.sample}
         return made

@@ -1,4 +1,4 @@
-"""``PrefixCache`` generates the rows of a batch in one call where they begin at one place, and what it returns is what
+"""``PrefixCache`` generates the rows of a batch in common steps where it can, and what it returns is what
 ``model.generate`` returns in any case."""
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from asynccache_hf import Counts, PrefixCache
-from asynccache_hf.rows import calls_for
 
 from asynccache.core.audit import check
 from asynccache.errors import ConfigError
@@ -23,17 +22,19 @@ pytestmark = pytest.mark.slow(0.3)
 
 LENGTH, NEW = 45, 9
 GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-KINDS = ("llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "gpt2")
-"""Full attention, windows beside it, one window, sinks, latent attention, learned positions."""
+KINDS = ("llama", "gemma2", "mixtral", "gpt_oss", "gpt2")
+"""Full attention, windows beside it, one window, sinks, learned positions."""
+ALONE = ("deepseek_v3", "qwen3_5", "jamba", "deepseek_v4", "bamba", "lfm2", "mamba")
+"""What is computed request by request: latent attention, states of all kinds, compressed entries."""
 
 
 @contextmanager
 def calls_of(model: Any) -> Iterator[list[int]]:
-    """How many rows each call of the model has."""
+    """How many tokens each call of the model computes."""
     calls: list[int] = []
 
     def count(module: Any, args: Any, given: Any) -> None:
-        calls.append(given["input_ids"].shape[0])
+        calls.append(given["input_ids"].shape[1])
 
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
     try:
@@ -56,14 +57,14 @@ def llama() -> Iterator[PrefixCache]:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_batch_is_one_call_cold_and_with_hits(family: str) -> None:
+def test_a_batch_is_computed_in_common_steps_cold_and_with_hits(family: str) -> None:
     model, text = model_of(family), rows_of(3)
     with PrefixCache(model, name=family, **SIZES) as cached:
         for before in range(3):
             wanted = model.generate(text, attention_mask=torch.ones_like(text), **GIVEN)
             with calls_of(model) as calls:
                 assert cached.generate(text, **GIVEN).tolist() == wanted.tolist()
-            assert calls == [3] * NEW
+            assert calls == [3 * (LENGTH - (40 if before else 0)), *[3] * (NEW - 1)]
             assert cached.counts.device == before * 3 * 40
         turn = torch.cat([wanted, rows_of(3, seed=7)[:, :5]], 1)
         wanted = model.generate(turn, attention_mask=torch.ones_like(turn), **GIVEN)
@@ -76,18 +77,37 @@ def test_from_host_and_storage_too(tmp_path: Path) -> None:
     wanted = model_of("llama").generate(text, **GIVEN).tolist()
     for found in (0, 120):
         with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES) as cached:
-            with calls_of(model_of("llama")) as calls:
-                assert cached.generate(text, **GIVEN).tolist() == wanted
-            assert calls == [3] * NEW
+            assert cached.generate(text, **GIVEN).tolist() == wanted
             assert cached.counts.storage == found
 
 
 def test_what_rows_share_is_computed_once_and_the_others_follow_together(llama: PrefixCache) -> None:
     text = ids(*([*prompt(30), *prompt(LENGTH - 30, seed=1 + i)] for i in range(4)))
+    wanted = model_of("llama").generate(text, **GIVEN).tolist()
     with calls_of(llama._model) as calls:
-        assert llama.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()[:]
-    assert calls[: 2 * NEW] == [1] * NEW + [3] * NEW
+        assert llama.generate(text, **GIVEN).tolist() == wanted
+    assert calls == [LENGTH, 1 + 3 * (LENGTH - 24), *[4] * (NEW - 2), 3]
     assert llama.counts.device == 3 * 24
+
+
+def test_rows_of_different_lengths_are_computed_in_common_steps(llama: PrefixCache) -> None:
+    lengths = (45, 20, 33)
+    text = ids(*([0] * (45 - n) + [token or 1 for token in prompt(n, seed=n)] for n in lengths))
+    mask = ids(*([0] * (45 - n) + [1] * n for n in lengths))
+    wanted = llama._model.generate(text, attention_mask=mask, pad_token_id=0, **GIVEN).tolist()
+    with calls_of(llama._model) as calls:
+        assert llama.generate(text, attention_mask=mask, pad_token_id=0, **GIVEN).tolist() == wanted
+    assert calls == [sum(lengths), *[3] * (NEW - 1)]
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_rows_of_a_model_that_is_computed_request_by_request(family: str) -> None:
+    model, text = model_of(family), rows_of(2)
+    wanted = [model.generate(text[i : i + 1], **GIVEN)[0].tolist() for i in range(2)]
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for _ in range(2):
+            assert cached.generate(text, **GIVEN).tolist() == wanted
+        assert cached.counts.device == 2 * 40
 
 
 def test_rows_that_begin_at_several_places_are_right(llama: PrefixCache) -> None:
@@ -128,6 +148,22 @@ def test_without_a_pad_token_the_first_end_that_was_given_pads() -> None:
                 assert cached.generate(text, attention_mask=mask, eos_token_id=given, **GIVEN).tolist() == wanted
 
 
+def test_what_only_transformers_does_is_done_row_by_row(llama: PrefixCache) -> None:
+    text = rows_of(3)
+
+    def never(tokens: Any, scores: Any) -> Any:
+        return scores.index_fill(1, torch.tensor([int(first)]), -torch.inf)
+
+    first = llama.generate(text, **GIVEN)[0, LENGTH]
+    own: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.5}, {"logits_processor": [never]}, {"min_new_tokens": 3}, {"bad_words_ids": [[5]]},
+    )  # fmt: skip
+    for more in own:
+        given: dict[str, Any] = {**GIVEN, **more}
+        wanted = [llama._model.generate(text[i : i + 1], **given)[0].tolist() for i in range(3)]
+        assert llama.generate(text, **given).tolist() == wanted
+
+
 def test_rows_that_are_sampled_are_drawn_one_after_the_other(llama: PrefixCache) -> None:
     """So that a seed gives the same rows whatever is cached."""
     given: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "max_new_tokens": NEW}
@@ -136,17 +172,8 @@ def test_rows_that_are_sampled_are_drawn_one_after_the_other(llama: PrefixCache)
         torch.manual_seed(5)
         with calls_of(llama._model) as calls:
             made.append(llama.generate(rows_of(3), **given).tolist())
-        assert calls == [1] * 3 * NEW
+        assert len(calls) == 3 * NEW
     assert made[0] == made[1]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "jamba", "deepseek_v4"])
-def test_states_are_of_one_row(family: str) -> None:
-    model, text = model_of(family), rows_of(2)
-    wanted = [model.generate(text[i : i + 1], **GIVEN)[0].tolist() for i in range(2)]
-    with PrefixCache(model, name=family, **SIZES) as cached:
-        for _ in range(2):
-            assert cached.generate(text, **GIVEN).tolist() == wanted
 
 
 def test_rows_that_have_no_room_together_are_generated_one_after_the_other() -> None:
@@ -160,12 +187,17 @@ def test_rows_that_have_no_room_together_are_generated_one_after_the_other() -> 
 
 
 def test_an_error_of_the_model_gives_the_pages_of_all_rows_back(llama: PrefixCache) -> None:
-    def stop(tokens: Any, scores: Any, **options: Any) -> Any:
+    def stop(*_: Any, **options: Any) -> Any:
         raise RuntimeError("enough")
 
-    for _ in range(10):
-        with pytest.raises(RuntimeError, match="enough"):
-            llama.generate(rows_of(3), **GIVEN, stopping_criteria=[stop])
+    ways: tuple[dict[str, Any], ...] = ({"stopping_criteria": [stop]}, {})
+    for more in ways:
+        hook = llama._model.model.layers[1].register_forward_hook(stop) if not more else None
+        for _ in range(10):
+            with pytest.raises(RuntimeError, match="enough"):
+                llama.generate(rows_of(3), **GIVEN, **more)
+        if hook is not None:
+            hook.remove()
     assert llama.generate(rows_of(3), **GIVEN).shape == (3, LENGTH + NEW)
 
 
@@ -177,11 +209,11 @@ def lookups(cached: PrefixCache) -> Any:
 
 
 def test_each_row_is_one_lookup_whatever_rows_share(llama: PrefixCache) -> None:
-    depths = [8 * (i % 4) for i in range(12)]
+    depths = [8 * (i % 4) for i in range(8)]
     text = ids(*([*prompt(LENGTH)[:d], *prompt(LENGTH - d, seed=1 + i)] for i, d in enumerate(depths)))
     for turn in range(1, 3):
         assert llama.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
-        assert lookups(llama).requests == turn * 12
+        assert lookups(llama).requests == turn * 8
         assert sum(lookups(llama).hits.values()) == sum(llama.counts[1:])
 
 
@@ -193,31 +225,6 @@ def test_a_row_that_is_not_stored_does_not_change_where_the_others_are_found(tmp
         cached.generate(text, **GIVEN)
         assert cached.counts == Counts(4 * LENGTH, 0, 0, 3 * 40)
         assert lookups(cached).requests == 4
-
-
-def test_as_many_rows_as_there_is_room_for_are_one_call() -> None:
-    text = rows_of(5)
-    with PrefixCache(model_of("llama"), name="llama", page_size=8, device_tokens=128, host_tokens=512) as cached:
-        with calls_of(model_of("llama")) as calls:
-            cached.generate(text, **GIVEN)
-        assert calls[:NEW] == [2] * NEW                # later ones may find pages that are still being saved
-        assert lookups(cached).requests == 5
-
-
-@pytest.mark.parametrize(("texts", "cached", "calls"), [
-    ([[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [8, 2, 3, 4, 5]], [0, 0, 0], [[0, 1, 2]]),
-    ([[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [8, 2, 3, 4, 5]], [0, 2, 0], [[0, 2], [1]]),
-    ([[1, 2, 3, 4, 5], [1, 2, 4, 4, 5], [1, 2, 5, 4, 5]], [0, 0, 0], [[0], [1, 2]]),
-    ([[1, 2, 3, 4, 5], [1, 2, 4, 4, 5], [1, 2, 5, 4, 5]], [2, 2, 2], [[0, 1, 2]]),
-    ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], [0, 0, 0], [[0], [1, 2]]),
-    ([[1, 2, 3, 4], [1, 2, 3, 4]], [2, 2], [[0, 1]]),     # the last token is computed in any case
-    ([[1, 2, 3, 4], [1, 2, 3, 4, 5]], [0, 0], [[0], [1]]),
-    ([[1, 3, 9], [7], [1, 4, 9], [8]], [0, 0, 0, 0], [[0, 2], [1, 3]]),
-])  # fmt: skip
-def test_rows_of_a_call_begin_at_one_place_and_share_nothing_beyond(
-    texts: list[list[int]], cached: list[int], calls: list[list[int]]
-) -> None:
-    assert calls_for(texts, cached, 2) == calls
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -235,7 +242,7 @@ def test_a_model_whose_own_configuration_samples_draws_row_by_row(own: bool) -> 
             with calls_of(model) as calls:
                 made = cached.generate(text, attention_mask=mask, max_new_tokens=NEW, **more).tolist()
             assert made == wanted
-            assert calls == ([1] * 3 * NEW if own else [3] * NEW)
+            assert len(calls) == (3 * NEW if own else NEW)
         assert cached.counts.device == 3 * 40
 
 

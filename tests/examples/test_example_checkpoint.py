@@ -80,10 +80,7 @@ async def test_a_stop_string_ends_it_wherever_tokens_do(client: openai.AsyncOpen
 
 
 @pytest.mark.asyncio
-async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI, server: Server) -> None:
-    if server.path == "batching":
-        await without_seeds(client)
-        return
+async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": NAME, "temperature": 1.2, "prompt": STORY, "max_tokens": 12}
     many = await client.completions.create(**asked, n=3, seed=5)
     assert [choice.index for choice in many.choices] == [0, 1, 2]
@@ -97,16 +94,6 @@ async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI, se
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in many.choices]
-
-
-async def without_seeds(client: openai.AsyncOpenAI) -> None:
-    """Who draws for all requests together refuses a seed by name."""
-    asked: dict[str, Any] = {"model": NAME, "temperature": 1.2, "top_p": 0.9, "prompt": STORY, "max_tokens": 12}
-    with pytest.raises(openai.BadRequestError, match="seed=5: ") as told:
-        await client.completions.create(**asked, seed=5)
-    assert told.value.param == "seed"
-    many = await client.completions.create(**asked, n=3)
-    assert len({choice.text for choice in many.choices}) == 3
 
 
 @pytest.mark.asyncio

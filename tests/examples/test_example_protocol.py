@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from asynccache_shim import Sampling
 from openai_serving.protocol import ApiError, ParsedRequest, parse, parse_prompt, tokens_of
 from openai_serving.text import ByteWords, conversation, encode
 
@@ -38,7 +39,7 @@ def test_the_defaults_are_those_of_the_api() -> None:
     ask = completion()
     assert (tokens(ask), ask.max_tokens, ask.choices) == (encode("Hello"), None, 1)
     assert (ask.stops, ask.stream, ask.include_usage) == ((), False, False)
-    assert ask.sampling == (1.0, 1.0, None)
+    assert ask.sampling == Sampling(1.0, 1.0)
     assert (ask.priority, ask.cache_salt) == (0, None)
 
 
@@ -61,7 +62,7 @@ def test_messages_become_one_prompt() -> None:
 def test_limits_sampling_and_extensions_are_read() -> None:
     ask = chat(max_tokens=5, max_completion_tokens=7, stop=["a", "b"], temperature=0, top_p=0.5, seed=3, stream=True,
                stream_options={"include_usage": True}, priority=-2, cache_salt="tenant", user="me")  # fmt: skip
-    assert (ask.max_tokens, ask.stops, ask.sampling) == (7, ("a", "b"), (0.0, 0.5, 3))
+    assert (ask.max_tokens, ask.stops, ask.sampling) == (7, ("a", "b"), Sampling(0.0, 0.5, 3))
     assert (ask.stream, ask.include_usage, ask.priority, ask.cache_salt) == (True, True, -2, "tenant")
     assert completion(stop="x").stops == ("x",)
 

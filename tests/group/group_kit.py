@@ -27,8 +27,8 @@ from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
 from asynccache.worker import Topology
 from asynccache.worker.local import LocalWorker, Storage
+from asynccache.worker.messages import Ended, Message
 from asynccache.worker.rank_server import RankServer, Shard
-from asynccache.worker.remote import Ended, Message
 from asynccache.worker.work import Work
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine
@@ -244,7 +244,7 @@ class GroupWorld:
             for rank, face in faces.items()
         }
         for server in servers(self):
-            server._tell = partial(self._note_ends, server.rank, server._tell)  # type: ignore[method-assign]
+            server._tell = partial(self._note_ends, server.rank, server._tell)
         self.running = {rank: self.loop.create_task(engine.run()) for rank, engine in self.engines.items()}
         driver, worker, core = self.cache._opened().driver, self.cache._opened().worker, self.cache.core
         clock, hand_over = driver.clock, worker.perform
@@ -355,7 +355,7 @@ class GroupWorld:
         assert not core.active_fetches()
 
 
-def servers(world: GroupWorld) -> list[RankServer]:
+def servers(world: GroupWorld) -> list[Any]:
     """The objects that do the work on each rank, in the order of the ranks."""
     own = world.cache.worker
     found: dict[int, RankServer] = {} if own is None else {own.rank: own._server}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.core.plan import Status
-from asynccache.worker import messages as m
+from asynccache.worker.messages import Ended
 
 if TYPE_CHECKING:
     from tests.group.group_kit import GroupWorld
@@ -65,7 +65,7 @@ def babble(world: GroupWorld, rank: int) -> None:
 
 
 def say_nonsense(world: GroupWorld, rank: int) -> None:
-    world.process(rank).server._tell(m.WorksEnded(Status.DONE, [999_999]))
+    world.process(rank).server._tell(Ended(Status.DONE, [999_999]))
 
 
 def cut_all(world: GroupWorld, rank: int) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from asynccache import Sidecar
 from asynccache.worker import Topology
-from asynccache.worker import messages as m
+from asynccache.worker.messages import Message
+from asynccache.worker.rank_server import ORDERS, decode_orders
 from asynccache.worker.work import CopyKind
-from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
+from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
 from tests.simulated.loop import SimulatedLoop
 
 
@@ -90,27 +91,27 @@ def test_a_prefetch_asks_each_worker_in_one_message_for_full_and_its_sidecars_an
         world = GroupWorld(loop, Topology(tp=2), config, own=None)
         async with world.opened():
             await world.serve(text(6))
-        sent: dict[int, list[m.Message]] = {0: [], 1: []}
+        sent: dict[int, list[Message]] = {0: [], 1: []}
         async with world.opened() as cache:
             for rank, messages in sent.items():
                 note_messages(world, rank, messages)
             assert (await cache.prefetch(text(6, extra=1))).tokens == 24
         for messages in sent.values():
-            asked = [[question.pool for question in message.asked] for message in messages
-                     if isinstance(message, m.AskPages)]  # fmt: skip
+            asked = [[question.pool for question in message.asked] for message in messages  # type: ignore[attr-defined]
+                     if type(message) is ORDERS["ask"].message]  # fmt: skip
             assert [sorted(pools) for pools in asked] == [["full", "index"], ["latent", "mamba", "swa"]]
         await world.aclose()
 
     play(main)
 
 
-def note_messages(world: GroupWorld, rank: int, messages: list[m.Message]) -> None:
+def note_messages(world: GroupWorld, rank: int, messages: list[Message]) -> None:
     """Note what the head sends to ``rank`` from now on."""
     link = world.process(rank).link.peer
     plain = link.send
 
     def send(frame: bytes) -> None:
-        messages.extend(m.decode_head_messages(frame))
+        messages.extend(decode_orders(frame))
         plain(frame)
 
     link.send = send  # type: ignore[method-assign]
@@ -125,9 +126,9 @@ def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgott
                 group.give_up(op)
             await world.serve(text(2))
             await cache.flush()
-            performers: list[Any] = [group.own, world.process(1).server]
-            assert not any(performer.local._writing._given_up or performer._storing for performer in performers)
-            assert not group._storing
+            locals_: list[Any] = [server.local for server in servers(world)]
+            assert not any(local._writing._given_up for local in locals_)
+            assert not group._calls
         await world.aclose()
 
     play(main)
@@ -164,7 +165,7 @@ def test_who_stops_waiting_for_a_batch_or_the_next_one_is_forgotten() -> None:
                 for _ in range(3):
                     with pytest.raises(TimeoutError):
                         await asyncio.wait_for(wait(), 0.01)
-            assert not group._batches[number]._changed._event._waiters
+            assert not group._sent[number]._changed._event._waiters
             assert len(face._server.batches._came._event._waiters) == 1, "its process waits for the end"
             waiting = [asyncio.ensure_future(cache.batch_ended(number)) for _ in range(2)]
             await asyncio.sleep(0)

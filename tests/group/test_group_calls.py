@@ -16,7 +16,7 @@ from asynccache.events.mirror import Mirror
 from asynccache.metrics import CacheCollector
 from asynccache.storage import BreakerState, PageKey
 from asynccache.worker import Topology
-from tests.group.group_kit import GUEST, GroupWorld, servers, play, settings, text
+from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.loop import SimulatedLoop
 

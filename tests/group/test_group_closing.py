@@ -14,8 +14,9 @@ from asynccache.errors import BackendError
 from asynccache.memory.host_copies import Faults
 from asynccache.settle import completed
 from asynccache.worker import RankWorker, Topology
+from asynccache.worker.group import OPENING
 from asynccache.worker.local import LATE
-from asynccache.worker.group import OPENING, PINNING
+from asynccache.worker.rank_server import PINNING
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
@@ -223,7 +224,7 @@ def test_a_rank_that_does_not_let_go_of_what_was_cancelled_is_given_up(rank: int
                 async def hang(*_: object, **__: object) -> None:
                     await completed(as_coroutine(go.wait()))
 
-                local.flush = local.stores.open = hang  # type: ignore[assignment]
+                local.flush = local.open_store = hang  # type: ignore[assignment]
                 group = cache._opened().worker
                 begun = loop.time()
                 calling = asyncio.create_task(cache.attach_storage(GUEST) if opening else group.flush())
@@ -252,7 +253,7 @@ def test_a_store_that_is_attached_after_a_call_was_cancelled_gives_that_call_its
         world = GroupWorld(loop, Topology(tp=2), settings(16, 40), timeout=TIMEOUT)
         async with world.opened() as cache:
             local, group = world.local(1), cache._opened().worker
-            plain = local.stores.open
+            plain = local.open_store
 
             async def pins(*args: Any, **named: Any) -> Any:
                 await asyncio.sleep(10 * TIMEOUT)
@@ -261,7 +262,7 @@ def test_a_store_that_is_attached_after_a_call_was_cancelled_gives_that_call_its
             async def late() -> None:
                 await completed(as_coroutine(asyncio.sleep(9 * TIMEOUT)))
 
-            local.stores.open, local.flush = pins, late  # type: ignore[method-assign]
+            local.open_store, local.flush = pins, late  # type: ignore[method-assign]
             calling = asyncio.create_task(group.flush())
             await asyncio.sleep(0.1)
             calling.cancel()
@@ -339,7 +340,7 @@ def test_a_rank_that_falls_silent_while_a_store_is_opened_is_found_by_the_time_o
                 async def hang(*_: object, **__: object) -> None:
                     await asyncio.Event().wait()
 
-                world.local(victim).stores.open = hang  # type: ignore[assignment]
+                world.local(victim).open_store = hang  # type: ignore[assignment]
                 attaching = asyncio.create_task(cache.attach_storage(GUEST))
                 await asyncio.sleep(0.1)
                 world.process(victim).link.fall_silent()

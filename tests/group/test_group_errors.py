@@ -11,13 +11,13 @@ import pytest
 from asynccache import AsyncCache, RankFailure
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import Topology
-from asynccache.worker import messages as m
+from asynccache.worker.messages import StoreHealth
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 from tests.runtime import runtime_kit
 from tests.simulated.loop import SimulatedLoop
 
 
-def broken(*_: object) -> None:
+def broken(*_: object, **__: object) -> None:
     raise ValueError("no such thing")
 
 
@@ -26,8 +26,8 @@ async def said_nothing(world: GroupWorld) -> None:
     async with world.cache:
         world.run()
         group: Any = world.cache._opened().worker
-        group._took[m.StoreHealth] = broken
-        world.process(1).server._tell(m.StoreHealth(True))
+        group._shut = None  # what it notes there, it cannot
+        world.process(1).server._tell(StoreHealth(True))
         await asyncio.sleep(0.1)
         assert group.failure is not None
         assert group.failure.rank == 1
@@ -38,13 +38,13 @@ async def told_nothing(world: GroupWorld) -> None:
     """Rank 1 cannot take what the head says of a store that is opened."""
     async with world.cache as cache:
         world.run()
-        world.process(1).serving._concerned[m.OpenStore] = broken
+        world.process(1).server.be_patient = broken  # type: ignore[method-assign]
         await cache.attach_storage(GUEST)
 
 
 @pytest.mark.parametrize("own", [0, None])
 @pytest.mark.parametrize(
-    ("work", "reason"), [(said_nothing, "sent what raised ValueError here: no such thing"),
+    ("work", "reason"), [(said_nothing, "sent what raised AttributeError here: 'NoneType'"),
                          (told_nothing, "ValueError: no such thing")],
 )  # fmt: skip
 def test_an_error_while_a_message_is_taken_ends_the_group_by_the_rank_that_it_came_from_or_went_to(

@@ -10,7 +10,7 @@ import pytest
 
 from asynccache import BatchFailed, LoadFailed
 from asynccache.worker import EngineBatch, RankWorker, Topology
-from tests.group.group_kit import PAGE, GroupWorld, servers, play, settings, text
+from tests.group.group_kit import PAGE, GroupWorld, play, servers, settings, text
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop
 

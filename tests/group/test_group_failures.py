@@ -16,7 +16,6 @@ from asynccache.errors import BackendError, Unavailable
 from asynccache.memory.pools import check_room
 from asynccache.storage import Result
 from asynccache.worker import Topology
-from asynccache.worker import messages as m
 from asynccache.worker.local import LATE
 from tests.group.group_kit import GroupWorld, RankDevice, play, settings, text
 from tests.group.striking import EFFECTS, FATES, Fate
@@ -134,12 +133,10 @@ def test_what_cannot_be_opened_on_one_worker_is_told_by_rank_and_open_nowhere() 
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
         world.begin()
-        serving = world.process(2).serving
-
-        async def locked(*_: object) -> m.Message:
+        async def locked(*_: object, **__: object) -> None:
             raise Unavailable("the folder is locked")
 
-        serving.performer._open = locked  # type: ignore[method-assign, assignment]
+        world.process(2).server.open = locked  # type: ignore[method-assign, assignment]
         with pytest.raises(Unavailable, match="rank 2: the folder is locked"):
             async with world.cache:
                 pass

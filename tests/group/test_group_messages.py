@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from asynccache import BatchFailed, RankFailure, Sidecar
-from asynccache.core.plan import BackupStorage, StoredPages
-from asynccache.runtime import prefetch as prefetch_module
+from asynccache import AsyncCache, BatchFailed, RankFailure
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import StoredPages
 from asynccache.worker import Topology
-from asynccache.worker import link as links
-from asynccache.worker import messages as m
+from asynccache.worker import group as group_module
 from asynccache.worker.group import WorkerGroup
+from asynccache.worker.local import LocalWorker
+from asynccache.worker.rank_server import ORDERS
+from asynccache.worker.stages import BATCH_PAGES
+from asynccache.worker.work import WriteOrder
 from tests.group.group_kit import GroupWorld, play, settings, text
 from tests.simulated.loop import SimulatedLoop
 
@@ -40,70 +43,66 @@ def test_a_batch_fails_alone_whatever_the_reason_says(reason: str) -> None:
     play(main)
 
 
-def test_no_message_is_too_long_for_a_frame_however_many_pages_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked about, read and written, in windows and in full."""
-    monkeypatch.setattr(links, "MOST_FRAME", 10_000)  # 39 pages in a message
+@pytest.mark.parametrize("part", [1, 7, 297, 298, 299])
+def test_no_message_asks_about_or_deletes_more_pages_than_a_part_however_many_there_are(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In windows and in full: every page is asked about and answered, and every page goes."""
+    monkeypatch.setattr(group_module, "PART", part)
 
     async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(PAGES, 2 * PAGES, swa=PAGES, window=4 * 100, stored=True))
+        config = settings(PAGES, 2 * PAGES, swa=PAGES, window=4 * 100, stored=True)
+        world = GroupWorld(loop, Topology(tp=2), config)
         long = text(PAGES - 2)
         async with world.opened() as cache:
             await world.serve(long)
-            unsaved = await cache.flush()
-            assert unsaved.storage == 0
-            told = await cache.explain(long)
-            assert told.storage == len(long)
-        async with world.opened() as cache:
-            async with asyncio.timeout(60.0):
-                assert await world.serve([*long, 1], prefetch=cache.prefetch([*long, 1])) == len(long)
-        await world.aclose()
-
-    play(main)
-
-
-def test_no_message_is_too_long_for_a_frame_however_many_pools_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked about, read and written, in 34 pools with the same pages, and in windows besides."""
-    monkeypatch.setattr(links, "MOST_FRAME", 20_000)  # one pool's pages fit, those of all pools do not
-    monkeypatch.setattr(prefetch_module, "BATCH_PAGES", 8)  # so many of all pools have to fit, as 128 do in 3,000 pools
-
-    async def main(loop: SimulatedLoop) -> None:
-        beside = tuple(Sidecar(name=f"side{i}", indices_from="full", bytes_per_page=16, layers=2) for i in range(33))
-        config = replace(settings(60, 120, swa=60, window=4 * 50, stored=True), sidecars=beside)
-        world = GroupWorld(loop, Topology(tp=2), config)
-        long = text(58)
-        async with world.opened() as cache:
-            await world.serve(long)
             assert (await cache.flush()).storage == 0
+            most: list[int] = []
+            note(cache, most)
             assert (await cache.explain(long)).storage == len(long)
+            await cache.invalidate()
+            assert (await cache.explain(long)).storage == 0
+            assert 0 < max(most) <= max(part, PAGES - 2 if part >= PAGES - 2 else 0)
         async with world.opened() as cache:
-            prefetch = cache.prefetch([*long, 1])
-            await prefetch
-            assert await world.serve([*long, 1], prefetch=prefetch) == len(long)
+            assert await world.serve([*long, 1], prefetch=cache.prefetch([*long, 1])) == 0
         await world.aclose()
 
     play(main)
 
 
-def test_a_long_operation_that_is_given_up_is_written_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MOST_FRAME", 3000)
+def note(cache: AsyncCache, most: list[int]) -> None:
+    """Note how many pages each message is about that asks or deletes."""
+    group: Any = cache._opened().worker
+    plain = group._put
 
+    def put(message: Any) -> None:
+        if type(message) is ORDERS["ask"].message:
+            most.append(sum(len(question.hashes) // HASH_BYTES for question in message.asked))
+        elif type(message) is ORDERS["delete"].message:
+            most.append(len(message.hashes))
+        plain(message)
+
+    group._put = put
+
+
+def test_a_long_operation_that_is_given_up_is_written_no_further() -> None:
     async def main(loop: SimulatedLoop) -> None:
-        world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 400, stored=True))
         async with world.opened() as cache:
             group = cache._opened().worker
             assert isinstance(group, WorkerGroup)
-            hashes = b"".join(page.to_bytes(32, "big") for page in range(40))
-            slots = b"".join(page.to_bytes(4, "little") for page in range(40))
-            effect = BackupStorage(10**6, (StoredPages(0, hashes, slots),))
-            whole = await group.store([effect])
-            assert (whole.failed, whole.full_pages, whole.pages) == (frozenset(), 40, 80)
-            storing = asyncio.create_task(group.store([effect._replace(op=10**6 + 1)]))
-            await asyncio.sleep(0)
+            hashes = b"".join(page.to_bytes(32, "big") for page in range(3 * BATCH_PAGES))
+            slots = b"".join(page.to_bytes(4, "little") for page in range(3 * BATCH_PAGES))
+            order = WriteOrder(10**6, (StoredPages(0, hashes, slots),))
+            whole = await group.store([order])
+            assert (whole.failed, whole.full_pages) == (frozenset(), 3 * BATCH_PAGES)
+            storing = asyncio.create_task(group.store([order._replace(op=10**6 + 1)]))
+            while not group._calls:                    # noqa: ASYNC110  before the next turn
+                await asyncio.sleep(0)
             group.give_up(10**6 + 1)
             given_up = await storing
             assert given_up.failed == {10**6 + 1}
-            assert given_up.full_pages <= 11, "no more than what was under way"
-            assert not group._storing
+            assert given_up.full_pages <= BATCH_PAGES, "no more than what was under way"
         await world.aclose()
 
     play(main)
@@ -119,14 +118,14 @@ def test_a_head_that_cannot_say_something_ends_the_group_and_all_are_told() -> N
                 group = cache._opened().worker
                 assert isinstance(group, WorkerGroup)
                 waiting = asyncio.create_task(cache.batch_ended(cache.send_batch()))
-                group._put(m.DeletePages(12345, bytes(17 << 20)))
+                group.tell(LocalWorker.is_away, bytes(129 << 20))
                 async with asyncio.timeout(60.0):
                     told += filter(None, await asyncio.gather(waiting, return_exceptions=True))
         except RankFailure as failure:
             told.append(failure)
-        assert [str(one)[:48] for one in told] == ["rank 0: the head cannot send its DeletePages: it"] * 2
+        assert [str(one)[:48] for one in told] == ["rank 0: the head cannot send its is_away: it has"] * 2
         await world.group.ended()
-        assert "the head cannot send its Delete" in str(world.process(1).failure)
+        assert "the head cannot send its is_away" in str(world.process(1).failure)
         await world.aclose()
 
     play(main)

@@ -22,13 +22,12 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import RankFailure
 from asynccache.runtime.engine_batches import EngineBatches
 from asynccache.storage.contract import Result
-from asynccache.worker import combined_answers, stages, watched_keys
-from asynccache.worker import messages as m
-from asynccache.worker.contract import StoredBatch, Work
-from asynccache.worker.group import AwaitedAnswers, GroupBatch, WorkerGroup
-from asynccache.worker.rank_performer import Performer
-from asynccache.worker.sent_batches import EngineBatch, SentBatches
-from asynccache.worker.serving import WorkerEnd
+from asynccache.worker import folds, stages, watched_keys
+from asynccache.worker.group import AwaitedAnswers, WorkerGroup
+from asynccache.worker.messages import BatchOver, Ended, Message
+from asynccache.worker.rank_server import ORDERS, RankProcess, RankServer
+from asynccache.worker.rank_worker import EngineBatch, SentBatches
+from asynccache.worker.work import StoredBatch, Work
 from tests.group import test_group_bytes, test_group_calls
 from tests.group.random_worlds import Climate, draw, play
 from tests.simulated.links import SimulatedLink
@@ -90,7 +89,7 @@ def one_done_is_done(patch: Patch) -> None:
     """An operation is DONE, and its slots are free, when the first worker says so."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: m.WorksEnded) -> None:
+    def ended(self: WorkerGroup, rank: int, news: Ended) -> None:
         reports, early = self._reports, self.__dict__.setdefault("early", set[int]())
         assert reports is not None
         if news.status is Status.DONE:
@@ -110,7 +109,7 @@ def failures_are_forgotten(patch: Patch) -> None:
     """An operation that failed on one worker is DONE when all have let go."""
     plain = WorkerGroup._ended
     patch.setattr(
-        WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, m.WorksEnded(Status.DONE, news.works))
+        WorkerGroup, "_ended", lambda self, rank, news: plain(self, rank, Ended(Status.DONE, news.works))
     )
 
 
@@ -118,46 +117,46 @@ def one_failure_ends_it(patch: Patch) -> None:
     """An operation is over, and its slots are free, when the first worker fails, though others are still at it."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: m.WorksEnded) -> None:
+    def ended(self: WorkerGroup, rank: int, news: Ended) -> None:
         gone: set[int] = self.__dict__.setdefault("gone", set())
         works = [first for first in news.works if first not in gone]
         if news.status is not Status.DONE:
             gone.update(works)
             for first in works:
                 self._copies[first].left = {rank}
-        plain(self, rank, m.WorksEnded(news.status, works))
+        plain(self, rank, Ended(news.status, works))
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
 
 def stored_when_one_has(patch: Patch) -> None:
     """An operation is stored when the first worker has written it."""
-    plain = combined_answers.stored
+    plain = folds.total
 
-    def stored(parts: Sequence[Any], **named: Any) -> StoredBatch:
+    def total(parts: Sequence[StoredBatch], **named: Any) -> StoredBatch:
         failed = frozenset.intersection(*(frozenset(part.failed) for part in parts))
         return plain(parts, **named)._replace(failed=failed)
 
-    patch.setattr(combined_answers, "stored", stored)
+    patch.setattr(folds, "total", total)
 
 
 def failed_copies_are_forgotten(patch: Patch) -> None:
     """A worker does not remember which loads have failed on it."""
-    patch.setattr(Performer, "_ended", lambda self, status, ops: self._tell(m.WorksEnded(status, [ops[0]])))
+    patch.setattr(RankServer, "_ended", lambda self, status, ops: self._tell(Ended(status, [ops[0]])))
 
 
 def outcomes_of_another_number(patch: Patch) -> None:
     """What a worker says of an operation that it ended a moment ago is taken for the next one's."""
-    plain = Performer._ended
+    plain = RankServer._ended
     last: dict[int, int] = {}
 
-    def ended(self: Performer, status: Status, ops: Sequence[int]) -> None:
+    def ended(self: RankServer, status: Status, ops: Sequence[int]) -> None:
         before, last[id(self)] = last.get(id(self)), ops[0]
         plain(self, status, ops)
         if before is not None and before != ops[0] and self._loop.time() % 1 < 0.2:
-            self._tell(m.WorksEnded(status, [before]))
+            self._tell(Ended(status, [before]))
 
-    patch.setattr(Performer, "_ended", ended)
+    patch.setattr(RankServer, "_ended", ended)
 
 
 # the fold of answers
@@ -172,12 +171,12 @@ def any_has_it(patch: Patch) -> None:
             Result.HIT if any(answer[i] == Result.HIT for answer in answers) else answers[0][i] for i in range(shortest)
         )
 
-    patch.setattr(combined_answers, "worst", best)
+    patch.setattr(folds, "worst", best)
 
 
 def one_is_asked(patch: Patch) -> None:
     """What the first worker says of pages stands for all."""
-    patch.setattr(combined_answers, "worst", lambda answers: answers[0])
+    patch.setattr(folds, "worst", lambda answers: answers[0])
 
 
 # order
@@ -215,8 +214,8 @@ def over_on_one(patch: Patch) -> None:
     counts: dict[int, int] = {}
     plain = AwaitedAnswers.__init__
 
-    def begin(self: AwaitedAnswers, number: int, ranks: Collection[int]) -> None:
-        plain(self, number, ranks)
+    def begin(self: AwaitedAnswers, number: int, ranks: Collection[int], *, failed: bool = False) -> None:
+        plain(self, number, ranks, failed=failed)
         counts[id(self)] = len(ranks)
 
     def is_over(self: AwaitedAnswers) -> bool:
@@ -226,8 +225,8 @@ def over_on_one(patch: Patch) -> None:
     patch.setattr(AwaitedAnswers, "done", is_over)
     plain_over = WorkerGroup._over
 
-    def over(self: WorkerGroup, rank: int, news: m.BatchOver) -> None:
-        kept = self._batches.get(news.number)
+    def over(self: WorkerGroup, rank: int, news: BatchOver) -> None:
+        kept = self._sent.get(news.number)
         if kept is not None and len(kept.left) > 1:
             kept.left.discard(rank)
         else:
@@ -238,12 +237,12 @@ def over_on_one(patch: Patch) -> None:
 
 def failed_batches_count_as_run(patch: Patch) -> None:
     """What a rank says of a batch that it could not run is heard, and has no consequence for its pages."""
-    patch.setattr(GroupBatch, "failed", property(lambda self: False, lambda self, failed: None))
+    patch.setattr(AwaitedAnswers, "failed", property(lambda self: False, lambda self, failed: None))
 
 
 def copies_wait_for_no_batch(patch: Patch) -> None:
     """A worker copies at once, whatever the head has listed."""
-    patch.setattr(Performer, "_must_wait", lambda self, order: False)
+    patch.setattr(RankServer, "_must_wait", lambda self, order: False)
     patch.setattr(SentBatches, "events", lambda self, numbers: [])
 
 
@@ -260,24 +259,24 @@ def backups_name_no_batch(patch: Patch) -> None:
 
 def a_models_error_is_the_end(patch: Patch) -> None:
     """A batch that the engine of one rank cannot run is the end of its worker."""
-    plain = Performer.end_batch
+    plain = RankServer.end_batch
 
-    def end_batch(self: Performer, batch: EngineBatch, event: object | None, error: str) -> None:
+    def end_batch(self: RankServer, batch: EngineBatch, event: object | None, error: str) -> None:
         plain(self, batch, event, error)
         if error:
             self.die(RankFailure(error, self.rank))
 
-    patch.setattr(Performer, "end_batch", end_batch)
+    patch.setattr(RankServer, "end_batch", end_batch)
 
 
 # stores that come and go
 
 
-def _told_late(patch: Patch, kind: type[m.Message]) -> None:
+def _told_late(patch: Patch, method: str) -> None:
     plain = WorkerGroup._put
 
-    def put(self: WorkerGroup, message: m.Message) -> None:
-        if isinstance(message, kind):
+    def put(self: WorkerGroup, message: Message) -> None:
+        if type(message) is ORDERS[method].message:
             asyncio.get_running_loop().call_later(0.02, plain, self, message)
         else:
             plain(self, message)
@@ -287,12 +286,12 @@ def _told_late(patch: Patch, kind: type[m.Message]) -> None:
 
 def stores_are_used_late(patch: Patch) -> None:
     """What the head decides on a new store overtakes that the store is to be used."""
-    _told_late(patch, m.UseStore)
+    _told_late(patch, "use_store")
 
 
 def stores_are_left_late(patch: Patch) -> None:
     """What the head decides without a store overtakes that the store was detached."""
-    _told_late(patch, m.LeaveStore)
+    _told_late(patch, "leave_store")
 
 
 def gone_when_all_have_lost_it(patch: Patch) -> None:
@@ -314,7 +313,7 @@ def one_replica_writes_everywhere(patch: Patch) -> None:
         if ours:
             await self._put_in(ours, shared=True)
 
-    patch.setattr(stages._Batch, "_put", put)
+    patch.setattr(stages._Batch, "put", put)
 
 
 def every_replica_writes(patch: Patch) -> None:
@@ -323,7 +322,7 @@ def every_replica_writes(patch: Patch) -> None:
     async def put(self: Any, part: Sequence[Any]) -> None:
         await self._put_in(part, shared=True)
 
-    patch.setattr(stages._Batch, "_put", put)
+    patch.setattr(stages._Batch, "put", put)
 
 
 def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:
@@ -378,8 +377,7 @@ def nobody_is_told(patch: Patch) -> None:
 
     def fail(self: WorkerGroup, failure: Any) -> None:
         if self.failure is None:
-            self._wire.put(m.GroupLost(-1 if failure.rank is None else failure.rank, failure.reason))
-            self._wire.flush()
+            self._say_lost(failure.rank, failure.reason)
             self.failure = failure
 
     patch.setattr(WorkerGroup, "_fail", fail)
@@ -399,7 +397,7 @@ def the_others_are_not_told(patch: Patch) -> None:
 
 def the_head_is_not_missed(patch: Patch) -> None:
     """A worker goes on when its link to the head has ended."""
-    patch.setattr(WorkerEnd, "_lost", lambda self, failure: None)
+    patch.setattr(RankProcess, "_lost", lambda self, failure: None)
 
 
 def has_fate(climate: Climate) -> bool:
@@ -469,7 +467,7 @@ MUTATIONS = {
     "a page is not written": Mutation(
         a_backup_to_storage_loses_its_last_page, 11, matters=lambda c: c.calm and stored(c)
     ),
-    "windows need not be whole": Mutation(windows_need_not_be_whole, 2299, matters=windows_break),
+    "windows need not be whole": Mutation(windows_need_not_be_whole, 2121, matters=windows_break),
     "pools are not aligned": Mutation(pools_are_not_aligned, 566, matters=ends_differ),
     "the head is not missed": Mutation(the_head_is_not_missed, 2, matters=has_fate),
     "nobody is told of the end": Mutation(nobody_is_told, 2, matters=has_fate),

@@ -9,8 +9,8 @@ import pytest
 
 from asynccache.errors import Unavailable
 from asynccache.worker import Topology
-from asynccache.worker.group import PINNING
-from tests.group.group_kit import GUEST, GroupWorld, servers, play, settings, text
+from asynccache.worker.rank_server import PINNING
+from tests.group.group_kit import GUEST, GroupWorld, play, servers, settings, text
 from tests.simulated.loop import SimulatedLoop
 
 
@@ -47,7 +47,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
         async with world.opened() as cache:
             link = world.process(1).link
             own = servers(world)[1].local
-            plain, seen = own.stores.open, list[tuple[float, float]]()
+            plain, seen = own.open_store, list[tuple[float, float]]()
 
             async def open_store(*order: Any, **named: Any) -> Any:
                 await asyncio.sleep(0.1)
@@ -56,7 +56,7 @@ def test_who_opens_a_store_may_be_silent_for_long_and_not_afterwards(well: bool)
                     raise Unavailable("locked")
                 return await plain(*order, **named)
 
-            own.stores.open = open_store
+            own.open_store = open_store
             if well:
                 await cache.attach_storage(GUEST)
             else:
@@ -76,13 +76,13 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
         async with world.opened() as cache:
             group: Any = cache._opened().worker
             own = servers(world)[2].local
-            plain = own.stores.open
+            plain = own.open_store
 
             async def open_store(*order: Any, **named: Any) -> Any:
                 await asyncio.sleep(0.1)
                 raise Unavailable("locked")
 
-            own.stores.open = open_store
+            own.open_store = open_store
             with pytest.raises(Unavailable, match="rank 2: locked"):
                 await cache.attach_storage(GUEST)
             for at in range(0, 120, 8):
@@ -94,7 +94,7 @@ def test_a_store_that_one_rank_cannot_open_or_whose_opening_is_cancelled_stays_o
                 assert not cache._opened().worker.stores
                 assert not group._open_stores
                 assert not any(server.local._stores for server in servers(world))
-            own.stores.open = plain
+            own.open_store = plain
             await cache.attach_storage(GUEST)
             await asyncio.sleep(0.1)
             assert [len(server.local.stores) for server in servers(world)] == [1, 1, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynccache.cli.parsing import check_device
+from asynccache.cli.arguments import parsed_device
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.settings import CudaSettings, settings_from
 from asynccache.memory.device import OPTIONS, DeviceName, parse_device
@@ -20,7 +20,7 @@ from asynccache.memory.device import OPTIONS, DeviceName, parse_device
 def test_a_name_is_taken_apart(text: str, name: DeviceName, shown: str) -> None:
     assert parse_device(text) == name
     assert str(parse_device(text)) == shown
-    assert check_device(text) == text
+    assert parsed_device("--device", text) == text
 
 
 @pytest.mark.parametrize(("text", "said"), [

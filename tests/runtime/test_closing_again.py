@@ -13,7 +13,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheClosed, CloseReport, ConfigError
 from asynccache.core.plan import Cleared
 from asynccache.storage import PageKey, Record, Result
-from asynccache.worker.stores import OpenStores
+from asynccache.worker.local import LocalWorker
 from tests.runtime.runtime_kit import parts, serve, settings, text, turns, until
 
 pytestmark = pytest.mark.asyncio
@@ -181,7 +181,7 @@ async def test_closing_while_it_is_opened_ends_the_opening(monkeypatch: pytest.M
             entered.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(OpenStores, "open_first", hanging)
+        monkeypatch.setattr(LocalWorker, "open_first", hanging)
         opening = asyncio.create_task(cache.__aenter__())
         await entered.wait()
         with pytest.raises(RuntimeError, match="opened once"):
@@ -233,7 +233,7 @@ async def test_a_cancellation_of_the_opening_task_stays_one_when_others_close_to
             entered.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(OpenStores, "open_first", hanging)
+        monkeypatch.setattr(LocalWorker, "open_first", hanging)
         opening = asyncio.create_task(cache.__aenter__())
         await entered.wait()
         closing = asyncio.create_task(cache.aclose())

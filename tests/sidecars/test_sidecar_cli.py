@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.options import resolve_options
+from asynccache.cli.options import RunSettings
 from asynccache.cli.sizing import configure
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.errors import ConfigError
@@ -24,7 +24,7 @@ SMALL = ["--rate", "0", "--concurrency", "6", "--bytes-per-token", "64", "--wind
 
 
 def config(**given: str) -> CacheConfig:
-    return configure(resolve_options("stress", {"components": "full,swa", **given}))
+    return configure(RunSettings.read("stress", {"components": "full,swa", **given}))
 
 
 def stress(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_the_preset_has_the_layout_of_the_model(page: str, state: bool) -> None:
         ("idx:full", "--sidecars=idx:full: 'idx:full' must be NAME:FROM:BYTES_PER_TOKEN or deepseek-v4"),
         ("a:full:1,b", "'b' must be NAME:FROM:BYTES_PER_TOKEN"),
         ("a:full:many", "'a:full:many' must be"),
-        ("a:full:0", "'a:full:0' must have at least 1 byte per token"),
+        ("a:full:0", "'a:full:0' must be NAME:FROM:BYTES_PER_TOKEN or deepseek-v4, of at least 1 byte per token"),
         ("a:b:4", "sidecar 'a': indices_from='b' is no pool"),
         ("a:mamba:4", "sidecar 'a': indices_from='mamba' is no pool"),
         ("a:b:4,b:a:4", "closes a cycle"),
@@ -81,7 +81,7 @@ def test_a_list_that_cannot_be_is_refused_before_anything_starts(
 
 def test_an_entry_without_its_source_names_the_option() -> None:
     with pytest.raises(ConfigError, match="--sidecars=x"):
-        resolve_options("replay", {"sidecars": "x"})
+        configure(RunSettings.read("replay", {"sidecars": "x"}))
 
 
 @pytest.mark.parametrize("storage", ["memory:?capacity=64MiB", "file"])

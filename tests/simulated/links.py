@@ -21,20 +21,19 @@ from random import Random
 
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.admitting_ranks import Hello, Workers
 from asynccache.worker.link import Link, _raised
 from asynccache.worker.local import Device, EmbedderParts, Storage
+from asynccache.worker.messages import Hello, encode
 from asynccache.worker.rank_server import RankProcess, Shard
 from asynccache.worker.rank_worker import RankWorker
-from asynccache.worker.remote import encode
-from asynccache.worker.topology import Topology
+from asynccache.worker.ranks import Topology, Workers
 
 _TIMEOUT = 30.0
 
 
 class SimulatedLink(Link):
-    """One end, with nothing of a ``Link`` but its calls. ``peer``: the other one. ``frames``: how many were sent from here;
-    ``cut_at``: the frame from here that does not arrive any more."""
+    """One end, with nothing of a ``Link`` but its calls. ``peer``: the other one. ``frames``: how many were sent from
+    here; ``cut_at``: the frame from here that does not arrive any more."""
 
     def __init__(self, random: Random, delay: float, timeout: float) -> None:
         self.peer: SimulatedLink
@@ -46,7 +45,7 @@ class SimulatedLink(Link):
         self.timeout = self._patience = timeout
         self._under_way: deque[bytes | None] = deque()
         self._kept: list[bytes] = []
-        self._heard: Callable[[bytes], None] | None = None
+        self._hears: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
         self.ended = False
         self._left = False
@@ -57,10 +56,10 @@ class SimulatedLink(Link):
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
         """See ``Link``."""
-        self._heard, self._lost = heard, lost
-        asyncio.get_running_loop().call_soon(self._go_on)
+        self._hears, self._lost = heard, lost
+        asyncio.get_running_loop().call_soon(self._replay)
 
-    def _go_on(self) -> None:
+    def _replay(self) -> None:
         kept, self._kept = self._kept, []
         for frame in kept:
             self._hear(frame)
@@ -96,16 +95,16 @@ class SimulatedLink(Link):
         """A frame of the peer's is here."""
         if self.ended or self._left:
             return
-        if self._heard is None or self._kept:
+        if self._hears is None or self._kept:
             self._kept.append(frame)
         else:
             self._hear(frame)
 
     def _hear(self, frame: bytes) -> None:
-        if self.ended or self._heard is None or self.silent:
+        if self.ended or self._hears is None or self.silent:
             return
         try:
-            self._heard(frame)
+            self._hears(frame)
         except AssertionError:
             raise  # a law that a test checks is broken
         except Exception as error:
@@ -139,7 +138,7 @@ class SimulatedLink(Link):
             self.ended = True
             self._under_way.clear()
             self._failure = failure
-            if self._heard is not None:
+            if self._hears is not None:
                 asyncio.get_running_loop().call_soon(self._tell)
 
     def _tell(self) -> None:

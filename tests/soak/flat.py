@@ -25,10 +25,7 @@ from statistics import median
 from typing import NamedTuple
 
 from asynccache import AsyncCache
-from asynccache.cli.display import Watch
-from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import RunSettings, resolve_options
-from asynccache.cli.presses import Presses
+from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
 from asynccache.metrics import MetricsServer, start_metrics_server
@@ -81,8 +78,8 @@ def differences(looks: Sequence[Look]) -> Iterator[str]:
 class Soak(Session):
     """One run that is looked at while it lasts. ``looks`` are those after the warm-up."""
 
-    def __init__(self, settings: RunSettings, presses: Presses, warm_up: float) -> None:
-        super().__init__(settings, None, presses)
+    def __init__(self, settings: RunSettings, warm_up: float) -> None:
+        super().__init__(settings)
         self.looks: list[Look] = []
         self._warm_up = warm_up
         self._traces: list[tracemalloc.Snapshot] = []
@@ -100,7 +97,7 @@ class Soak(Session):
                 await looking
 
     @asynccontextmanager
-    async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
+    async def _exposed(self, cache: AsyncCache) -> AsyncIterator[None]:
         async with await start_metrics_server(cache) as server:
             self._server = server
             try:
@@ -155,8 +152,8 @@ async def asked(server: MetricsServer) -> None:
 
 def stress(seconds: float, seed: int, folder: str) -> RunSettings:
     """Two stores that are full soon, faults and cancellations, as many requests as the machine can serve."""
-    return resolve_options("stress", {
-        "duration": str(seconds), "seed": str(seed), "rate": "0", "faults": "0.1", "cancel_rate": "0.1",
+    return RunSettings.read("stress", {
+        "duration": str(seconds), "seed": str(seed), "rate": "0", "faults": "0.1", "cancel_rate": "0.1", "quiet": True,
         "device_tokens": "16384", "host_tokens": "32768",
         "storage": ["memory:?capacity=32MiB", f"file:{folder}/kv?capacity=128MiB&segment=8MiB"],
     })  # fmt: skip
@@ -164,11 +161,11 @@ def stress(seconds: float, seed: int, folder: str) -> RunSettings:
 
 def soak(seconds: float, seed: int) -> int:
     """Run, print what was seen; the exit status."""
-    with tempfile.TemporaryDirectory(prefix="asynccache-soak-") as folder, Presses() as presses:
+    with tempfile.TemporaryDirectory(prefix="asynccache-soak-") as folder:
         settings = stress(seconds, seed, folder)
-        session = Soak(settings, presses, seconds / 3)
+        session = Soak(settings, seconds / 3)
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
-            report = runner.run(session.run())
+            report = runner.run(session.reported())
     wrong = [*report["problems"], *differences(session.looks)]
     told = ("served", "cancelled", "failed", "verify", "leaks", "elapsed_s")
     print(json.dumps({name: report[name] for name in told}))

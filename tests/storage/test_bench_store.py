@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("plug_ins")
 
 
-def options(*words: str) -> argparse.Namespace:
+def options(*words: str) -> bench.Options:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(["store", *words])
+    bench.Options.add_arguments(parser)
+    return bench.Options.read("bench", vars(parser.parse_args(["store", *words])))
 
 
 def silent(_: str) -> None:

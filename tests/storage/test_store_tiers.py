@@ -15,7 +15,7 @@ import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
-from asynccache.storage.promotion import LackingPages, Promotions
+from asynccache.storage.promotion import Promotions
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
@@ -99,6 +99,12 @@ async def fetched(store: TieredStore, keys: Sequence[PageKey] = KEYS) -> list[Re
         assert result is not HIT or buffer == record_of(key).payload, f"{key}: wrong bytes"
         buffer[:] = b"\xaa" * buffer.nbytes
     return results
+
+
+async def ended(promotions: Promotions) -> None:
+    """Wait until no page is being promoted."""
+    while batches := list(promotions._batches):
+        await asyncio.wait(batches)
 
 
 async def stored(store: TieredStore, keys: Sequence[PageKey] = KEYS) -> list[Result]:
@@ -185,7 +191,7 @@ async def test_what_a_nearer_store_has_damaged_comes_from_a_farther_one(loop: Si
     header, payload = near.pages[KEYS[0]]
     near.pages[KEYS[0]] = header, payload[:-1] + bytes([payload[-1] ^ 1])
     assert await fetched(store) == [HIT] * 8
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert near.pages[KEYS[0]] == (header, payload), "it was not repaired"
     await store.aclose()
 
@@ -239,7 +245,7 @@ async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop:
     await checked(middle).put(KEYS[:2], payloads(KEYS[:2]))
     await checked(far).put(KEYS[:5], payloads(KEYS[:5]))
     assert await fetched(store) == [HIT] * 5 + [MISS] * 3
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert has(near) == has(middle) == has(far) == [True] * 5 + [False] * 3
     assert store.stats()["promoted_pages"] == 5 + 3
     far.asked.clear()
@@ -258,7 +264,7 @@ async def test_stores_that_pages_are_written_or_promoted_to_are_flushed(loop: Si
     assert (written.flushed_times, promoted.flushed_times, far.flushed_times) == (1, 0, 0)
     await checked(far).put(KEYS[:2], payloads(KEYS[:2]))
     await fetched(store, KEYS[:2])
-    await store.promotions.idle()
+    await ended(store.promotions)
     await store.flush()
     assert (written.flushed_times, promoted.flushed_times, far.flushed_times) == (2, 1, 0)
     await store.aclose()
@@ -270,11 +276,11 @@ async def test_what_there_is_no_room_for_is_not_promoted_and_counted(loop: Simul
     store = tiers(near, far, room=mmap.PAGESIZE)  # four pages
     await checked(far).put(KEYS, payloads())
     assert await fetched(store) == [HIT] * 8
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert has(near) == [True] * 4 + [False] * 4
     assert store.stats()["unpromoted_pages"] == 4
     assert await fetched(store) == [HIT] * 8
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert has(near) == [True] * 8
     await store.aclose()
 
@@ -290,7 +296,7 @@ async def test_what_is_forgotten_is_not_promoted_any_more(loop: SimulatedLoop) -
         await asyncio.sleep(0.01)
         await forget()
         await reading
-        await store.promotions.idle()
+        await ended(store.promotions)
         assert not near.pages
         assert not far.pages
     assert store.promotions.held == 0
@@ -316,7 +322,7 @@ async def test_what_is_deleted_takes_nothing_else_with_it(loop: SimulatedLoop) -
     await began.wait()
     await store.delete(KEYS[3:4])
     gate.set()
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert has(near) == [True] * 3 + [False] * 2 + [True] * 3
     assert (store.stats()["promoted_pages"], store.stats()["unpromoted_pages"]) == (6, 2)
     assert store.promotions.held == 0
@@ -338,12 +344,12 @@ async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: Si
 
     store = tiers()
     for key, payload in zip(KEYS[:3], payloads(KEYS[:3]), strict=True):
-        await store.promotions.offer([key], [payload], [LackingPages(Target(), [0])], 0)
+        await store.promotions.offer([key], [payload], [(Target(), [0])], 0)
     await began.wait()
     async with store.promotions.paused(5.0, [KEYS[0]]):
         assert not put
     gate.set()
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert sorted(put) == sorted(KEYS[1:3])
     assert store.promotions.counts == {"promoted": 2, "unpromoted": 1}
     await store.aclose()
@@ -380,13 +386,13 @@ async def test_a_slow_store_does_not_hold_up_promotions_to_another_one(loop: Sim
     busy: list[Sequence[PageKey]] = []
     slow, target, promotions = Hanging(), OneByOne(), Promotions(threads=0)
     for key, payload in zip(KEYS, payloads(), strict=True):
-        await promotions.offer([key], [payload], [LackingPages(slow, [0]), LackingPages(target, [0])], 0)
+        await promotions.offer([key], [payload], [(slow, [0]), (target, [0])], 0)
     await asyncio.sleep(len(KEYS) + 1.0)
     assert target.done == len(KEYS)
     assert target.most == 1
     async with promotions.paused(5.0):
         assert not busy, "no store has the copies any more"
-    await promotions.idle()
+    await ended(promotions)
     assert promotions.counts == {"promoted": len(KEYS), "unpromoted": len(KEYS)}
     await promotions.aclose()
 
@@ -396,11 +402,11 @@ async def test_one_batch_is_promoted_at_a_time_and_one_that_waits_can_be_cancell
     target = OneByOne()
     promotions = Promotions(threads=0)
     for key, payload in zip(KEYS, payloads(), strict=True):
-        await promotions.offer([key], [payload], [LackingPages(target, [0])], 0)
+        await promotions.offer([key], [payload], [(target, [0])], 0)
     await asyncio.sleep(0.5)
     async with promotions.paused(5.0, KEYS[5:7]):
         pass
-    await promotions.idle()
+    await ended(promotions)
     assert target.most == 1
     assert promotions.counts == {"promoted": 6, "unpromoted": 2}
     assert promotions.held == 0
@@ -414,8 +420,8 @@ async def test_pages_for_whose_copies_there_is_no_memory_are_not_promoted(loop: 
     for error in (OSError(12, "Cannot allocate memory"), MemoryError()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("asynccache.storage.promotion.mmap.mmap", Mock(side_effect=error))
-            await promotions.offer(KEYS, pages, [LackingPages(OneByOne(), range(8))], 0)
-    await promotions.idle()
+            await promotions.offer(KEYS, pages, [(OneByOne(), range(8))], 0)
+    await ended(promotions)
     assert promotions.counts == {"unpromoted": 16}
     assert promotions.held == 0
     await promotions.aclose()
@@ -426,9 +432,9 @@ async def test_a_copy_takes_whole_pages_of_memory(loop: SimulatedLoop) -> None:
     """Each batch is a mapping of its own, of which a process can have 65,530."""
     promotions = Promotions(threads=0, room=3 * mmap.PAGESIZE)
     for key in KEYS:
-        await promotions.offer([key], [memoryview(bytearray(100))], [LackingPages(OneByOne(), [0])], 0)
+        await promotions.offer([key], [memoryview(bytearray(100))], [(OneByOne(), [0])], 0)
     assert promotions.held == 3 * mmap.PAGESIZE
-    await promotions.idle()
+    await ended(promotions)
     assert promotions.counts == {"promoted": 3, "unpromoted": 5}
     await promotions.aclose()
 
@@ -447,8 +453,8 @@ async def test_large_copies_are_made_in_a_thread() -> None:
     keys = [PageKey("p", bytes([i]) * 32) for i in range(8)]
     promotions = store.promotions
     views = [memoryview(bytearray(page)) for page in content]
-    await promotions.offer(keys, views, [LackingPages(Target(), range(8))], 0)
-    await promotions.idle()
+    await promotions.offer(keys, views, [(Target(), range(8))], 0)
+    await ended(promotions)
     assert pages == content
     assert promotions.counts["promoted"] == 8
     await store.aclose()
@@ -459,16 +465,16 @@ async def test_large_copies_are_made_in_a_thread() -> None:
 async def test_what_was_read_before_something_was_forgotten_is_not_promoted_after(loop: SimulatedLoop) -> None:
     near = Backend("near")
     store = tiers(near)
-    wanted = [LackingPages(store.find("a"), range(8))]
+    wanted = [(store.find("a"), range(8))]
     deletions = store.promotions.deletions
     async with store.promotions.paused(5.0):
         await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.deletions)
     await store.promotions.offer(KEYS, payloads(), wanted, deletions)
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert not near.pages
     assert store.promotions.counts["unpromoted"] == 16
     await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.deletions)
-    await store.promotions.idle()
+    await ended(store.promotions)
     assert all(has(near))
     await store.aclose()
 
@@ -553,7 +559,7 @@ class Crowd:
         for task in tasks:
             if not task.cancelled():
                 task.result()
-        await self.store.promotions.idle()
+        await ended(self.store.promotions)
         self.nothing_is_held()
         await self.store.aclose()
         assert [backend.closed_times for backend in self.backends] == [1] * len(self.backends)
@@ -641,7 +647,7 @@ async def test_honest_stores_agree_with_a_dict(loop: SimulatedLoop) -> None:
                 model[far].update(keys)
             case _:
                 assert await fetched(store, keys) == there
-                await store.promotions.idle()
+                await ended(store.promotions)
                 for key in keys:
                     first = next((i for i in range(3) if key in model[i]), 0)
                     for i in range(first):
@@ -665,11 +671,11 @@ async def test_no_thread_is_left_by_promotions_whose_closing_was_cancelled() -> 
 
     promotions = Promotions()
     page = memoryview(bytearray(1 << 20))  # so large that a thread copies it
-    await promotions.offer([KEYS[0]], [page], [LackingPages(LetsGoLate(), [0])], 0)
+    await promotions.offer([KEYS[0]], [page], [(LetsGoLate(), [0])], 0)
     closing = asyncio.create_task(promotions.aclose())
     await asyncio.sleep(0.01)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    await promotions.idle()
+    await ended(promotions)
     assert not [thread for thread in threading.enumerate() if "promotion" in thread.name]

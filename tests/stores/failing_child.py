@@ -16,14 +16,11 @@ import threading
 import time
 from typing import Any
 
-from asynccache import AsyncCache
-from asynccache.cli.machine import loop_factory
-from asynccache.cli.options import RunSettings, add_arguments, resolve_options
-from asynccache.cli.presses import Presses
+from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
-from asynccache.cli.workloads import RunRequest, Source
+from asynccache.cli.workloads import RunRequest
 from asynccache.runtime.prefetch import Prefetch, Prefetches
 from asynccache.storage import Breaker, BreakerState, Permit
 
@@ -71,15 +68,9 @@ class Moments:
 class Watched(Session):
     """A session that says how it stands."""
 
-    cache: AsyncCache | None = None
-
-    async def _drive(self, cache: AsyncCache, server: Server, source: Source) -> None:
-        self.cache = cache
-        await super()._drive(cache, server, source)
-
     def standing(self) -> dict[str, Any]:
         """Counters of now; of any thread."""
-        tally, statistics = self._tally, self.cache.statistics() if self.cache is not None else None
+        tally, statistics = self.tally, None if self.cache is None else self.cache.statistics()
         storage = statistics.storage if statistics is not None else {}
         return {
             "t": time.monotonic(), "began": self.cache is not None, "requests": tally.requests, "served": tally.served,
@@ -90,24 +81,23 @@ class Watched(Session):
 
     def latencies(self) -> dict[str, list[float]]:
         """Of every request that was served, in seconds."""
-        return {"first_token": list(self._tally.first_token), "waits": list(self._tally.waits)}
+        return {"first_token": list(self.tally.first_token), "waits": list(self.tally.waits)}
 
 
 def main() -> None:
     """Run until Ctrl-C."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser, "stress")
-    settings: RunSettings = resolve_options("stress", vars(parser.parse_args()))
+    RunSettings.add_arguments(parser, "stress")
+    settings: RunSettings = RunSettings.read("stress", {**vars(parser.parse_args()), "quiet": True})
     moments = Moments()
     moments.watch()
-    with Presses() as presses:
-        session = Watched(settings, None, presses)
-        threading.Thread(target=_answer, args=(session,), daemon=True).start()
-        with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
-            report = runner.run(session.run())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _say({**report, **session.latencies(), "asked": moments.asked, "changes": moments.changes,
-              "fetched_while_open": moments.fetched, "traceback": session.traceback})
+    session = Watched(settings)
+    threading.Thread(target=_answer, args=(session,), daemon=True).start()
+    with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
+        report = runner.run(session.reported())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _say({"traceback": None, **report, **session.latencies(), "asked": moments.asked, "changes": moments.changes,
+          "fetched_while_open": moments.fetched})
 
 
 def _answer(session: Watched) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 from asynccache.errors import ConfigError
+from asynccache.extras import install
 from asynccache.storage import HostPort, parse_url
 from tests.stores.redis_server import Certificate
 
@@ -19,7 +22,7 @@ def _of(url: str, **environment: str) -> RedisSettings:
 
 def test_a_host_is_enough() -> None:
     settings = _of("redis://kv.internal")
-    assert settings == RedisSettings((HostPort("kv.internal", 6379),))
+    assert settings == RedisSettings(seeds=(HostPort("kv.internal", 6379),))
     assert str(settings) == "redis://kv.internal:6379/0?prefix=asynccache:"
 
 
@@ -29,7 +32,7 @@ def test_everything_said() -> None:
     )
     assert settings.seeds == (HostPort("::1", 7000),)
     assert (settings.database, settings.username, settings.password) == (3, "al:ice", "s@cret")
-    assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == (b"team-a/llama:", 43200, 2, 1.5)
+    assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == ("team-a/llama:", 43200, 2, 1.5)
     assert str(settings.seeds[0]) == "[::1]:7000"
 
 
@@ -52,6 +55,19 @@ def test_the_environment_says_what_the_url_leaves_out() -> None:
     ):
         settings = _of(url, **environment)
         assert (settings.username, settings.password) == (user, password)
+
+
+def test_a_password_that_is_no_text_is_not_quoted() -> None:
+    assert "hunter2" not in repr(_of("redis://h", PASSWORD="hunter2\udcff"))
+
+
+def test_names_are_of_one_store() -> None:
+    settings, longer = _of("redis://h?prefix=a:"), _of("redis://h?prefix=a:b")
+    key = bytes(range(32))
+    assert settings.key_of(b"a:" + key) == key
+    assert [settings.key_of(name) for name in (b"a:b" + key, b"a:", b"b:" + key, b"")] == [None] * 4
+    assert longer.key_of(b"a:" + key) is None
+    assert _of("redis://h?prefix=a*[x]?^-\\").pattern == rb"a\*\[x\]\?\^\-\\*"
 
 
 def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
@@ -84,11 +100,15 @@ def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
         ("redis://h?ttl=-1", "ttl"),
         ("redis://h?ttl=1w", "ttl"),
         ("redis://h?ttl=0.0001", "ttl"),
-        ("redis://h?stall=0", "stall='0'"),
+        ("redis://h?stall=0", "stall"),
         ("redis://h?stall=0.0001s", "stall"),
         ("redis://h?connections=0", "connections"),
         ("redis://h?cluster=maybe", "cluster"),
         ("redis://h?color=red", "color"),
+        ("redis://h?prefix=a%0A", "prefix"),
+        ("redis://h?connections=1.5", "connections"),
+        ("redis://h/1000000", "database"),
+        ("redis://h?ttl=none", "ttl"),
         ("rediss://h?ca=/nowhere.pem", "ca"),
     ],
 )
@@ -110,3 +130,16 @@ def test_no_form_of_the_settings_shows_a_secret() -> None:
     settings = _of("redis://alice:hunter2@h")
     assert "hunter2" not in f"{settings} {settings!r} {[settings]}"
     assert "alice" not in f"{settings} {settings!r}"
+
+
+def test_without_redis_py_the_error_says_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from asynccache.errors import ConfigError\n"
+        "from asynccache.storage.opening import backend_class\n"
+        "try: backend_class('redis')\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert f"redis-py: {install('redis')}" in done.stdout
+    assert "pip install 'redis" in done.stdout

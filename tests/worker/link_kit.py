@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from asynccache.errors import RankFailure
-from asynccache.worker.link import RankLink, StreamLink
-from asynccache.worker.sockets import Listener, open_link, open_listener
+from asynccache.worker.link import Link, Listener, open_link, open_listener
 from tests.waiting import until
 
 SECRET = b"what both ends know"
@@ -19,7 +18,7 @@ ANYWHERE = "127.0.0.1:0"
 class Ear:
     """Hears a link. ``then``: called with every frame."""
 
-    def __init__(self, link: RankLink, then: Callable[[bytes], None] = lambda _: None) -> None:
+    def __init__(self, link: Link, then: Callable[[bytes], None] = lambda _: None) -> None:
         self.frames: list[bytes] = []
         self.lost: list[str] = []
         self.at: list[int] = []
@@ -50,8 +49,8 @@ class Ear:
 class Pair(NamedTuple):
     """Both ends of a link."""
 
-    head: StreamLink
-    worker: StreamLink
+    head: Link
+    worker: Link
     listener: Listener
 
 
@@ -59,9 +58,9 @@ class Pair(NamedTuple):
 async def connected(address: str = ANYWHERE, timeout: float = 30.0, to: str = "") -> AsyncIterator[Pair]:
     """An established link to which neither end listens yet. ``to``: the host that the worker connects to; by default
     the one where the head listens."""
-    heads: list[RankLink] = []
+    heads: list[Link] = []
 
-    def take(hello: bytes, link: RankLink) -> bytes:
+    def take(hello: bytes, link: Link) -> bytes:
         heads.append(link)
         return b"welcome, " + hello
 
@@ -71,8 +70,6 @@ async def connected(address: str = ANYWHERE, timeout: float = 30.0, to: str = ""
         worker, welcome = await open_link(where, SECRET, b"rank 1", timeout=30.0)
         assert welcome == b"welcome, rank 1"
         (head,) = heads
-        assert isinstance(head, StreamLink)
-        assert isinstance(worker, StreamLink)
         try:
             yield Pair(head, worker, listener)
         finally:

@@ -9,14 +9,13 @@ import pytest
 from asynccache.errors import RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import Topology, listen
-from asynccache.worker.link import RankLink
+from asynccache.worker.link import Link, open_link
 from asynccache.worker.messages import Hello, encode
-from asynccache.worker.sockets import open_link
 from tests.waiting import until
 from tests.worker.link_kit import ANYWHERE, SECRET
 
 
-async def come(address: str, rank: int) -> RankLink:
+async def come(address: str, rank: int) -> Link:
     link, _ = await open_link(address, SECRET, encode(Hello(VERSION, rank)), timeout=30.0)
     return link
 

@@ -10,17 +10,18 @@ import pytest
 
 from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import Move, Status
-from asynccache.worker import messages as m
+from asynccache.worker.messages import BatchOver, Died, Ended, Message
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.sent_batches import EngineBatch, SentBatches
+from asynccache.worker.rank_server import ORDERS
+from asynccache.worker.rank_worker import EngineBatch, SentBatches
 from asynccache.worker.work import CopyKind, Work
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate
-from tests.worker.test_waiting_threads import Opened, opened
+from tests.worker.test_waiting_threads import Opened, opened, perform, send_batch
 
 
-def overs(worker: Opened) -> list[m.Message]:
-    return [message for message in worker.told if isinstance(message, m.BatchOver)]
+def overs(worker: Opened) -> list[Message]:
+    return [message for message in worker.told if isinstance(message, BatchOver)]
 
 
 @pytest.mark.asyncio
@@ -47,7 +48,7 @@ async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_
         assert [str(error) for error in told] == ["batch 1 was ended before"] * 3
         assert not overs(worker)
         await asyncio.sleep(0.01)
-        assert overs(worker) == [m.BatchOver(1, "")]
+        assert overs(worker) == [BatchOver(1, "")]
         assert await worker.face.heard(1) is None
 
 
@@ -59,16 +60,16 @@ async def test_a_copy_waits_for_a_batch_that_is_ended_in_a_thread_until_the_loop
         thread = threading.Thread(target=batch.end)
         thread.start()
         thread.join()
-        assert worker.performer.batches.lacks_event((1,))
+        assert worker.server.batches.lacks_event((1,))
         await asyncio.sleep(0.01)
-        assert not worker.performer.batches.lacks_event((1,))
+        assert not worker.server.batches.lacks_event((1,))
 
 
 @pytest.mark.asyncio
 async def test_a_worker_that_is_closed_says_so_whatever_its_engine_asks() -> None:
     async with opened() as worker:
         batch = worker.loaded(1)
-        await worker.performer.aclose(1.0)
+        await worker.server.aclose(1.0)
         with pytest.raises(RankFailure, match="the worker is closed"):
             worker.face.wait_layers(worker.stream, batch, 0)
         with pytest.raises(RankFailure, match="the worker is closed"):
@@ -86,7 +87,7 @@ async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_clos
         waiting = asyncio.create_task(worker.face.layer(second, 0))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "the load stands behind a batch without an event"
-        await worker.performer.aclose(1.0)
+        await worker.server.aclose(1.0)
         with pytest.raises(RankFailure, match="the worker is closed"):
             async with asyncio.timeout(10):
                 await waiting
@@ -97,21 +98,21 @@ async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_clos
 async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None:
     """It computes nothing on pages that never came; also if the head has heard of it before the engine asks."""
     async with opened() as worker:
-        performer = worker.performer
+        server = worker.server
         asked = worker.loaded(1)
-        performer.batches.lose({1})
+        server.batches.lose({1})
         with pytest.raises(CopyFailed, match="a load that batch 1 needs has failed on rank 0"):
             await worker.face.layer(asked, 0)
-        performer._failed.add(7)
+        server._failed.add(7)
         slots = bytes(4)
-        performer.take(m.SendBatch(8, b"", (7,)))
-        performer.take(m.ForgetLoad(7))
-        performer.take(m.PerformWork(Work(CopyKind.LOAD, [9], (Move(FULL, slots, slots),))))
+        server.take(send_batch(8, b"", (7,)))
+        server.take(ORDERS["forget_load"].message(7))
+        server.take(perform(Work(CopyKind.LOAD, [9], (Move(FULL, slots, slots),))))
         with pytest.raises(CopyFailed):
-            await worker.face.layer(performer.batches.find(8), 0)
-        performer.take(m.SendBatch(10, b"", (7,)))
-        await worker.face.layer(performer.batches.find(10), 0)
-        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, m.WorksEnded))
+            await worker.face.layer(server.batches.find(8), 0)
+        server.take(send_batch(10, b"", (7,)))
+        await worker.face.layer(server.batches.find(10), 0)
+        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, Ended))
 
 
 @pytest.mark.asyncio
@@ -119,7 +120,7 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
 async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_come(asked_at_once: bool) -> None:
     """A worker that cannot go on tells its engine, which does not wait for the head to hear of it and to answer."""
     async with opened() as worker:
-        local = worker.performer.local
+        local = worker.server.local
         assert local is not None
 
         def refuse(*_: object) -> None:
@@ -135,7 +136,7 @@ async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_c
             worker.face.wait_layers(worker.stream, batch, 0)
         with pytest.raises(RankFailure, match="rank 0: OSError: the driver is gone"):
             await anext(worker.face)
-        assert m.WorkerDied("OSError: the driver is gone") in worker.told
+        assert Died("OSError: the driver is gone") in worker.told
 
 
 @pytest.mark.asyncio
@@ -145,14 +146,14 @@ async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks
         batch = worker.loaded(1)
         assert await anext(worker.face) is batch
         worker.loaded(2)
-        worker.performer.finish(RankFailure("closed the connection", 3))
+        worker.server.finish(RankFailure("closed the connection", 3))
         asked: list[Callable[[], Awaitable[object]]] = [
             lambda: anext(worker.face), lambda: worker.face.heard(2), worker.face.ended,
         ]  # fmt: skip
         for ask in asked:
             with pytest.raises(RankFailure, match="rank 3: closed the connection"):
                 await ask()
-        await worker.performer.aclose(1.0)
+        await worker.server.aclose(1.0)
         for ask in (*asked, lambda: worker.face.layer(batch, 0)):
             with pytest.raises(RankFailure, match="rank 3: closed the connection"):
                 await ask()
@@ -172,7 +173,7 @@ async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_
         second = worker.loaded(2, after=(1,))
         waiting = asyncio.create_task(worker.face.layer(second, 0))
         await asyncio.sleep(0.01)
-        worker.performer.finish(RankFailure("closed the connection", 3))
+        worker.server.finish(RankFailure("closed the connection", 3))
         for asked in (waiting, worker.face.layer(second, 0)):
             with pytest.raises(RankFailure, match="rank 3: closed the connection"):
                 async with asyncio.timeout(10):
@@ -194,12 +195,12 @@ async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not
 
     async with opened() as worker:
         batch = worker.loaded(1)
-        assert worker.performer.local is not None
-        worker.performer.local.engine_event = lambda event: event  # type: ignore[method-assign, assignment, return-value]
+        assert worker.server.local is not None
+        worker.server.local.engine_event = lambda event: event  # type: ignore[method-assign]
         batch.end(Broken())
         await asyncio.sleep(0.01)
-        died = [one for one in worker.told if isinstance(one, m.WorkerDied)]
-        assert died == [m.WorkerDied("OSError: an illegal memory access")]
+        died = [one for one in worker.told if isinstance(one, Died)]
+        assert died == [Died("OSError: an illegal memory access")]
         assert not overs(worker)
 
 

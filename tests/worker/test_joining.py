@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from asynccache.core.plan import BackupHost, Clone, Copy, LoadBack, Move
 from asynccache.worker.joining import joined
 from asynccache.worker.link import MOST_FRAME
-from asynccache.worker.messages import PerformWork, encode
+from asynccache.worker.messages import encode
+from asynccache.worker.rank_server import ORDERS
 from asynccache.worker.work import CopyKind, Work
 
 
@@ -53,4 +54,4 @@ def test_a_work_has_a_bound() -> None:
 def test_an_operation_that_can_be_sent_alone_can_be_sent_behind_others() -> None:
     large = (MOST_FRAME - 4096) // 2
     effects = [BackupHost(1, (move(0, 1),)), BackupHost(2, (Move(0, bytes(large), bytes(large)),))]
-    assert all(len(encode(PerformWork(work))) <= MOST_FRAME for work in joined(effects, lambda _: ()))
+    assert all(len(encode(ORDERS["perform"].message(work))) <= MOST_FRAME for work in joined(effects, lambda _: ()))

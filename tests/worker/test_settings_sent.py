@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
-from asynccache.worker import Topology, listen, messages
+from asynccache.worker import Topology, listen
+from asynccache.worker.messages import encode
+from asynccache.worker.rank_server import ORDERS, decode_orders
 
 
 def config(threshold: int) -> CacheConfig:
@@ -15,8 +19,9 @@ def config(threshold: int) -> CacheConfig:
 
 @pytest.mark.parametrize("threshold", [0, 1 << 60])
 def test_what_is_sent_is_the_configuration(threshold: int) -> None:
-    (order,) = messages.decode_head_messages(messages.encode([messages.OpenWorker(1, config(threshold))]))
-    assert isinstance(order, messages.OpenWorker)
+    order: Any
+    (order,) = decode_orders(encode([ORDERS["open"].message(1, config(threshold))]))
+    assert type(order) is ORDERS["open"].message
     assert order.settings == config(threshold)
 
 

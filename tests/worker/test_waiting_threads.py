@@ -15,10 +15,10 @@ from asynccache import CacheConfig, ConfigError, Full, RankFailure
 from asynccache.core.plan import Move
 from asynccache.memory.cpu import CpuDevice
 from asynccache.worker import EngineBatch, RankWorker, Topology
-from asynccache.worker import messages as m
-from asynccache.worker.contract import EmbedderParts
+from asynccache.worker.local import EmbedderParts
+from asynccache.worker.messages import Message
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.rank_performer import Performer
+from asynccache.worker.rank_server import ORDERS, RankServer
 from asynccache.worker.work import CopyKind, Work
 
 T = TypeVar("T")
@@ -30,27 +30,30 @@ CONFIG = CacheConfig(
 )  # fmt: skip
 
 
+perform, send_batch = ORDERS["perform"].message, ORDERS["send_batch"].message
+
+
 class Opened:
     """A worker that is open, and what it has told its head. ``loaders``: the threads in which loads were submitted."""
 
     def __init__(self, device: CpuDevice) -> None:
-        self.told: list[m.Message] = []
+        self.told: list[Message] = []
         self.heard = asyncio.Event()
         self.stream = device.stream("engine")
-        self.performer = Performer(0, Topology(), EmbedderParts(device), None, self.tell)
-        self.face = RankWorker(self.performer)
+        self.server = RankServer(0, Topology(), EmbedderParts(device), None, self.tell)
+        self.face = self.server.worker
         self.loaders: set[int] = set()
 
-    def tell(self, message: m.Message) -> None:
+    def tell(self, message: Message) -> None:
         self.told.append(message)
         self.heard.set()
 
     async def open(self) -> None:
-        self.performer.take(m.OpenWorker(1, CONFIG))
+        self.server.take(ORDERS["open"].message(1, CONFIG))
         await asyncio.wait_for(self.heard.wait(), 30)
-        assert isinstance(self.told[0], m.WorkerOpened), self.told
-        assert self.performer.local is not None
-        mover = self.performer.local.mover
+        assert type(self.told[0]) is ORDERS["open"].answer, self.told
+        assert self.server.local is not None
+        mover = self.server.local.mover
         mover.host_pools["full"].memory[:] = bytes([7]) * len(mover.host_pools["full"].memory)
         load = mover.load
 
@@ -63,9 +66,9 @@ class Opened:
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
         slots = np.arange(PAGES, dtype=np.int32).tobytes()
-        self.performer.take(m.PerformWork(Work(CopyKind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
-        self.performer.take(m.SendBatch(number, b"", (number,)))
-        return self.performer.batches.find(number)
+        self.server.take(perform(Work(CopyKind.LOAD, [number], (Move(FULL, slots, slots),), 0, after)))
+        self.server.take(send_batch(number, b"", (number,)))
+        return self.server.batches.find(number)
 
     def bytes_of(self, layer: int) -> set[int]:
         """The bytes that later work of the engine's stream finds in ``layer``."""
@@ -89,7 +92,7 @@ async def opened() -> AsyncIterator[Opened]:
         await worker.open()
         yield worker
     finally:
-        await worker.performer.aclose(30.0)
+        await worker.server.aclose(30.0)
         await device.aclose()
 
 
@@ -137,7 +140,7 @@ async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_w
 async def test_a_thread_that_waits_when_the_worker_is_closed_is_told() -> None:
     async with opened() as worker:
         batch = worker.loaded(1)
-        await worker.performer.aclose(30.0)
+        await worker.server.aclose(30.0)
         with pytest.raises((RankFailure, ConfigError)):
             await beside(lambda: worker.face.wait_layers(worker.stream, batch, 0))
 

@@ -10,15 +10,20 @@ import pytest
 from asynccache.core.plan import Status
 from asynccache.errors import RankFailure
 from asynccache.worker import link as links
-from asynccache.worker import messages as m
-from asynccache.worker.link import Wire, slices
+from asynccache.worker.link import Wire
+from asynccache.worker.messages import MOST_REASON, BatchOver, Died, Ended, Failed, Message, encode, sendable
+from asynccache.worker.rank_server import ORDERS, decode_orders
+from asynccache.worker.remote import news_decoder
 from tests.simulated.links import simulated_links
 from tests.simulated.loop import SimulatedLoop, simulate
 
+FLUSH, DELETE = ORDERS["flush"].message, ORDERS["delete"].message
+decode_news = news_decoder(ORDERS)
 
-def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
+
+def sent_of(orders: list[Message]) -> tuple[list[Message], list[str]]:
     """Which of them are sent, and what is told of the others."""
-    sent: list[m.Message] = []
+    sent: list[Message] = []
     told: list[RankFailure] = []
 
     async def main(loop: SimulatedLoop) -> None:
@@ -31,7 +36,7 @@ def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
         await asyncio.sleep(1)
         for frame in frames:
             assert len(frame) <= links.MOST_FRAME
-            sent.extend(m.decode_head_messages(frame))
+            sent.extend(decode_orders(frame))
 
     simulate(main, 1)
     return sent, [failure.reason for failure in told]
@@ -41,29 +46,29 @@ def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(links, "MOST_FRAME", 100)
-    good: list[m.Message] = [m.FlushStores(call) for call in range(100)]
-    odd: list[m.Message] = [
-        m.DeletePages(7, bytes(200)), m.OpenStore(8, 1, "file:\udcff", {}, None), m.FlushStores(1 << 70),
+    good: list[Message] = [FLUSH(call) for call in range(100)]
+    odd: list[Message] = [
+        DELETE(7, [bytes(200)]), ORDERS["open_store"].message(8, 1, "file:\udcff", {}, None), FLUSH(1 << 70),
     ]  # fmt: skip
     sent, told = sent_of([*good[:40], odd[0], *good[40:70], odd[1], odd[2], *good[70:]])
     assert sent == good
     assert len(told) == 3
-    for one, why in zip(told, ("DeletePages: it has 20", "OpenStore: 'utf-8' codec", "FlushStores: "), strict=True):
+    for one, why in zip(told, ("delete: it has 2", "open_store: 'utf-8' codec", "flush: "), strict=True):
         assert one.startswith(f"cannot send its {why}")
 
 
 def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_another() -> None:
-    def ended(status: Status, *ops: int) -> m.WorksEnded:
-        return m.WorksEnded(status, list(ops))
+    def ended(status: Status, *ops: int) -> Ended:
+        return Ended(status, list(ops))
 
-    frames: list[list[m.Message]] = []
+    frames: list[list[Message]] = []
 
     async def main(loop: SimulatedLoop) -> None:
         link = simulated_links(loop.entropy("links"))[0]
-        link.send = lambda frame: frames.append(list(m.decode_worker_messages(frame)))  # type: ignore[method-assign]
+        link.send = lambda frame: frames.append(list(decode_news(frame)))  # type: ignore[method-assign]
         one = Wire([link], lambda failure: None)
         done, failed = Status.DONE, Status.FAILED
-        for said in (ended(done, 1), ended(done, 2), ended(failed, 3), ended(done, 4), m.BatchOver(1), ended(done, 5)):
+        for said in (ended(done, 1), ended(done, 2), ended(failed, 3), ended(done, 4), BatchOver(1), ended(done, 5)):
             one.put(said)
         await asyncio.sleep(1)
         one.put(ended(done, 6))
@@ -72,7 +77,7 @@ def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_an
     simulate(main, 1)
     assert frames == [
         [
-            ended(Status.DONE, 1, 2), ended(Status.FAILED, 3), ended(Status.DONE, 4), m.BatchOver(1),
+            ended(Status.DONE, 1, 2), ended(Status.FAILED, 3), ended(Status.DONE, 4), BatchOver(1),
             ended(Status.DONE, 5),
         ],
         [ended(Status.DONE, 6)],
@@ -80,25 +85,25 @@ def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_an
 
 
 def test_what_is_sent_goes_at_once_behind_what_was_put_and_what_is_held_waits_for_a_flush() -> None:
-    frames: list[list[m.Message]] = []
+    frames: list[list[Message]] = []
 
     async def main(loop: SimulatedLoop) -> None:
         link = simulated_links(loop.entropy("links"))[0]
-        link.send = lambda frame: frames.append(list(m.decode_head_messages(frame)))  # type: ignore[method-assign]
+        link.send = lambda frame: frames.append(list(decode_orders(frame)))  # type: ignore[method-assign]
         one = Wire([link], lambda failure: None)
-        one.put(m.FlushStores(1))
-        one.send([m.FlushStores(2), m.FlushStores(3)])
-        assert frames == [[m.FlushStores(1), m.FlushStores(2), m.FlushStores(3)]]
+        one.put(FLUSH(1))
+        one.send([FLUSH(2), FLUSH(3)])
+        assert frames == [[FLUSH(1), FLUSH(2), FLUSH(3)]]
         await asyncio.sleep(1)
         one.hold()
-        one.put(m.FlushStores(4))
-        one.put(m.FlushStores(5))
+        one.put(FLUSH(4))
+        one.put(FLUSH(5))
         assert len(frames) == 1
         one.flush()
-        assert frames[1:] == [[m.FlushStores(4), m.FlushStores(5)]]
-        one.put(m.FlushStores(6))
+        assert frames[1:] == [[FLUSH(4), FLUSH(5)]]
+        one.put(FLUSH(6))
         await asyncio.sleep(1)
-        assert frames[2:] == [[m.FlushStores(6)]], "as ever, at the end of the turn"
+        assert frames[2:] == [[FLUSH(6)]], "as ever, at the end of the turn"
 
     simulate(main, 1)
 
@@ -114,14 +119,14 @@ def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pyte
 
         def send(frame: bytes) -> None:
             assert len(frame) <= 4096
-            for message in m.decode_worker_messages(frame):
-                assert isinstance(message, m.WorksEnded)
+            for message in decode_news(frame):
+                assert isinstance(message, Ended)
                 sent.extend(message.works)
 
         link.send = send  # type: ignore[method-assign]
         one = Wire([link], told.append)
         for op in range(10_000, 12_000):
-            one.put(m.WorksEnded(Status.DONE, [op]))
+            one.put(Ended(Status.DONE, [op]))
         await asyncio.sleep(1)
 
     simulate(main, 1)
@@ -131,21 +136,10 @@ def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pyte
 
 def test_a_reason_can_be_sent_whatever_it_says() -> None:
     for reason in ("bad file \udcff", "\udcff" * 5000, "é" * 5000, "x" * (17 << 20)):
-        for said in (m.BatchOver(1, reason), m.WorkerDied(reason), m.CallFailed(1, "OSError", reason)):
-            (heard,) = m.decode_worker_messages(m.encode([said]))
+        for said in (BatchOver(1, reason), Died(reason), Failed(1, "OSError", reason)):
+            (heard,) = decode_news(encode([said]))
             assert heard == said
-            assert len(m.encode([said])) < 2 * m.MOST_REASON
-        lost = m.GroupLost(0, reason)
-        assert m.decode_head_messages(m.encode([lost])) == [lost]
-    assert m.BatchOver(1, "out of memory: é").error == "out of memory: é"
-
-
-def test_lists_of_pages_are_cut_into_parts_that_fit_a_frame_and_nothing_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(links, "MOST_FRAME", 10 * links.BYTES_PER_PAGE)
-    for counts in ([], [0, 0], [3], [10], [11], [4, 0, 25, 1, 1, 9], [10, 10]):
-        parts = list(slices(counts))
-        assert all(0 < sum(end - begin for _, begin, end in part) <= 10 for part in parts)
-        pages = [(at, page) for part in parts for at, begin, end in part for page in range(begin, end)]
-        assert pages == [(at, page) for at, count in enumerate(counts) for page in range(count)]
+            assert len(encode([said])) < 2 * MOST_REASON
+        lost = ORDERS["group_lost"].message(0, sendable(reason))
+        assert decode_orders(encode([lost])) == [lost]
+    assert BatchOver(1, "out of memory: é").error == "out of memory: é"

@@ -15,8 +15,8 @@ import pytest
 from asynccache.errors import CopyFailed
 from asynccache.runtime.engine_batches import EngineBatches, Fences, not_over
 from asynccache.runtime.lease import Publishing
-from asynccache.worker.work import BatchInFlight
 from asynccache.worker.local import LocalBatch
+from asynccache.worker.work import BatchInFlight
 from tests.simulated.loop import Deadlock
 from tests.simulated.world import WrongBytes, play
 

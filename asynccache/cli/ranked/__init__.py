@@ -3,6 +3,6 @@
 The command's process is the head: it has the cache's core and its requests, as with one rank, and no device. In place
 of an engine's computation it sends the ranks batches that say which pages to fill and which to verify.
 
-``session`` has a run, ``crew`` its processes, ``__main__`` and ``rank`` the program of each, ``engine`` stands in for
-an engine of several ranks and has what its batches say, ``shard`` a rank's part of pools and stores.
+``ranks`` has the processes of a run, ``__main__``, ``duty`` and ``rank`` the program of each, ``engine`` stands in for
+an engine of several ranks, and has what its batches say and a rank's part of pools and stores.
 """

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 
-from asynccache.cli.ranked.crew import read_duty
+from asynccache.cli.ranked.duty import read_duty
 
 if __name__ == "__main__":
     duty = read_duty()

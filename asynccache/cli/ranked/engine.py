@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from asynccache.worker import Topology
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
 
-_WRONG = "pages are wrong: "
+_Part = TypeVar("_Part", Component, Sidecar)
 _decoder = msgspec.msgpack.Decoder(tuple[bool, list[tuple[ComponentKind, bytes, bytes, int]]])
 
 
@@ -76,15 +76,16 @@ def unpacked(payload: bytes) -> tuple[bool, list[PageRun]]:
 
 def complaint(verdict: Verdict) -> str:
     """Return the text with which a rank reports wrong pages."""
-    return f"{verdict.wrong} {_WRONG}{'; '.join(verdict.what[:2])}"
+    return msgspec.json.encode(verdict._replace(what=verdict.what[:2])).decode()
 
 
 def understood(rank: int, reason: str) -> Verdict | None:
     """Return the verdict of a ``complaint`` that ``rank`` has sent; None if ``reason`` is no complaint about pages."""
-    count, _, what = reason.partition(" ")
-    if not (count.isdecimal() and what.startswith(_WRONG)):
+    try:
+        found = msgspec.json.decode(reason, type=Verdict)
+    except msgspec.MsgspecError:
         return None
-    return Verdict(0, int(count), (f"rank {rank}: {what.removeprefix(_WRONG)}",))
+    return found._replace(pages=0, what=(f"rank {rank}: {'; '.join(found.what)}",))
 
 
 PLACE = "{rank}"
@@ -97,8 +98,8 @@ def shard_config(config: CacheConfig, topology: Topology, rank: int) -> CacheCon
         ConfigError: layers or bytes of a part cannot be shared out; the message names it.
     """
     return structs.replace(
-        config, components=tuple(_component(part, topology, rank) for part in config.components),
-        sidecars=tuple(_sidecar(part, topology, rank) for part in config.sidecars),
+        config, components=tuple(_part(part, topology, rank) for part in config.components),
+        sidecars=tuple(_part(part, topology, rank) for part in config.sidecars),
     )
 
 
@@ -112,40 +113,21 @@ def store_url(url: str) -> str:
     return f"{path.rstrip('/')}/rank-{PLACE}{mark}{options}"
 
 
-def _component(part: Component, topology: Topology, rank: int) -> Component:
-    size = part.state_bytes if isinstance(part, Mamba) else part.bytes_per_token
-    name = "mamba-bytes" if isinstance(part, Mamba) else "bytes-per-token"
-    layers = _layers(part, topology, rank)
-    mine = _share(f"--{name}={size}", size, part, topology) * len(layers)
-    if isinstance(part, Mamba):
-        return structs.replace(part, state_bytes=mine, layers=len(layers), covers=layers)
-    return structs.replace(part, bytes_per_token=mine, layers=len(layers), covers=layers)
-
-
-def _sidecar(part: Sidecar, topology: Topology, rank: int) -> Sidecar:
-    layers = _layers(part, topology, rank)
-    mine = _share(f"sidecar {part.name!r}: {part.bytes_per_page} bytes a page", part.bytes_per_page, part, topology)
-    return structs.replace(part, bytes_per_page=mine * len(layers), layers=len(layers), covers=layers)
-
-
-def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[int, ...]:
-    """Return the layers of the model that a rank's stage has of ``part``."""
-    stages, stage, layers = topology.pp, topology.place(rank).pp, part.layers
-    if not getattr(part, "bytes_per_token", 1):
-        return part.covers or tuple(range(layers))       # logical: slots without bytes, the same on every stage
-    if layers < stages:
-        raise ConfigError(f"--pp={stages}: a stage would have no layer, there are --layers={layers}")
+def _part(part: _Part, topology: Topology, rank: int) -> _Part:
+    """Return a rank's part of a component or sidecar: its stage's layers, and its share of the bytes of each. A logical
+    pool, which has slots without bytes, is the same on every stage."""
+    setting = "bytes_per_page" if isinstance(part, Sidecar) else (
+        "state_bytes" if isinstance(part, Mamba) else "bytes_per_token")
+    size, layers, stages, stage = getattr(part, setting), part.layers, topology.pp, topology.place(rank).pp
     covers = part.covers or tuple(range(layers))
-    return covers[stage * layers // stages : (stage + 1) * layers // stages]
-
-
-def _share(what: str, size: int, part: Component | Sidecar, topology: Topology) -> int:
-    """Return the bytes of one layer on one rank. ``size``: the bytes of all layers on all ranks; ``what``: names them
-    in an error."""
+    if size:
+        if layers < stages:
+            raise ConfigError(f"--pp={stages}: a stage would have no layer, there are --layers={layers}")
+        covers = covers[stage * layers // stages : (stage + 1) * layers // stages]
     over = dataclasses.replace(topology, **dict.fromkeys(part.replicated.over, 1))
-    parts = part.layers * over.tp * over.cp
+    parts = layers * over.tp * over.cp
     if size % parts:
-        raise ConfigError(
-            f"{what} must be a multiple of {parts}: {part.layers} layers over tp {over.tp} and cp {over.cp}"
-        )
-    return size // parts
+        what = (f"sidecar {part.name!r}: {size} bytes a page" if isinstance(part, Sidecar) else
+                f"--{'mamba-bytes' if isinstance(part, Mamba) else 'bytes-per-token'}={size}")
+        raise ConfigError(f"{what} must be a multiple of {parts}: {layers} layers over tp {over.tp} and cp {over.cp}")
+    return structs.replace(part, **{setting: size // parts * len(covers)}, layers=len(covers), covers=covers)

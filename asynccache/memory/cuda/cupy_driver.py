@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -135,23 +135,14 @@ def _or_none(call: Callable[[], int]) -> int | None:
         return None
 
 
-def _code(error: RuntimeError) -> int | None:
-    """Return CUDA's number of an error of cupy (``status``) or of torch (``error_code``); None if it has none."""
-    found = getattr(error, "status", getattr(error, "error_code", None))
-    return found if isinstance(found, int) else None
-
-
-def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have ``call`` raise cupy's errors (all are RuntimeError) as ``DriverError``."""
-
-    @wraps(call)
-    def translated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return call(*args, **kwargs)
-        except RuntimeError as error:
-            raise DriverError(str(error), _code(error)) from error
-
-    return translated
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Raise errors of cupy and torch, which are all RuntimeError, as ``DriverError``."""
+    try:
+        yield
+    except RuntimeError as error:
+        code = getattr(error, "status", getattr(error, "error_code", None))  # cupy's name for it, and torch's
+        raise DriverError(str(error), code if isinstance(code, int) else None) from error
 
 
 def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
@@ -165,15 +156,15 @@ def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Conc
     While any thread captures a graph, CUDA refuses many calls of all threads, and the graph is spoilt; so the thread is
     relaxed for the call."""
 
-    @_translated
     @wraps(call)
     def on_device(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        here = driver.runtime.getDevice() == driver.index
-        with nullcontext() if here else torch.cuda.device(driver.index), driver.library.relaxed():
-            if not (here and getattr(driver.thread, "has_context", False)):
-                driver.runtime.setDevice(driver.index)
-                driver.thread.has_context = here
-            return call(driver, *args, **kwargs)
+        with _translated(), driver.library.relaxed():
+            here = driver.runtime.getDevice() == driver.index
+            with nullcontext() if here else torch.cuda.device(driver.index):
+                if not (here and getattr(driver.thread, "has_context", False)):
+                    driver.runtime.setDevice(driver.index)
+                    driver.thread.has_context = here
+                return call(driver, *args, **kwargs)
 
     return on_device
 
@@ -219,8 +210,7 @@ class CupyDriver:
     @_on_device
     def _load(self) -> int:
         module = self._cupy.driver.moduleLoadData(kernels.image_for(self.identity().capability))
-        kernel: int = self._cupy.driver.moduleGetFunction(module, kernels.NAME)
-        return kernel
+        return int(self._cupy.driver.moduleGetFunction(module, kernels.NAME))
 
     @_on_device
     def identity(self) -> DeviceIdentity:
@@ -233,17 +223,16 @@ class CupyDriver:
             bool(self.runtime.deviceGetAttribute(registers, self.index)),
         )  # fmt: skip
 
-    @_translated
     def use_device(self) -> None:
         """Make this device the current one of the calling thread. Only for threads that belong to the device."""
-        self.runtime.setDevice(self.index)
+        with _translated():
+            self.runtime.setDevice(self.index)
         self.library.relax_thread()
 
     @_on_device
     def free_memory(self) -> int:
         """Return how many bytes of device memory can be had."""
-        free: int = self.runtime.memGetInfo()[0]
-        return free
+        return int(self.runtime.memGetInfo()[0])
 
     @_on_device
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -267,8 +256,7 @@ class CupyDriver:
     @_on_device
     def host_alloc(self, size: int) -> int:
         """Return the address of new host memory that is pinned and mapped for the device at the same address."""
-        address: int = self.runtime.hostAlloc(size, _PORTABLE_AND_MAPPED)
-        return address
+        return int(self.runtime.hostAlloc(size, _PORTABLE_AND_MAPPED))
 
     @_on_device
     def host_free(self, address: int) -> None:
@@ -351,27 +339,19 @@ class CupyDriver:
         """Enqueue copies of runs, which read their sources in the order of the stream. Return how many entries of the
         driver's queue they take."""
         flags = 0 if towards is CopyDirection.WITHIN else OVERLAP_WITH_COMPUTE
-        if len(spans.size) > 1 and self._batched(stream.ptr, spans, flags):
-            return -(-len(spans.size) // _BATCHED_PER_ENTRY)
+        if self.batches and len(spans.size) > 1:
+            try:
+                self.library.copy_batch(stream.ptr, spans, flags)
+                self._proven = True
+                return -(-len(spans.size) // _BATCHED_PER_ENTRY)
+            except DriverError as error:
+                if self._proven or error.sticky:
+                    raise
+                self.batches = False  # one that refuses the first batch is not asked for another: singles are as good
         copy, kind = self.runtime.memcpyAsync, _KIND[towards]
         for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
             copy(dst, src, size, kind, stream.ptr)
         return len(spans.size)
-
-    def _batched(self, stream: int, spans: Spans, flags: int) -> bool:
-        """Enqueue the copies as one batch, and return True; return False if they must go one by one, which is as good.
-        A driver that refuses the first batch is not asked for another."""
-        if not self.batches:
-            return False
-        try:
-            self.library.copy_batch(stream, spans, flags)
-        except DriverError as error:
-            if self._proven or error.sticky:
-                raise
-            self.batches = False
-            return False
-        self._proven = True
-        return True
 
     @_on_device
     def launch(self, stream: StreamHandle, table: Table, blocks: int) -> int:

@@ -45,6 +45,7 @@ class CudaDevice:
         faults: Faults | None = None,
     ) -> None:  # fmt: skip
         self.name = name
+        self.driver = driver
         self.settings = settings or CudaSettings()
         self._context = CudaContext(driver)
         self._fates = Fates(faults or Faults())
@@ -56,10 +57,6 @@ class CudaDevice:
         self._gates: dict[HostGate, None] = {}  # those not open yet; each takes itself out
         self._releasing = threading.Lock()
         self._released = False
-
-    @property
-    def driver(self) -> CupyDriver:
-        return self._context.driver
 
     @property
     def failure(self) -> DriverError | None:
@@ -173,12 +170,12 @@ class CudaDevice:
     # copies
 
     def copy(self, stream: Stream, towards: CopyDirection, copies: Sequence[PageCopy]) -> None:
-        own, parts = self._own(stream), batch.checked(_with_pages(copies), towards, np.int32)
+        own, parts = self._own(stream), batch.checked(copies, towards, np.int32)
         steps = at_once(self.driver, own.handle, self.settings, towards, parts)
         own.copy(steps, self._fates.draw(1), parts)
 
     def load(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
-        own, parts = self._own(stream), batch.checked(_with_pages(copies), CopyDirection.IN, np.int32)
+        own, parts = self._own(stream), batch.checked(copies, CopyDirection.IN, np.int32)
         steps = by_layer(self.driver, own.handle, self.settings, parts, layers)
         return own.copy(steps, self._fates.draw(layers), parts, layers)
 
@@ -214,10 +211,6 @@ class CudaDevice:
     def __repr__(self) -> str:
         state = ", failed" if self.failure is not None else ""
         return f"<CudaDevice {self.name!r}: {sum(not one.ended() for one in self._streams)} streams{state}>"
-
-
-def _with_pages(copies: Sequence[PageCopy]) -> list[PageCopy]:
-    return [copy for copy in copies if len(copy.src) or len(copy.dst)]
 
 
 def open_device(name: str, settings: CudaSettings | None = None, *, faults: Faults | None = None) -> CudaDevice:

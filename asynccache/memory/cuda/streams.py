@@ -53,28 +53,23 @@ class QueueFill:
     def __init__(self) -> None:
         self._marks: deque[tuple[CudaEvent, int]] = deque()
         self._marked = 0
-        self._since = 0  # entries since the last mark
+        self.since = 0  # entries since the last mark
 
     def admit(self) -> None:
         """Hold the thread until the queue has room for a call. That takes as long as the device does."""
-        while self._marks and (self._marks[0][0].done() or self._marked + self._since >= CAP):
+        while self._marks and (self._marks[0][0].done() or self._marked + self.since >= CAP):
             event, entries = self._marks.popleft()
             event.block()
             self._marked -= entries
 
     def took(self, entries: int) -> None:
         """Count the entries that a call has put into the queue."""
-        self._since += entries
-
-    @property
-    def due(self) -> bool:
-        """True if an event should be put behind what came since the last one."""
-        return self._since >= APART
+        self.since += entries
 
     def mark(self, event: CudaEvent) -> None:
-        """Note that ``event`` is behind all that was counted so far."""
-        self._marks.append((event, self._since))
-        self._marked, self._since = self._marked + self._since, 0
+        """Note that ``event``, an entry itself, is behind all that was counted so far."""
+        self._marks.append((event, self.since + 1))
+        self._marked, self.since = self._marked + self.since + 1, 0
 
 
 class CudaStream(EventRecorder):
@@ -148,7 +143,6 @@ class CudaStream(EventRecorder):
     def _record(self, event: CudaEvent) -> None:
         self._backlog.admit()
         self._put_or_fail(event)
-        self._backlog.took(1)
         self._backlog.mark(event)
 
     def _wait(self, event: CudaEvent) -> None:
@@ -176,7 +170,9 @@ class CudaStream(EventRecorder):
             for i, step in enumerate(steps):
                 self._issue(step, hitches.get(i))
                 if left:
-                    self._record_layer(left.pop(0))
+                    self._record(layer := left.pop(0))
+                    if layer.failure is not None:
+                        raise layer.failure  # the driver refuses that event, so nobody can wait for it on the device
         except Exception as refused:
             error = self.context.refused(refused)
             if not left:
@@ -187,13 +183,6 @@ class CudaStream(EventRecorder):
         last = CudaEvent(self)
         last.keep = keep
         self._record(last)
-
-    def _record_layer(self, layer: CudaEvent) -> None:
-        """Record the event ``layer`` behind its step. If the driver refuses that event, raise what it says: nobody on
-        the device can wait for it, so the layers after it fail, too."""
-        self._record(layer)
-        if layer.failure is not None:
-            raise layer.failure
 
     def _issue(self, step: Step, hitch: Hitch | None) -> None:
         if self.context.failure is not None:
@@ -214,14 +203,15 @@ class CudaStream(EventRecorder):
         self._backlog.admit()
         returned = work()
         self._backlog.took(returned if isinstance(returned, int) else 1)
-        if self._backlog.due:
+        if self._backlog.since >= APART:
             self._record(CudaEvent(self))
         return returned
 
 
 class CudaEngineStream(EventRecorder):
-    """An engine's own stream. Calls go to the driver at once, in the caller's thread. A call that the driver refuses
-    raises in that thread: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
+    """An engine's own stream, or one of the device's that waits for an engine's events. Calls go to the driver at once,
+    in the caller's thread. A call that the driver refuses raises in that thread: the stream is captured in a graph,
+    say, or was destroyed. The device and its copies go on."""
 
     def record(self) -> CudaEvent:
         """Return an event after all work that the engine has put on its stream so far.
@@ -255,7 +245,7 @@ class CudaEngineStream(EventRecorder):
     def _check_captured(self) -> None:
         """Refuse a stream that is captured in a graph. The driver would take the event into the graph, where it would
         never happen, and would pull copies in after it."""
-        if self.context.failure is None and self.context.driver.is_captured(self.handle):
+        if self.context.failure is None and not self._own and self.context.driver.is_captured(self.handle):
             raise DriverError(f"stream {self.name!r} is captured in a graph: record and wait outside of it", CAPTURED)
 
 

@@ -276,16 +276,12 @@ class SegmentLog:
         """Return once everything that was written before would survive a power loss. Cancelling it is safe."""
         await settled([future for segment in self.segments.values() for future in segment.writing.values()])
         for segment in list(self.segments.values()):
-            await self._sync(segment)
+            end = min(segment.writing, default=segment.tail)  # of what no record is being written to
+            if end > segment.synced and not segment.dropped:
+                with segment:
+                    await self.threads.run(os.fdatasync, segment.files.buffered)
+                segment.synced = end
         await self.threads.run(self.folder.sync)
-
-    async def _sync(self, segment: Segment) -> None:
-        """Sync one segment, as far as no record is being written to it."""
-        end = min(segment.writing, default=segment.tail)
-        if end > segment.synced and not segment.dropped:
-            with segment:
-                await self.threads.run(os.fdatasync, segment.files.buffered)
-            segment.synced = end
 
     async def stop(self) -> None:
         """Wait until no task is left, and delete a segment that was prepared and not used. Cancelling it does not

@@ -7,7 +7,7 @@ GIL for seconds to find that out. The names are asked of its admin server, which
 from __future__ import annotations
 
 import asyncio
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException
 from time import monotonic
 
 from asynccache.errors import Timeout, Unavailable
@@ -54,27 +54,20 @@ def object_names(admin: HostPort) -> list[str]:
         Unavailable: the server cannot be asked, does not answer in time, or answers with more than ``MOST_BYTES``.
     """
     connection = HTTPConnection(admin.host, admin.port, timeout=ADMIN_WITHIN)
+    body, end = bytearray(), monotonic() + LIST_WITHIN
     try:
         connection.request("GET", PATH)
         response = connection.getresponse()
-        text = _body(admin, response).decode("utf-8", "replace")
+        while part := response.read1(PIECE_BYTES):
+            body += part
+            if len(body) > MOST_BYTES or monotonic() > end:
+                raise Unavailable(
+                    f"mooncake: the admin server {admin} has no end of its answer to {PATH}: {len(body)} bytes so far"
+                )
     except (OSError, HTTPException) as error:
         raise Unavailable(f"mooncake: the admin server {admin} cannot be asked: {error!r}") from error
     finally:
         connection.close()
     if response.status != 200:
         raise Unavailable(f"mooncake: the admin server {admin} answered {response.status} to {PATH}")
-    return text.split()
-
-
-def _body(admin: HostPort, response: HTTPResponse) -> bytes:
-    """Read the body of a response. Raises Unavailable if it is too long or takes too long."""
-    parts, size, end = list[bytes](), 0, monotonic() + LIST_WITHIN
-    while part := response.read1(PIECE_BYTES):
-        parts.append(part)
-        size += len(part)
-        if size > MOST_BYTES or monotonic() > end:
-            raise Unavailable(
-                f"mooncake: the admin server {admin} has no end of its answer to {PATH}: {size} bytes so far"
-            )
-    return b"".join(parts)
+    return body.decode("utf-8", "replace").split()

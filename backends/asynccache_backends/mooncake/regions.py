@@ -39,9 +39,12 @@ class Regions:
         """Register a region, or add a user to one that is registered. Returns False if the client refuses it. Each
         ``add`` that returned True needs a ``remove``."""
         with self._lock:
-            if not self._wanted[region] and not self._register(region):
-                del self._wanted[region]
-                return False
+            if not self._wanted[region]:
+                with self._client as store:
+                    code: int = store.register_buffer(region.start, region.end - region.start)
+                if code != 0:
+                    del self._wanted[region]
+                    return False
             self._wanted[region] += 1
             self._sort()
             return True
@@ -61,11 +64,6 @@ class Regions:
         starts, ends = self._sorted
         i = bisect_right(starts, start) - 1
         return i >= 0 and start + length <= ends[i]
-
-    def _register(self, region: Region) -> bool:
-        with self._client as store:
-            code: int = store.register_buffer(region.start, region.end - region.start)
-        return code == 0
 
     def _sort(self) -> None:
         runs = sorted(self._wanted)

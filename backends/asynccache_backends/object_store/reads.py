@@ -17,38 +17,24 @@ from asynccache.errors import Unavailable
 from asynccache.storage import PageKey, Record, Result, ThreadPool
 from asynccache_backends.object_store.catalog import PackCatalog
 from asynccache_backends.object_store.client import ObjectClient
-from asynccache_backends.object_store.formats import PACKS, Pack
+from asynccache_backends.object_store.formats import PACKS, FooterEntry, Pack
 from asynccache_backends.object_store.index import PackIndex
 
 GAP = 512 << 10  # so many bytes between two wanted pages are read with them, since another request would cost more
 
 
-class WantedRecord(NamedTuple):
-    """One record of a get: ``which`` is its position in the call; ``offset`` and ``length`` are those of its payload in
-    the pack."""
-
-    which: int
-    header: bytes
-    offset: int
-    length: int
-
-
 class PackStretch(NamedTuple):
-    """One range read, of ``size`` bytes from ``start`` on."""
+    """One range read, from the offset ``start`` of the pack on. ``wanted`` has the records in it, each with the
+    position of its key in the call."""
 
     pack: Pack
     start: int
-    wanted: list[WantedRecord]
-
-    @property
-    def size(self) -> int:
-        """The bytes that are read."""
-        return self.end - self.start
+    wanted: list[tuple[int, FooterEntry]]
 
     @property
     def end(self) -> int:
         """The offset in the pack at which it ends."""
-        last = self.wanted[-1]
+        _, last = self.wanted[-1]
         return last.offset + last.length
 
 
@@ -61,7 +47,8 @@ def plan_reads(
     wrong: list[int] = []
     for location, which in sorted(index.locate(keys)):
         pack, at = index.at(location)
-        _, header, offset, length = pack.entry(at)
+        entry = pack.entry(at)
+        _, _, offset, length = entry
         if records[which].payload.nbytes != length:
             wrong.append(which)
             continue
@@ -69,7 +56,7 @@ def plan_reads(
         if last is None or last.pack is not pack or offset - last.end > GAP or offset + length - last.start > most:
             last = PackStretch(pack, offset, [])
             stretches.append(last)
-        last.wanted.append(WantedRecord(which, header, offset, length))
+        last.wanted.append((which, entry))
     return stretches, wrong
 
 
@@ -103,15 +90,15 @@ class Fetches:
         self, stretch: PackStretch, records: Sequence[Record], results: list[Result]
     ) -> Unavailable | None:
         """Make one range read and set the results of its keys. Returns its error, or None."""
-        pack, error = stretch.pack, None
+        pack, size, error = stretch.pack, stretch.end - stretch.start, None
         async with self._limit:
             try:
-                data = await self._client.read(f"{PACKS}/{pack.name}", stretch.start, stretch.size)
-                outcome = Result.HIT if len(data) == stretch.size else Result.CORRUPT
+                data = await self._client.read(f"{PACKS}/{pack.name}", stretch.start, size)
+                outcome = Result.HIT if len(data) == size else Result.CORRUPT
                 if outcome is Result.HIT:
                     self._catalog.counts["range_reads"] += 1
-                    self._catalog.counts["get_bytes"] += stretch.size
-                    await self._threads.run_for(stretch.size, _copy_out, stretch, data, records)
+                    self._catalog.counts["get_bytes"] += size
+                    await self._threads.run_for(size, _copy_out, stretch, data, records)
             except FileNotFoundError:
                 outcome = Result.MISS
             except EOFError:
@@ -121,8 +108,8 @@ class Fetches:
                 self._catalog.counts["errors"] += 1
         if outcome in (Result.MISS, Result.CORRUPT):
             self._catalog.lost(pack)
-        for wanted in stretch.wanted:
-            results[wanted.which] = outcome
+        for which, _ in stretch.wanted:
+            results[which] = outcome
         return error
 
 
@@ -130,7 +117,7 @@ def _copy_out(stretch: PackStretch, data: Any, records: Sequence[Record]) -> Non
     """Copy the headers and payloads in ``data``, which was read for ``stretch``, to their records. Large copies run in
     a thread."""
     source = np.frombuffer(data, np.uint8)
-    for which, header, offset, length in stretch.wanted:
+    for which, (_, header, offset, length) in stretch.wanted:
         record, at = records[which], offset - stretch.start
         record.header[:] = header
         np.frombuffer(record.payload, np.uint8)[:] = source[at : at + length]

@@ -20,30 +20,18 @@ from time import time
 from typing import Any, Self
 
 from asynccache.errors import BackendError, Unavailable
-from asynccache.storage import (
-    HEADER_BYTES,
-    REFUSED,
-    Breaker,
-    PageKey,
-    ParsedUrl,
-    Record,
-    Result,
-    Stored,
-    StoreLayout,
-)
-from asynccache_backends.redis.connection import CommandBatch, plain
-from asynccache_backends.redis.resp import Names, Refusal, command
-from asynccache_backends.redis.routing import LOST, Lane, Router
+from asynccache.storage import HEADER_BYTES, REFUSED, Breaker, PageKey, ParsedUrl, Record, Result, Stored, StoreLayout
+from asynccache_backends.redis.cluster import Router
+from asynccache_backends.redis.resp import Refusal, Request, about, storing
 from asynccache_backends.redis.settings import RedisSettings, settings_of
 
 MISS, HIT, CORRUPT, FAILED = Result
 
-GET_AHEAD_BYTES = 2 << 20
 NO_ROOM = ("OOM", "MISCONF")
 GONE = -2  # what PTTL says of a name that does not exist
-UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
-"""The codes of refusals that say nothing about the key. If all commands of a request are refused with these, the call
-raises ``Unavailable``."""
+UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK")
+"""The codes of refusals that say nothing about the key. If all requests of a call are refused with these, or their
+servers cannot be reached, the call raises."""
 COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects")
 
 
@@ -54,9 +42,9 @@ class RedisBackend:
 
     def __init__(self, settings: RedisSettings, router: Router, counts: Counter[str]) -> None:
         self._settings = settings
+        self._prefix = settings.prefix.encode()
         self._router = router
         self._counts = counts
-        self._names = Names(settings.prefix, round(settings.ttl * 1000))
         self._room = Breaker.brief()  # open while the server is full
 
     @classmethod
@@ -86,38 +74,55 @@ class RedisBackend:
         In every call a server that is silent for ``stall`` seconds is given up. A server that sends a byte now and then
         is never silent; then only the deadline that ``CheckedStore`` sets for the call ends it.
         """
-        return [_counted(reply) for reply in await self._said(b"EXISTS", keys)]
+        return [_counted(reply) for reply in await self._about(b"EXISTS", self._names(keys))]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Receive pages directly into the buffers of their records.
 
         Cancelling it returns at once. The connection is closed, so nothing can write to the records any more.
         """
-        names = self._names.of(keys)
-        ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
-        batch = CommandBatch(self._names.commands(b"GET", names), records, ahead)
-        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, names, batch)]
-        got = [record.payload.nbytes for record, result in zip(records, results, strict=True) if result is HIT]
+        names = self._names(keys)
+        replies = await self._asked(names, list(zip(about(b"GET", names), records, strict=True)))
+        got = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply is HIT]
         self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
-        return results
+        return [_fetched(reply) for reply in replies]
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Ask which pages are stored, and send the others directly from the buffers of their records.
+        """Ask which pages are stored, and send the others directly from the buffers of their records. After a call in
+        which no page found room, no page is sent for a moment.
 
         Cancelling it returns at once. The connection is closed, and the server drops a command that it has received
         only in part.
         """
         results = await self.exists(keys)
         fresh = [i for i, result in enumerate(results) if result is MISS]
-        if fresh:
-            stored = await self._set([keys[i] for i in fresh], [records[i] for i in fresh])
-            for i, result in zip(fresh, stored, strict=True):
-                results[i] = result
+        if not fresh:
+            return results
+        permit = self._room.allow(_now())
+        if permit == REFUSED:
+            self._counts["refused_pages"] += len(fresh)
+            return [FAILED if result is MISS else result for result in results]
+        names, sent = self._names([keys[i] for i in fresh]), [records[i] for i in fresh]
+        commands = storing(names, sent, round(self._settings.ttl * 1000))
+        try:
+            replies = await self._asked(names, [(command, None) for command in commands])
+        except BaseException:
+            self._room.abandon(permit)
+            raise
+        for i, reply in zip(fresh, replies, strict=True):
+            results[i] = FAILED if isinstance(reply, BackendError) else HIT  # nil: it is there by now
+        stored = [len(record.payload) for reply, record in zip(replies, sent, strict=True) if reply == b"OK"]
+        refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
+        self._counts.update(pages=len(stored), bytes=sum(stored) + len(stored) * HEADER_BYTES, refused_pages=refused)
+        if refused == len(fresh):
+            self._room.failure(permit, _now())
+        else:
+            self._room.success(permit)
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Delete the page of each key: HIT if there was one, else MISS. Cancelling it may leave any of them deleted."""
-        return [_counted(reply) for reply in await self._said(b"UNLINK", keys)]
+        return [_counted(reply) for reply in await self._about(b"UNLINK", self._names(keys))]
 
     async def clear(self) -> None:
         """Delete all pages under this prefix; nothing else is touched. Cancelling it may leave some of them.
@@ -143,12 +148,11 @@ class RedisBackend:
 
     def stats(self) -> Mapping[str, int | float]:
         """Return the counters of this instance. ``pages`` and ``bytes``: what it has stored; others may have stored
-        more. ``refused_pages``: pages for which the server had no room. ``connects``: connections made since it was
-        opened."""
+        more. ``refused_pages``: pages for which the server had no room. ``connects``: connections for pages and small
+        questions made since it was opened, and ``connections``: those that are open."""
         nodes = self._router.nodes
-        connections = sum(not connection.closed for node in nodes for connection in node.made)
-        now = {"nodes": len(nodes), "connections": connections}
-        return {**{name: self._counts[name] for name in COUNTERS}, **now}
+        connections = sum(not link.closed for node in nodes for link in node.links)
+        return {**{name: self._counts[name] for name in COUNTERS}, "nodes": len(nodes), "connections": connections}
 
     async def flush(self) -> None:
         """Do nothing: the server's configuration decides what survives a power loss."""
@@ -157,34 +161,32 @@ class RedisBackend:
         """Close all connections, so that calls under way fail. Calling it twice is fine. No server is waited for."""
         await self._router.aclose()
 
-    # one request
-
-    async def _said(self, verb: bytes, keys: Sequence[PageKey]) -> list[Any]:
-        return await self._about(verb, self._names.of(keys))
+    def _names(self, keys: Sequence[PageKey]) -> list[bytes]:
+        """Return the names of the pages with these keys."""
+        prefix = self._prefix
+        return [prefix + key.key for key in keys]
 
     async def _about(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
-        return await self._asked(Lane.WORDS, names, plain(self._names.commands(verb, names)))
+        return await self._asked(names, [(command, None) for command in about(verb, names)])
 
-    async def _asked(self, lane: Lane, names: Sequence[bytes], batch: CommandBatch) -> list[Any]:
-        """Return the reply to each command of ``batch``, which is about one of ``names``. Refusals are among the
-        replies, and are counted.
+    async def _asked(self, names: Sequence[bytes], requests: Sequence[Request]) -> list[Any]:
+        """Return the reply to each request, which is about one of ``names``. Errors are among the replies, and are
+        counted.
 
         Raises:
-            Unavailable: no server was willing to do anything.
+            BackendError: no server was willing to do anything, or could be reached.
         """
         if not names:
             return []
         try:
-            replies = await self._router.ask(lane, names, batch)
+            replies = await self._router.ask(names, requests)
         except BackendError:
             self._counts["errors"] += len(names)
             raise
-        refusals = [reply for reply in replies if isinstance(reply, Refusal)]
-        self._counts["errors"] += len(refusals)
-        if any(refusal.code == "READONLY" for refusal in refusals):
-            self._router.close(idle=True)
-        if len(refusals) == len(replies) and all(refusal.code in UNWILLING for refusal in refusals):
-            raise Unavailable(f"{self._settings}: {refusals[0].text}")
+        errors = [reply for reply in replies if isinstance(reply, BackendError)]
+        self._counts["errors"] += len(errors)
+        if len(errors) == len(replies) and not any(isinstance(e, Refusal) and e.code not in UNWILLING for e in errors):
+            raise Unavailable(f"{self._settings}: {errors[0]}")
         return replies
 
     async def _page_names(self) -> AsyncIterator[list[bytes]]:
@@ -195,66 +197,34 @@ class RedisBackend:
         for node in list(self._router.nodes):
             cursor = b""
             while cursor != b"0":
-                scan = command(b"SCAN", cursor or b"0", b"MATCH", self._names.pattern(), b"COUNT", b"1000")
-                (reply,) = await node.ask(Lane.WORDS, plain([scan]))
+                reply = await node.said("SCAN", cursor or b"0", "MATCH", self._settings.pattern, "COUNT", "1000")
                 match reply:
                     case [bytes() as cursor, list() as found] if all(isinstance(name, bytes) for name in found):
-                        fresh = [name for name in dict.fromkeys(self._names.ours(found)) if name not in seen]
+                        fresh = [name for name in {*found} - seen if self._settings.key_of(name)]
                         seen.update(fresh)
                         yield fresh
                     case _:
-                        said = reply.text if isinstance(reply, Refusal) else str(reply)
-                        raise Unavailable(f"{node.address}: no answer to SCAN: {said[:200]}")
+                        raise Unavailable(f"{node.address}: no answer to SCAN: {str(reply)[:200]}")
 
     async def _told(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
-        """Return the replies to ``verb name`` for each name. Raises Unavailable if one of them is a refusal, except
+        """Return the replies to ``verb name`` for each name. Raises Unavailable if one of them is an error, except
         ``WRONGTYPE``: the name belongs to something that is no page."""
         replies = await self._about(verb, names)
         for reply in replies:
-            if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
-                raise Unavailable(f"{self._settings}: {reply.text}")
+            if isinstance(reply, BackendError) and not (isinstance(reply, Refusal) and reply.code == "WRONGTYPE"):
+                raise Unavailable(f"{self._settings}: {reply}")
         return replies
 
     async def _entries(self, names: Sequence[bytes]) -> list[Stored]:
         """Return the pages under these names that are still there; the size is 0 where there is no string."""
         sizes, left = await self._told(b"STRLEN", names), await self._told(b"PTTL", names)
-        return [
-            Stored(self._names.key(name), size if isinstance(size, int) else 0, self._written(ms))
-            for name, size, ms in zip(names, sizes, left, strict=True)
-            if ms != GONE
-        ]
-
-    def _written(self, left_ms: Any) -> float:
-        """Return the unix time at which a page was written that has ``left_ms`` milliseconds to live, if a store with
-        this ``ttl`` wrote it; 0.0 if pages live for ever."""
-        ttl, now = self._settings.ttl, time()
-        known = ttl and isinstance(left_ms, int) and left_ms >= 0
-        return min(now, now + left_ms / 1000 - ttl) if known else 0.0
-
-    async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Send SET NX for each page and return the results. After a call in which no page found room, no page is sent
-        for a moment."""
-        permit = self._room.allow(_now())
-        if permit == REFUSED:
-            self._counts["refused_pages"] += len(keys)
-            return [FAILED] * len(keys)
-        names = self._names.of(keys)
-        commands = [self._names.storing(name, record) for name, record in zip(names, records, strict=True)]
-        try:
-            replies = await self._asked(Lane.PAGES, names, plain(commands))
-        except BaseException:
-            self._room.abandon(permit)
-            raise
-        refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
-        self._counts["refused_pages"] += refused
-        if refused == len(replies):
-            self._room.failure(permit, _now())
-        else:
-            self._room.success(permit)
-        sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
-        self._counts["pages"] += len(sizes)
-        self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
-        return [FAILED if isinstance(reply, Refusal) else HIT for reply in replies]  # nil: it is there by now
+        ttl, now, entries = self._settings.ttl, time(), []
+        for name, size, ms in zip(names, sizes, left, strict=True):
+            known = ttl and isinstance(ms, int) and ms >= 0
+            written = min(now, now + ms / 1000 - ttl) if known else 0.0  # pages that another ttl wrote are younger
+            if ms != GONE:
+                entries.append(Stored(name[len(self._prefix) :], size if isinstance(size, int) else 0, written))
+        return entries
 
 
 def _counted(reply: Any) -> Result:

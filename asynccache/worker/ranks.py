@@ -1,4 +1,5 @@
-"""Admission of a group's workers: one for each rank of the topology, of the same version as the head.
+"""The ranks of a group: their coordinates, and how their workers come in: one for each rank, of the same version as the
+head. Ranks are numbered as engines number them: tp fastest, then cp, then pp.
 
 Law: a worker that comes late, or a second time, or with another version is told the reason, and disturbs no other. If a
 worker's link ends before all have come, another worker of its rank may take its place.
@@ -9,21 +10,60 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache import checks
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker.link import RankLink
-from asynccache.worker.messages import Welcome, decode_hello, encode
-from asynccache.worker.topology import Topology
+from asynccache.worker.link import Link, open_listener
+from asynccache.worker.messages import Hello, Welcome, decoder, encode
 
 if TYPE_CHECKING:
-    from asynccache.worker.contract import Storage
-    from asynccache.worker.rank_performer import Shard
+    from asynccache.worker.local import Storage
+    from asynccache.worker.rank_server import Shard
 
 TIMEOUT = 30.0
 ARRIVAL = 300.0
+
+_decode_hello = decoder(Hello)
+decode_welcome = decoder(Welcome)
+
+
+class RankPlace(NamedTuple):
+    """One rank's coordinates, each from 0 on."""
+
+    tp: int
+    cp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The number of ranks in each direction: tensor-, context- and pipeline-parallel."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp"):
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks in all."""
+        return self.tp * self.cp * self.pp
+
+    def place(self, rank: int) -> RankPlace:
+        """Return the coordinates of ``rank``. Raises ``ConfigError``: there is no such rank."""
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"rank={rank} is not one of the {self.ranks} ranks of {self}")
+        return RankPlace(rank % self.tp, rank // self.tp % self.cp, rank // (self.tp * self.cp))
+
+    def rank(self, place: RankPlace) -> int:
+        """Return the number of the rank at ``place``."""
+        return place.tp + self.tp * (place.cp + self.cp * place.pp)
 
 
 def _as_it_is(url: str) -> Storage:
@@ -48,7 +88,7 @@ class Workers:
         self.shard = None if shard is None else checks.function("shard", shard)
         self.locate = locate
         self.address = ""
-        self._links: dict[int, RankLink] = {}
+        self._links: dict[int, Link] = {}
         self._came = asyncio.Event()
         self._taken = self._complete = self._closed = False
 
@@ -60,10 +100,10 @@ class Workers:
         here = {rank for rank, link in self._links.items() if not link.ended}
         return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in here]
 
-    def answer(self, hello: bytes, link: RankLink) -> bytes:
+    def answer(self, hello: bytes, link: Link) -> bytes:
         """Return the encoded welcome for the worker that says ``hello`` over ``link``, and keep the link. Raises
         ``RankFailure``: the worker is refused; the text is the reason."""
-        word = decode_hello(hello)
+        word: Hello = _decode_hello(hello)
         if word.version != VERSION:
             raise RankFailure(f"asynccache {word.version} cannot work for a head of {VERSION}")
         if not 0 <= word.rank < self.topology.ranks:
@@ -79,7 +119,7 @@ class Workers:
         topology = self.topology
         return encode(Welcome((topology.tp, topology.cp, topology.pp)))
 
-    async def arrived(self) -> Mapping[int, RankLink]:
+    async def arrived(self) -> Mapping[int, Link]:
         """Return the links of all ranks but the head's own, by rank, when all have come. Cancelling it stops the
         waiting.
 
@@ -134,8 +174,6 @@ async def listen(
     Raises:
         ConfigError: an argument is unusable, the address cannot be used, or there is no secret.
     """
-    from asynccache.worker.sockets import open_listener
-
     workers = Workers(topology, own=own, timeout=timeout, arrival=arrival, shard=shard)
     listener = await open_listener(address, secret, workers.answer, timeout=workers.timeout)
     workers.address = listener.address

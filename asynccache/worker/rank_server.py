@@ -1,0 +1,612 @@
+"""One rank of a group: it takes the head's messages, and has its pools and stores do what they say.
+
+``RankServer`` looks a message up by its type and calls the remote method that it is made of: one of its own or else one
+of its ``LocalWorker``. The head's own rank is one of these, and nothing is encoded for it. ``RankProcess`` is the rank
+of another process, at the end of a link; ``connect`` makes one.
+
+Laws:
+* Messages are taken in the order in which they were sent. A work whose batches have no event here yet waits for that,
+  and so do the private copies that need it; the works behind it go on.
+* A load (or private copy) that has failed here is remembered until the head forgets it. Until then a private copy that
+  needs it fails, too, and the engine is told if a batch names it.
+* Each work and each call is answered once, when its buffers are let go, also if it is cancelled.
+* An error that answers no call (a device that refuses a copy, a stage that ends) is the end of the group.
+  The engine here is told first, so that it does not take pages that are lost for pages that have arrived.
+* The engine sees its device pools, the head's batches and layers to wait for. It never sees what is copied where.
+* A rank that loses the head lets its I/O finish, closes all that is open, and tells the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from msgspec.structs import astuple, replace
+
+from asynccache import checks
+from asynccache.config import CacheConfig
+from asynccache.core.plan import Status
+from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
+from asynccache.version import VERSION
+from asynccache.worker import messages as m
+from asynccache.worker.inbox import ChangeSignal
+from asynccache.worker.link import Link, Wire, open_link
+from asynccache.worker.local import EmbedderParts, LocalWorker, Reports, StoreEntry, check_device
+from asynccache.worker.rank_worker import EngineBatch, RankWorker, SentBatches
+from asynccache.worker.ranks import ARRIVAL, Topology, decode_welcome
+from asynccache.worker.remote import Order, order_decoder, orders_of, remote
+from asynccache.worker.work import CopyKind, Work
+
+if TYPE_CHECKING:
+    from asynccache.worker.stages import Copying
+
+T = TypeVar("T")
+
+Shard = Callable[[CacheConfig], CacheConfig]
+"""A function from the head's configuration to that of one rank: bytes, layers, ``covers`` and dtypes may differ, and
+all else is the same."""
+
+KEYS = 1024
+"""The most storage keys of a message."""
+COUNTED = 5.0
+"""Seconds from an answer until the head is told what the stores count, once for all answers in this time."""
+PINNING = 30.0
+"""Seconds of silence that are a failure while pools or stores are opened, or the group's time-out if that is longer: a
+chunk of memory (4 GiB) that is being pinned may keep an interpreter from answering."""
+LOOP_ALIVE = 1.0
+"""Seconds after which a thread that waits for the loop looks whether the loop still runs."""
+LOOP_ENDED = "the loop of its worker has ended"
+CLOSED = "the worker is closed"
+
+
+class OpenedRank(NamedTuple):
+    """What a rank has opened. ``layers``: how many layers the model has, up to the last one that this rank has.
+    ``weights``: bytes of a page, for each pool with bytes on this rank. ``stores``: nearest first. ``digest``: what
+    turns a page's hash into its key in the pool whose stored pages stand for FULL; empty if this rank has no bytes of
+    FULL."""
+
+    layers: int
+    weights: dict[str, int]
+    stores: list[StoreEntry]
+    digest: bytes
+
+
+class RankServer:
+    """The worker of ``rank``. ``tell``: called with each message for the head. ``local``: the worker that has the pools
+    and stores; None before they are open, and when they are closed. ``batches``: the engine's batches. Other mutable
+    state: works that wait for a batch's event (``_held``), loads in flight, loads that failed, and calls that are under
+    way, with their messages.
+    """
+
+    def __init__(
+        self, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None,
+        tell: Callable[[m.Message], None],
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.topology = topology
+        self.config: CacheConfig | None = None
+        self.local: LocalWorker | None = None
+        self.batches = SentBatches(lambda number, error: tell(m.BatchOver(number, error)), self._try_held, self.die)
+        self.worker = RankWorker(self)
+        self._given = given
+        self._shard = shard
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, tuple[Any, asyncio.Task[Any]]] = {}
+        self._stages: list[asyncio.Task[None]] = []
+        self._held: dict[int, Work] = {}
+        self._begun = ChangeSignal()
+        self._loads: set[int] = set()
+        self._failed: set[int] = set()
+        self._shut = False
+        self._stopped = False
+        self._closing: asyncio.Task[None] | None = None
+        self._counted = m.StoreCounters({}, {})
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank {self.rank}, {self.local!r}, {len(self._calls)} calls, {len(self._held)} held)"
+        )
+
+    # messages
+
+    def take(self, *messages: m.Message) -> None:
+        """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
+        for message in messages:
+            try:
+                order, own = _BY_TYPE[type(message)]
+                method = getattr(self if own else self._own, order.name)
+                if order.answer is None:
+                    method(*astuple(message))
+                else:
+                    call, *arguments = astuple(message)
+                    self._begin(order, message, call, method(*arguments))
+            except Exception as error:
+                self.die(error)
+
+    def _begin(self, order: Order, message: m.Message, call: int, work: Any) -> None:
+        task = self._loop.create_task(work, name=f"asynccache-{order.name}-{self.rank}")
+        self._calls[call] = message, task
+        task.add_done_callback(partial(self._answer, order, call))  # also if it is cancelled before it begins
+
+    def _answer(self, order: Order, call: int, done: asyncio.Task[Any]) -> None:
+        del self._calls[call]
+        if done.cancelled():
+            self._tell(m.Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
+        elif (error := done.exception()) is not None:
+            self._tell(m.Failed(call, type(error).__name__, str(error)))
+        else:
+            assert order.answer is not None
+            self._tell(order.answer(call, done.result()))
+
+    @remote()
+    def cancel(self, call: int) -> None:
+        """Cancel this call: nobody wants its answer any more. The answer still comes, when its buffers are let go."""
+        if call in self._calls:
+            self._calls[call][1].cancel()
+
+    @property
+    def _own(self) -> LocalWorker:
+        if self.local is None:
+            self.batches.check()
+            raise RankFailure("was told to work before it was open" if self._closing is None else CLOSED)
+        return self.local
+
+    @property
+    def layers(self) -> int:
+        """The number of the model's layers, up to the last one that this rank has. Raises ``RankFailure``: the worker
+        is closed, or not open yet."""
+        return self._own.layers
+
+    def die(self, error: BaseException) -> None:
+        """Tell the engine and the head that this worker cannot go on. The engine is told first, before it can take
+        pages that are lost for pages that have arrived."""
+        if not self._stopped:
+            self._stopped = True
+            self.finish(RankFailure(said(error), self.rank))
+            self._tell(m.Died(said(error)))
+
+    def finish(self, failure: RankFailure | None) -> None:
+        """Note that nothing more comes from the head. ``failure``: what every later call of the engine raises; None:
+        the cache was closed."""
+        self.batches.finish(failure)
+        self._begun.tell()
+
+    # opening and closing
+
+    @remote()
+    async def open(self, settings: CacheConfig) -> OpenedRank:
+        """Open this rank's part of the pools, and the stores."""
+        from asynccache.worker.opening import open_local  # not before there is something to open: torch comes with it
+
+        config = settings if self._shard is None else self._shard(settings)
+        check_shard(settings, config)
+        if config.stores:
+            config = replace(config, storage=tuple(map(self._placed, config.stores)))
+        self.config = config
+        place, topology = self.topology.place(self.rank), self.topology
+        pools = [
+            spec.on_rank(place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
+            for spec in config.pools()
+        ]
+        self.local = local = await open_local(config, pools, self._given)
+        for name, work in local.start(Reports(self._ended, self.die, self._keys, self._note_health)):
+            self._stages.append(self._loop.create_task(work, name=f"asynccache-{name}-{self.rank}"))
+            self._stages[-1].add_done_callback(self._stage_ended)
+        weights = {spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}
+        return OpenedRank(local.layers, weights, list(local.stores), local.digest)
+
+    def _placed(self, url: str) -> str:
+        """Return a store's URL as it is on this rank, whose number replaces ``{rank}``."""
+        return url.replace("{rank}", str(self.rank))
+
+    def _stage_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.die(error)
+
+    @remote()
+    def all_open(self) -> None:
+        """All ranks are open: the cache takes requests."""
+
+    @remote()
+    def be_patient(self, opening: bool) -> None:
+        """Pools or stores are being opened from now on, or not any more: the head may be silent for longer."""
+
+    @remote()
+    def group_lost(self, rank: int, reason: str) -> None:
+        """The group is over. ``rank``: the rank that failed; -1 if that is a head without a rank. ``reason``: what it
+        did."""
+
+    @remote()
+    async def close(self, patience: float) -> None:
+        """Close stores, pools and device: the last call. ``patience``: as for ``LocalWorker.aclose``."""
+        await self.aclose(patience)
+
+    async def aclose(self, patience: float) -> None:
+        """End what is under way, then close all. ``patience``: as for ``LocalWorker.aclose``. A second call waits for
+        the first one. Cancelling it stops the waiting.
+
+        Raises:
+            BackendError: a store could not close cleanly; all the rest is closed.
+        """
+        if self._closing is None:
+            self._stopped = True
+            calls = [task for _, task in self._calls.values() if task is not asyncio.current_task()]
+            self._closing = self._loop.create_task(self._close_all([*calls, *self._stages], patience))
+            self._closing.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waited may be gone
+        await asyncio.wait([self._closing])
+        self._closing.result()
+
+    async def _close_all(self, tasks: Sequence[asyncio.Task[Any]], patience: float) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self.batches.stop()
+        self.count()
+        local, self.local = self.local, None
+        self._held.clear()
+        self._begun.tell()
+        if local is not None:
+            await local.aclose(patience)
+
+    # copies
+
+    @remote()
+    def perform(self, work: Work) -> None:
+        """Copy what ``work`` says, when the batches that it waits for have events here. ``Ended`` tells its end."""
+        if work.kind is not CopyKind.BACKUP:
+            self._loads.update(work.ops)
+        if (work.after or work.source) and self._must_wait(work):
+            self._held.update(dict.fromkeys(work.ops, work))
+        else:
+            self._perform(work)
+
+    def _must_wait(self, work: Work) -> bool:
+        return work.source in self._held or self.batches.lacks_event(work.after)
+
+    def _perform(self, work: Work) -> None:
+        if work.source in self._failed:
+            self._ended(Status.FAILED, work.ops)
+        else:
+            self._own.copy(work, self.batches.events(work.after))
+
+    def _try_held(self) -> None:
+        """Perform the works that wait for no other batch, after a batch has got its event or is over. An error is the
+        end of the group; it is not raised, since the caller has only ended a batch."""
+        held, self._held = self._held, {}
+        for work in {id(work): work for work in held.values()}.values():
+            if self._must_wait(work):
+                self._held.update(dict.fromkeys(work.ops, work))
+                continue
+            try:
+                self._perform(work)
+            except Exception as error:
+                self.die(error)
+        self._begun.tell()
+
+    def _ended(self, status: Status, ops: Sequence[int]) -> None:
+        """Note, and tell the head, that the operations ``ops`` of one work have ended with ``status``."""
+        loads = self._loads.intersection(ops)
+        self._loads -= loads
+        if status is Status.FAILED and loads:
+            self._failed |= loads
+            self.batches.lose(loads)
+        self._tell(m.Ended(status, [ops[0]]))
+
+    @remote()
+    def forget_load(self, op: int) -> None:
+        """This load or private copy has failed on some rank, and no later message of the head names it."""
+        self._failed.discard(op)
+
+    # the engine's side
+
+    @remote()
+    def send_batch(self, number: int, payload: bytes, loads: tuple[int, ...]) -> None:
+        """A batch of the engine's work. ``loads``: the loads that it needs. ``BatchOver`` tells its end."""
+        batch = EngineBatch(number, payload, loads, self.end_batch)
+        batch.lost = not self._failed.isdisjoint(loads)
+        self.batches.add(batch)
+
+    def end_batch(self, batch: EngineBatch, event: object | None, error: str) -> None:
+        """See ``EngineBatch.end``. From any thread."""
+        own: Any = None if event is None else self._own.engine_event(event)
+        self.batches.take(batch.number)
+        if _is_here(self._loop):
+            self.batches.end(batch.number, own, error)
+            return
+        try:
+            self._loop.call_soon_threadsafe(self.batches.end, batch.number, own, error)
+        except RuntimeError:
+            raise RankFailure(LOOP_ENDED) from None
+
+    async def layer(self, op: int, i: int) -> None:
+        """See ``LocalWorker.layer``. Raises ``RankFailure``: the worker is closed, or the group has failed, and nobody
+        knows what has arrived."""
+        self.batches.check()
+        while op in self._held:
+            await self._begun.wait()
+            self.batches.check()
+        await self._own.layer(op, i)
+
+    def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
+        """See ``LocalWorker.wait_layers``. On the loop's thread.
+
+        Raises:
+            ConfigError: ``stream`` is no stream, or a load waits for a batch that has no event yet.
+        """
+        self._own.hold(stream, self._arriving(ops), i)
+
+    def wait_batch(self, stream: object, batch: EngineBatch, i: int) -> None:
+        """``wait_layers`` for all loads that ``batch`` needs. From any thread: only the loop's thread knows which loads
+        are on the device, so another thread waits for a turn of the loop, once for each batch. Raises as
+        ``wait_layers``."""
+        if batch.arriving is None:
+            ask = partial(self._arriving, batch.loads)
+            batch.arriving = ask() if _is_here(self._loop) else _in_turn(self._loop, ask)
+        self._own.hold(stream, batch.arriving, i)
+
+    def _arriving(self, ops: Sequence[int]) -> list[Copying]:
+        self.batches.check()
+        for op in ops:
+            work = self._held.get(op)
+            if work is not None:
+                raise ConfigError(f"wait_layers: load {op} waits for the batches {work.after}: end them first")
+        return self._own.arriving(ops)
+
+    # pages and stores: what a rank does beside the methods of ``LocalWorker``
+
+    @remote()
+    def give_up(self, op: int) -> None:
+        """Give up a batch, unless this rank has written it already, while others still write it."""
+        if any(type(call) is _STORE and call.batch[0].op == op for call, _ in self._calls.values()):
+            self._own.give_up(op)
+
+    @remote()
+    async def flush(self) -> None:
+        """Flush the stores, and then tell the head what they count."""
+        try:
+            await self._own.flush()
+        finally:
+            self.count()
+
+    @remote()
+    async def open_store(self, number: int, url: str, options: dict[str, str], position: int | None) -> StoreEntry:
+        """Open the store that has this URL on this rank."""
+        storage = self._given.locate(self._placed(url))
+        return await self._own.open_store(storage, options, position, number=number)
+
+    def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
+        for at in range(0, len(keys), KEYS):
+            self._tell(m.StoreKeys(store, there, tuple(keys[at : at + KEYS])))
+
+    def _note_health(self) -> None:
+        """Tell the head whether all stores refuse calls, if that has changed."""
+        local = self.local
+        if local is not None and local.shut != self._shut:
+            self._shut = local.shut
+            self._tell(m.StoreHealth(self._shut))
+
+    def count(self) -> None:
+        """Tell the head what the stores count, if that has changed since the last time."""
+        if self.local is not None:
+            storage, stores = self.local.store_statistics()
+            counters = m.StoreCounters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
+            if counters != self._counted:
+                self._counted = counters
+                self._tell(counters)
+
+
+ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
+"""All that a head may say to a rank."""
+_BY_TYPE = {order.message: (order, order.name in vars(RankServer)) for order in ORDERS.values()}
+_STORE = ORDERS["store"].message
+decode_orders = order_decoder(ORDERS)
+
+
+class RankProcess(RankServer):
+    """A rank at its end of the link to the head. Mutable state: until when closing is waited for, and whether the link
+    is over."""
+
+    def __init__(
+        self, link: Link, rank: int, topology: Topology, given: EmbedderParts, shard: Shard | None = None
+    ) -> None:
+        super().__init__(rank, topology, given, shard, self._say)
+        self._link = link
+        self._wire = Wire([link], lambda failure: self._wire.put(m.Died(failure.reason)))
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._counting: asyncio.TimerHandle | None = None
+        self._last_call = 0
+        self._gives_up_at = inf
+        self._closing_takes = 0.0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[RankWorker]:
+        """Give the worker when all ranks have opened. It closes when the head closes the cache, and at the end of the
+        ``async with`` at the latest.
+
+        Raises:
+            RankFailure: a rank could not open, or the head is gone.
+        """
+        try:
+            self._link.patience(PINNING)
+            self._link.begin(self._heard, self._lost)
+            await self._opened
+            closing = self._loop.create_task(self._close_when_over(), name="asynccache-worker")
+            try:
+                yield self.worker
+            finally:
+                closing.cancel()
+                await asyncio.wait([closing])
+        finally:
+            await self.leave()
+
+    async def _close_when_over(self) -> None:
+        await self._over
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Leave the group: end what is under way, and close all that is open. A store that hangs is waited for as long
+        as the link's time-out or, if that is longer, as the head has said that closing may take. After that the closing
+        goes on by itself. May be called again."""
+        if self._counting is not None:
+            self._counting.cancel()
+        self._gives_up_at = min(self._gives_up_at, self._loop.time() + max(self._link.timeout, self._closing_takes))
+        try:
+            with suppress(AsyncCacheError, TimeoutError):
+                async with asyncio.timeout_at(self._gives_up_at):
+                    await self.aclose(1.0)
+        finally:
+            self._wire.flush()
+            self._wire.links = []
+            self.finish(None)
+            await self._link.aclose()
+
+    def _heard(self, frame: bytes) -> None:
+        orders = decode_orders(frame)
+        self._wire.hold()
+        self.take(*orders)
+        self._wire.flush()
+
+    def be_patient(self, opening: bool) -> None:
+        """See ``RankServer``."""
+        self._link.patience(PINNING if opening else None)
+
+    def all_open(self) -> None:
+        """See ``RankServer``."""
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def group_lost(self, rank: int, reason: str) -> None:
+        """See ``RankServer``."""
+        self._end(RankFailure(reason, rank if rank >= 0 else None))
+
+    def _begin(self, order: Order, message: Any, call: int, work: Any) -> None:
+        if order.name == "close":
+            self._last_call, self._closing_takes = call, message.patience
+        super()._begin(order, message, call, work)
+
+    def _say(self, message: m.Message) -> None:
+        self._wire.put(message)
+        if not isinstance(message, m.Answer):
+            return
+        if message.call == self._last_call:
+            self._wire.flush()
+            self._end(None)
+        elif self._counting is None:
+            self._counting = self._loop.call_later(COUNTED, self._count)
+
+    def _count(self) -> None:
+        self._counting = None
+        self.count()
+
+    def _lost(self, failure: RankFailure) -> None:
+        self._end(RankFailure(f"the head {failure.reason}"))
+
+    def _end(self, failure: RankFailure | None) -> None:
+        """Note that the link is over, and tell everybody who waits here. ``failure``: why; None: the head has closed
+        the cache."""
+        if not self._opened.done():
+            self._opened.set_exception(failure or RankFailure("the cache was closed while it was opened"))
+            self._opened.exception()
+        self.finish(failure)
+        if not self._over.done():
+            self._over.set_result(None)
+
+
+@asynccontextmanager
+async def connect(
+    address: str, rank: int, *, secret: bytes | None = None, shard: Shard | None = None, device: object | None = None,
+    arrival: float = ARRIVAL,
+) -> AsyncIterator[RankWorker]:  # fmt: skip
+    """Be ``rank`` of the group whose head listens at ``address``: connect, wait until the head's cache opens, and open
+    the pools and stores that its configuration names, here; all ranks or none.
+
+    ``secret``: see ``listen``. ``shard``: a function from the head's configuration to this rank's, which may differ in
+    bytes, layers, ``covers`` and dtypes; by default the head's is used. ``{rank}`` in a store's URL is this rank's
+    number. ``device``: used instead of the one that the configuration names; the caller closes it. ``arrival``: how
+    many seconds to wait for the head.
+
+    At the end of the ``async with`` this rank leaves; if the cache is not closed by then, the group ends with it.
+    Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: an argument is unusable, or there is no secret.
+        RankFailure: no head answered, the head refused or is gone, or a rank could not open.
+    """
+    rank = checks.integer("rank", rank, 0)
+    if shard is not None:
+        checks.function("shard", shard)
+    if device is not None:
+        check_device("device", device)
+    arrival = checks.number("arrival", arrival, above=0)
+    link, welcome = await open_link(address, secret, m.encode(m.Hello(VERSION, rank)), timeout=arrival)
+    try:
+        topology = Topology(*decode_welcome(welcome).topology)
+        process = RankProcess(link, rank, topology, EmbedderParts(device), shard)  # type: ignore[arg-type]
+    except (RankFailure, ConfigError):
+        link.abort()
+        raise
+    async with process.serving() as worker:
+        yield worker
+
+
+def check_shard(whole: CacheConfig, own: CacheConfig) -> None:
+    """Check that ``own`` can be a rank's part of ``whole``.
+
+    Raises:
+        ConfigError: ``own`` is no configuration; or it differs in the model, page size, write policy or eviction, or in
+            the pools' names, components, numbers of pages or ``indices_from``; or a pool has bytes only here.
+    """
+    checks.instance("shard: what it returned", own, CacheConfig)
+
+    def alike(where: str, ours: object, theirs: object, *names: str) -> None:
+        for name in names:
+            here, there = getattr(ours, name), getattr(theirs, name)
+            if here != there:
+                raise ConfigError(f"shard: {where}{name} is {here!r} here and {there!r} at the head")
+
+    alike("", own, whole, "model", "page_size", "write_policy", "eviction")
+    ours, theirs = [[spec.name for spec in config.pools()] for config in (own, whole)]
+    if ours != theirs:
+        raise ConfigError(f"shard: the pools are {ours} here and {theirs} at the head")
+    for mine, spec in zip(own.pools(), whole.pools(), strict=True):
+        alike(f"pool {spec.name!r}: ", mine, spec, "component", "device_pages", "host_pages", "indices_from")
+        if mine.bytes_per_page and not spec.bytes_per_page:
+            raise ConfigError(f"shard: pool {spec.name!r} has bytes here and none at the head")
+
+
+def said(error: BaseException) -> str:
+    """Return the text that other processes get for ``error``."""
+    return str(error) if isinstance(error, (RankFailure, ConfigError)) else f"{type(error).__name__}: {error}"
+
+
+def _in_turn(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
+    """Make ``call`` on the loop's thread, behind all that this thread has handed to the loop before. Returns what it
+    returns, and raises what it raises. Raises ``RankFailure``: the loop ends first."""
+    async def ask() -> T:
+        return call()
+
+    asking = ask()
+    try:
+        answer = asyncio.run_coroutine_threadsafe(asking, loop)
+    except RuntimeError:
+        asking.close()
+        raise RankFailure(LOOP_ENDED) from None
+    while not wait([answer], LOOP_ALIVE).done:
+        if loop.is_closed():
+            raise RankFailure(LOOP_ENDED)
+    return answer.result()
+
+
+def _is_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
