@@ -17,7 +17,7 @@ from asynccache.cli.text import HIT_RATIO
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import SLOT_BYTES
 from asynccache.core.tree import Node
-from asynccache.runtime.learning import curves
+from asynccache.runtime.explain import curves
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from asynccache import checks, compiled
 from asynccache.metrics.asgi import a_cache
 from asynccache.metrics.lag import LoopLag
-from asynccache.runtime.learning import AGES, kinds
+from asynccache.runtime.explain import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION
 from asynccache.worker.stats import Histogram, StageStats

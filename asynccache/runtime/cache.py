@@ -23,7 +23,7 @@ from asynccache.runtime.core_calls import holding
 from asynccache.runtime.explain import Explained, explain
 from asynccache.runtime.forget import forget, forget_all
 from asynccache.runtime.head import CloseReport, Head, OnEvent, SavingLimit
-from asynccache.runtime.kept_prefixes import Kept
+from asynccache.runtime.kept_prefixes import Kept, keep, kept_prefixes
 from asynccache.runtime.lease import Lease, ask_for
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.prefetch import PrefetchHandle
@@ -180,18 +180,18 @@ class AsyncCache:
             await worker.aclose(MOMENT)
 
     async def _open(self) -> None:
-        self._worker = worker = await self._open_worker()
+        worker: LocalWorker
+        if self._workers is None:
+            worker = await self._open_local(self.config, self.config.pools(), self._given)
+        else:
+            from asynccache.worker.group import open_group
+
+            worker = await open_group(self.config, self._given, self._workers)
+        self._worker = worker
         self._head = head = Head(self.config, worker, self._on_event)
         await head.start()
         for sentence in wasted(self.core.config):
             _log.warning(sentence)
-
-    async def _open_worker(self) -> LocalWorker:
-        if self._workers is None:
-            return await self._open_local(self.config, self.config.pools(), self._given)
-        from asynccache.worker.group import open_group
-
-        return await open_group(self.config, self._given, self._workers)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -350,7 +350,9 @@ class AsyncCache:
 
     async def _keep(self, key: bytes, ttl: float, extra_key: ExtraKey) -> Kept:
         head = self._ready()
-        return await head.kept_prefixes.keep(head.namespaces.space(extra_key), key, ttl)
+        config = self.config
+        cap = int(config.pools()[0].device_pages * config.kept_fraction) * config.page_size
+        return await keep(head, head.namespaces.space(extra_key), key, ttl, cap)
 
     # the engine's batches, where there are several workers
 
@@ -581,7 +583,7 @@ class AsyncCache:
             prefetches=head.prefetches.outcomes(),
             leases=core.leases,
             waiting=len(head.driver.line),
-            kept_tokens=head.kept_prefixes.tokens(),
+            kept_tokens=sum(kept.tokens for kept in kept_prefixes(head)),
             tasks=len(head.supervisor),
             storage=dict(storage),
             stores=stores,

@@ -82,14 +82,10 @@ async def drive(
     ``call`` is not made. If it is cancelled later, ``call`` is finished first, and ``done`` is called. ``check``: as in
     ``slices``.
     """
-    if not driver.lock.take():
-        await acquire(driver.lock)
-    try:
+    async with holding(driver.lock):
         driver.apply_outcomes()
         answer, cancelled = await slices(driver, call, check)
         done(answer)
-    finally:
-        driver.lock.release()
     if cancelled is not None:
         raise cancelled
     return answer

@@ -1,8 +1,9 @@
 """Explains where the pages of a prompt are, over all tiers: the core's answer, and what the stores say of the pages
-that the tree does not know. Reads only."""
+that the tree does not know. Below that, what the eviction policy has learned, in short. Reads only."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
@@ -13,7 +14,6 @@ from asynccache.core.cache import PrefetchShape, usable_end
 from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
-from asynccache.runtime import learning
 from asynccache.runtime.prefetch import usable_by_a_lease
 from asynccache.runtime.tokens import HASH_BYTES, TOKEN_BYTES, Chain
 from asynccache.worker.local import Result
@@ -76,13 +76,13 @@ class Explained(NamedTuple):
     learned: Learned | None
 
     def plain(self) -> dict[str, Any]:
-        """Return the explanation as values that JSON has. ``learned`` is given in its short form (``learning``),
+        """Return the explanation as values that JSON has. ``learned`` is given in its short form (``plain_learned``),
         which has the ``policy``, too; it is left out if the policy learns nothing. ``judged`` is left out of a span
         that the policy does not judge."""
         values = self._asdict()
         policy, learned = values.pop("policy"), values.pop("learned")
         values["spans"] = [_plain_span(span) for span in self.spans]
-        return values if learned is None else {**values, "learned": learning.plain(policy, learned)}
+        return values if learned is None else {**values, "learned": plain_learned(policy, learned)}
 
     def lines(self) -> list[str]:
         """Return the explanation as lines of text."""
@@ -190,7 +190,7 @@ def describe(plain: dict[str, Any]) -> list[str]:
         states = ", ".join(f"{name} {device}/{host}" for name, (device, host) in span["states"].items())
         more = "  +storage" if span["stored"] and span["where"] != "storage" else ""
         more += "  pinned" if any(span["pinned"]) else ""
-        more += f"  {learning.judgement(span['judged'])}" if "judged" in span else ""
+        more += f"  {judgement(span['judged'])}" if "judged" in span else ""
         lines.append(f"{span['start']:>9} .. {span['stop']:<9} {span['where']:<8} {states}{more}".rstrip())
     device, host, storage = plain["device"], plain["host"], plain["storage"]
     lines.append(f"match: {device} on the device, {host} with the host, {storage} with storage")
@@ -199,4 +199,102 @@ def describe(plain: dict[str, Any]) -> list[str]:
         lines.append(f"would be loaded from the host, in pages: {loads}")
     lines.append(f"ended by {plain['ends']}: {plain['why']}" if plain["ends"] else plain["why"])
     lines.append(f"a prefetch would fetch: {plain['fetch']}")
-    return lines + (learning.lines(plain["learned"]) if "learned" in plain else [])
+    return lines + (learned_lines(plain["learned"]) if "learned" in plain else [])
+
+
+# what the eviction policy has learned: for each kind of page a line with a few ages
+
+AGES = (1.0, 10.0, 60.0, 600.0, 3600.0)
+"""The ages, in seconds, that the short form has."""
+_SHORT = ("1 s", "10 s", "1 min", "10 min", "1 h")
+
+
+class LearnedKind(NamedTuple):
+    """One kind of page. ``blocks``: blocks of 512 tokens that the curve was learned from, faded with time. ``again``:
+    for each of ``AGES``, the share of these blocks that is used again before that age, 0 to 1. ``worth``: for each of
+    ``AGES``, what a block of that age is worth; the policy evicts what is worth least."""
+
+    name: str
+    blocks: float
+    again: tuple[float, ...]
+    worth: tuple[float, ...]
+
+
+def kinds(learned: Learned) -> tuple[LearnedKind, ...]:
+    """Return every kind of page, in the policy's order."""
+    edges = learned.edges
+    return tuple(
+        LearnedKind(curve.name, max(0.0, curve.reached[0]), tuple(share_at(edges, curve.again, age) for age in AGES),
+             tuple(worth_at(edges, curve.worth, age) for age in AGES))
+        for curve in learned.curves
+    )  # fmt: skip
+
+
+def share_at(edges: Sequence[float], again: Sequence[float], age: float) -> float:
+    """Return the share that is used again before ``age`` seconds. ``again``: the shares before each of ``edges``."""
+    k = bisect_right(edges, age) - 1
+    if k + 1 >= len(edges):
+        return again[k]
+    return again[k] + (again[k + 1] - again[k]) * (age - edges[k]) / (edges[k + 1] - edges[k])
+
+
+def worth_at(edges: Sequence[float], worth: Sequence[float], age: float) -> float:
+    """Return how much a block is worth ``age`` seconds after its last use."""
+    return worth[bisect_right(edges, age) - 1]
+
+
+def plain_learned(policy: str, learned: Learned) -> dict[str, Any]:
+    """Return the short form, as values that JSON has. ``policy``: the policy's name."""
+    return {
+        **_counts(policy, learned), "ages_s": list(AGES),
+        "kinds": [
+            {"name": kind.name, "blocks": round(kind.blocks, 2), "again": [round(share, 5) for share in kind.again],
+             "worth": [_figures(worth) for worth in kind.worth]}
+            for kind in kinds(learned)
+        ],
+    }  # fmt: skip
+
+
+def curves(policy: str, learned: Learned) -> dict[str, Any]:
+    """Return the whole curves, as values that JSON has. ``policy``: the policy's name."""
+    return {
+        **_counts(policy, learned), "edges_s": [_figures(edge) for edge in learned.edges],
+        "curves": [
+            {"name": curve.name, "used": [round(count, 2) for count in curve.used],
+             "reached": [round(count, 2) for count in curve.reached],
+             "again": [round(share, 5) for share in curve.again], "worth": [_figures(worth) for worth in curve.worth]}
+            for curve in learned.curves
+        ],
+    }  # fmt: skip
+
+
+def _counts(policy: str, learned: Learned) -> dict[str, Any]:
+    return {
+        "policy": policy, "requests": learned.requests, "lessons": learned.lessons, "ghosts": learned.ghosts,
+        "watched": learned.watched, "leads": learned.leads, "returned_blocks": round(learned.returned, 2),
+    }  # fmt: skip
+
+
+def _figures(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def learned_lines(found: dict[str, Any]) -> list[str]:
+    """Return lines of text for ``found``, which ``plain_learned`` has returned. Kinds of which nothing is known are
+    left out."""
+    head = f"{found['policy']} has learned from {found['requests']} requests"
+    if not found["lessons"]:
+        return [f"{head}, which is too few to choose by"]
+    told = [f"{head}: blocks of a kind, and the share used again within {', '.join(_SHORT)}"]
+    for kind in found["kinds"]:
+        if kind["blocks"] >= 1:
+            shares = "".join(f"{100 * share:>7.1f} %" for share in kind["again"])
+            told.append(f"  {kind['name']:<20} {kind['blocks']:>10,.0f}{shares}")
+    return told
+
+
+def judgement(found: dict[str, Any]) -> str:
+    """Return the policy's judgement of some pages, in words. ``found``: a ``Judged`` as values that JSON has."""
+    if not found["worth"]:
+        return f"{found['kind']}, ended"
+    return f"{found['kind']}, {found['age']:.1f} s ago, worth {found['worth']:.2g}"

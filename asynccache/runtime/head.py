@@ -29,7 +29,7 @@ from asynccache.runtime.announcer import Announcer
 from asynccache.runtime.core_calls import run_acks
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine_batches import EngineBatches
-from asynccache.runtime.kept_prefixes import KeptPrefixes
+from asynccache.runtime.kept_prefixes import kept_prefixes
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.prefetch import Prefetches
 from asynccache.runtime.save import TASKS, Backups, drain, unsaved
@@ -101,7 +101,6 @@ class Head:
         kinds = {component.kind for component in core.config.components}
         self.has_swa = ComponentKind.SWA in kinds
         self.default_states = 1 + CHECKPOINTS if ComponentKind.MAMBA in kinds else 0
-        self.kept_prefixes = KeptPrefixes(config, driver, self.holders)
         self._freezes = config.freeze_gc
         self._frozen_at = 0
         self._stopper: asyncio.Task[None] | None = None
@@ -266,7 +265,8 @@ class Head:
 
     async def _stop(self, patience: float) -> None:
         try:
-            self.kept_prefixes.close()
+            for kept in kept_prefixes(self):
+                kept.release()
             self.prefetches.drop_claims()
         finally:
             await self.supervisor.stop()

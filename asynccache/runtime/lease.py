@@ -124,7 +124,11 @@ class Publishing:
     async def publish(self, key: bytes, checkpoint: tuple[int, int] | None) -> None:
         """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
         it has published everything or nothing. Raises ``LoadFailed``: see ``Lease.commit``."""
-        hashes = await self._hashes(key) if self._head.hashes else b""
+        hashes, chain = b"", self._chain
+        if self._head.hashes:
+            if not chain.covers(key):
+                chain.known(key, self._head.driver.core.known_hashes(self._space, key))
+            hashes = await chain.extend(key)
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, checkpoint), Wait):
             await first_ended(self._head.driver.ops, answer.ops)
@@ -142,23 +146,13 @@ class Publishing:
                 raise LoadFailed(core.length if core.valid is None else core.valid)
             answer = driver.locked(driver.core.commit, core, key, hashes, checkpoint, not self._unsure)
             if not isinstance(answer, Wait):
-                self._published(key, answer.computing)
+                if len(key) > len(self._key):
+                    self._key = key
+                if answer.computing:  # before the plan is performed: its backups must find the batches they stand on
+                    self._head.batches.watch(answer.computing, self._unsure)
+                self._head.commits += 1
             driver.perform(answer.plan, self._retiring)
         return answer
-
-    async def _hashes(self, key: bytes) -> bytes:
-        if not self._chain.covers(key):
-            self._chain.known(key, self._head.driver.core.known_hashes(self._space, key))
-        return await self._chain.extend(key)
-
-    def _published(self, key: bytes, computing: int) -> None:
-        """Note the commit before its plan is performed: the plan's backups must find the batches that it stands on.
-        ``computing``: the operation that ends with them; 0: they have all run."""
-        if len(key) > len(self._key):
-            self._key = key
-        if computing:
-            self._head.batches.watch(computing, self._unsure)
-        self._head.commits += 1
 
     def adopt(self, after: BatchInFlight | None = None) -> None:
         """Note that the engine uses the table of the last commit. The duplicates are free when ``after`` and every
@@ -269,8 +263,9 @@ class Lease:
         head.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        if self._since != head.namespaces.changes:
-            self._renew_namespace()
+        if self._since != head.namespaces.changes:  # it enters the namespace that has its ``extra_key`` now
+            self._since = head.namespaces.changes
+            self._ask = self._ask._replace(space=head.namespaces.space(self._extra_key))
         handle = self._handle
         if handle is not None and (handle.spent or handle.space != self._ask.space):
             self._handle = None  # it has had its lease, or was given up: this lease prefetches by itself
@@ -287,13 +282,6 @@ class Lease:
             self._state = RELEASED
             raise
         return self
-
-    def _renew_namespace(self) -> None:
-        """Let the lease enter the namespace that has its ``extra_key`` now: some were invalidated since it was
-        made."""
-        namespaces = self._head.namespaces
-        self._since = namespaces.changes
-        self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
 
     async def _enter(self) -> None:
         """Wait until the lease is granted. Cancelling it gives up the place in line, and the prefetch if the lease has
@@ -773,15 +761,10 @@ class Lease:
         async with commits.order:
             if core.loads:
                 await self.loaded()
-            if self._still_valid():
+            if self._head.namespaces.valid(self._extra_key, self._since):
                 commits.check(key, checkpoint)  # again: another commit may have gone elsewhere meanwhile
                 await commits.publish(key, checkpoint)
             return self.pages
-
-    def _still_valid(self) -> bool:
-        """Return True if the lease's namespace was not invalidated since the lease was entered. Otherwise the lease
-        finishes undisturbed and publishes nothing."""
-        return self._head.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
         """Note that the engine uses the page table that the last ``commit`` returned. The pages that it used before are

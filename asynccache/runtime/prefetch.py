@@ -440,7 +440,8 @@ class Prefetches:
     def note_claim(self, ticket: int, leases: int) -> None:
         """Note that a claim was taken, or that the number of ``leases`` in line with its prefetch has changed. Starts
         or stops the time that the claim has left."""
-        self._stop_timer(ticket)
+        if (timer := self.claims.get(ticket)) is not None:
+            timer.cancel()
         if not self.driver.broken:
             self.driver.unlocked(self.driver.core.confirm_claim, ticket, leases > 0)
         self.claims[ticket] = None if leases else self.loop.call_later(HELD_FOR, self.drop_claim, ticket)
@@ -448,8 +449,9 @@ class Prefetches:
     def drop_claim(self, ticket: int) -> None:
         """Give up the claim. Idempotent. The core may have ended it before."""
         if ticket in self.claims:
-            self._stop_timer(ticket)
-            del self.claims[ticket]
+            timer = self.claims.pop(ticket)
+            if timer is not None:
+                timer.cancel()
             self.driver.perform(self.driver.give_back(self.driver.core.drop_claim, ticket))
 
     def abandon_claim(self, ticket: int) -> None:
@@ -462,11 +464,6 @@ class Prefetches:
         """Give up every claim: the cache closes."""
         for ticket in tuple(self.claims):
             self.drop_claim(ticket)
-
-    def _stop_timer(self, ticket: int) -> None:
-        timer = self.claims.get(ticket)
-        if timer is not None:
-            timer.cancel()
 
     # those under way
 

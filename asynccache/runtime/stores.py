@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
@@ -73,7 +75,14 @@ class StoreAttachments:
             driver.check_ready()
             if announcer is not None:
                 await announcer.begin(opened.number)
-            await self._use(opened, position, backfill=backfill)
+            async with holding(driver.lock):
+                driver.apply_outcomes()
+                worker.use_store(opened.number, position)
+                driver.perform(driver.locked(driver.core.attach_storage, self._access()))
+                stores = backfill and opened.options.write
+                if stores or announcer is not None:
+                    walk = driver.core.backfill(store=stores)
+                    self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
         finally:
             if not self._is_used(opened.number):
                 try:
@@ -88,30 +97,14 @@ class StoreAttachments:
         if not self._worker.takes_stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
 
-    async def _use(self, opened: StoreEntry, position: int | None, *, backfill: bool) -> None:
-        """Use the opened store from now on, and start its backfill. If this fails or is cancelled, nothing is
-        attached."""
-        driver, options = self._driver, opened.options
-        async with holding(driver.lock):
-            driver.apply_outcomes()
-            self._worker.use_store(opened.number, position)
-            driver.perform(driver.locked(driver.core.attach_storage, self._access()))
-            stores = backfill and options.write
-            if stores or self._announcer is not None:
-                walk = driver.core.backfill(store=stores)
-                self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
-
     async def _backfill(self, store: int, walk: Backfill) -> None:
         """Announce that the new store may have the pages of the tree and, if ``walk`` stores, write those on the host
         to it, some operations at a time. Cancelling it leaves the rest out."""
         driver, over = self._driver, False
-
-        def perform(filled: Filled) -> None:
-            driver.perform(filled.plan)
-
+        some: Callable[[], Filled] = partial(walk.some, BACKFILL_OPS, self._backfill_pages)
         try:
             while self._is_used(store) and not over:
-                filled = await drive(driver, _slice(walk, self._backfill_pages), perform)
+                filled: Filled = await drive(driver, some, lambda filled: driver.perform(filled.plan))
                 plan, over = filled
                 await all_ended(driver.ops, [effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
                 await asyncio.sleep(0)
@@ -126,7 +119,9 @@ class StoreAttachments:
         self._check_host()
         store = self._worker.find_store(name)
         if deadline is not None and store.options.write:
-            await self._save(deadline)
+            with suppress(TimeoutError):  # ``unsaved`` says what is left
+                async with asyncio.timeout(deadline):
+                    await drain(self._driver)
         left, patience = await unsaved(self._driver), longest_write(self._worker)
         driver, failed = self._driver, list[BackendError]()
         async with holding(driver.lock):
@@ -146,13 +141,6 @@ class StoreAttachments:
             raise failed[0]
         return left
 
-    async def _save(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout(deadline):
-                await drain(self._driver)
-        except TimeoutError:
-            pass  # ``unsaved`` says what is left
-
     async def _leave(self, store: StoreEntry, failed: list[BackendError]) -> None:
         """Close a detached store, unless the caller made its backend. An error is put into ``failed``, for the task
         that waits for the detaching, and ends nothing else."""
@@ -163,7 +151,3 @@ class StoreAttachments:
         except Exception as error:  # whatever a plug-in raises while it closes
             failed.append(BackendError(f"{store.options.name}: closing it failed: {error!r}"))
             failed[0].__cause__ = error
-
-
-def _slice(walk: Backfill, pages: int) -> Callable[[], Filled]:
-    return lambda: walk.some(BACKFILL_OPS, pages)

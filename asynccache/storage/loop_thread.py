@@ -62,6 +62,9 @@ class PendingCall:
     timer: asyncio.TimerHandle | None = None
     task: asyncio.Task[None] | None = None
 
+    def __repr__(self) -> str:
+        return f"PendingCall({self.verb}, {len(self.keys)} pages of {self.rows.pool!r})"
+
     def so_far(self) -> list[Result]:
         """Return the results of a call that is cut short now: HIT and CORRUPT as the stores have answered, FAILED for
         the rest."""

@@ -18,6 +18,8 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Pages, Record, Result, StorageBackend
+from asynccache.storage.loop_thread import PendingCall
+from asynccache.storage.rows import Rows
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.storage.pages_kit import (
     FAILED,
@@ -261,3 +263,9 @@ def test_nothing_is_kept_after_close() -> None:
     made.close()
     with pytest.raises(Unavailable, match="closed"):
         pages.get(keys(1), [0])
+
+
+def test_a_call_of_thousands_of_pages_is_one_short_line_in_a_log() -> None:
+    """A loop in debug mode prints the arguments of callbacks that are slow."""
+    call = PendingCall("get", [PageKey("full", bytes(32))] * 5000, Rows("full", bytearray(64), 64), [0] * 5000, None)
+    assert repr(call) == "PendingCall(get, 5000 pages of 'full')"
