@@ -99,7 +99,7 @@ def planned(
         new = some[0].stop - some[0].start
         tokens = np.array([starts[i] for i in own]) if new == 1 else np.arange(starts[own[0]], starts[own[0]] + new)
         mask = _mask(new, [seen[i] for i in own], window, device)
-        groups.append(RowGroup(*(torch.from_numpy(each).to(device) for each in (tokens, read)), len(own), mask))
+        groups.append(RowGroup(torch.from_numpy(tokens).to(device), torch.from_numpy(read).to(device), len(own), mask))
     return StepPlan(torch.from_numpy(write).to(device), tuple(groups))
 
 
