@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 from asynccache_shim.model import Pages
@@ -46,12 +47,16 @@ PADDED = 2
 
 
 class StepRow(NamedTuple):
-    """One request in a step, which computes the request's tokens ``start`` to ``stop``. ``places``: by component, where
-    each of its tokens is kept."""
+    """One request in a step, which computes the request's tokens ``start`` to ``stop``. ``tables``: its page tables, by
+    component."""
 
-    places: Mapping[str, torch.Tensor]
+    tables: Mapping[str, Pages]
     start: int
     stop: int
+
+    def places(self, component: str, positions: npt.NDArray[np.int64], page_size: int) -> npt.NDArray[np.int64]:
+        """The places of the request's tokens at these ``positions``."""
+        return self.tables[component][positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
 class RowGroup(NamedTuple):
@@ -60,8 +65,8 @@ class RowGroup(NamedTuple):
     ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
 
     tokens: torch.Tensor
-    rows: int
     read: torch.Tensor
+    rows: int
     mask: torch.Tensor | None
 
 
@@ -72,19 +77,30 @@ class StepPlan(NamedTuple):
     groups: tuple[RowGroup, ...]
 
 
-def planned(rows: Sequence[StepRow], component: str, window: int | None) -> StepPlan:
+def planned(
+    rows: Sequence[StepRow], component: str, window: int | None, page_size: int, device: torch.device
+) -> StepPlan:
     """Return how the layers of ``component`` compute the step. ``window``: its window in tokens; None: it has none."""
     starts, at = [], 0
     for row in rows:
         starts.append(at)
         at += row.stop - row.start
-    write = torch.cat([row.places[component][row.start : row.stop] for row in rows])
+    write = np.concatenate([row.places(component, np.arange(row.start, row.stop), page_size) for row in rows])
     seen = [_seen(row, window) for row in rows]
     together = [[i] for i, row in enumerate(rows) if row.stop - row.start > 1]
     ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: seen[i])
     together += _alike(ones, seen)
-    groups = (_group([rows[i] for i in own], [starts[i] for i in own], component, window) for own in together)
-    return StepPlan(write, tuple(groups))
+    groups = []
+    for own in together:  # a row that is shorter than the longest of its group is filled up from its last place
+        some, most = [rows[i] for i in own], max(seen[i] for i in own)
+        first = [row.stop - seen[i] for i, row in zip(own, some, strict=True)]
+        read = np.concatenate([row.places(component, np.minimum(np.arange(at, at + most), row.stop - 1), page_size)
+                               for row, at in zip(some, first, strict=True)])  # fmt: skip
+        new = some[0].stop - some[0].start
+        tokens = np.array([starts[i] for i in own]) if new == 1 else np.arange(starts[own[0]], starts[own[0]] + new)
+        mask = _mask(new, [seen[i] for i in own], window, device)
+        groups.append(RowGroup(torch.from_numpy(tokens).to(device), torch.from_numpy(read).to(device), len(own), mask))
+    return StepPlan(torch.from_numpy(write).to(device), tuple(groups))
 
 
 class PagedAttention:
@@ -95,13 +111,15 @@ class PagedAttention:
         parts = [layer.parts[0] for layer in layout.layers]
         self.windows = {part.tracks[0].source: part.window for part in parts}
         self._components = [part.tracks[0].source for part in parts]
+        self._page_size = layout.page_size
         self._slots = slots
         self._scratch = ScratchMemory()
         self._plans: Mapping[str, StepPlan] = {}
 
-    def plan(self, rows: Sequence[StepRow]) -> None:
+    def plan(self, rows: Sequence[StepRow], device: torch.device) -> None:
         """Note that the next call computes ``rows``, in this order."""
-        self._plans = {component: planned(rows, component, window) for component, window in self.windows.items()}
+        self._plans = {component: planned(rows, component, window, self._page_size, device)
+                       for component, window in self.windows.items()}  # fmt: skip
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
@@ -144,12 +162,6 @@ def can_attend(model: Any, layout: Layout) -> bool:
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     windows = {layer.parts[0].window for layer in layout.layers} - {None}
     return types <= set(LAYER_TYPES.values()) and len(windows) <= 1
-
-
-def places_of(table: Pages, page_size: int, device: torch.device) -> torch.Tensor:
-    """Return the place of every token, from a page table."""
-    places = np.asarray(table, np.int64)[:, None] * page_size + np.arange(page_size)
-    return torch.from_numpy(places.reshape(-1)).to(device)
 
 
 def _with_paged_attention(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,29 +248,19 @@ def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
         yield group
 
 
-def _group(rows: Sequence[StepRow], starts: Sequence[int], component: str, window: int | None) -> RowGroup:
-    """Return one group: a row of several new tokens, or rows of one each, the first of them at ``starts``. A row that
-    is shorter than the longest is filled up from its last place, and what was filled up is masked."""
-    device = rows[0].places[component].device
-    new, seen = rows[0].stop - rows[0].start, [_seen(row, window) for row in rows]
-    longest, mask = max(seen), None
-    tokens = (
-        torch.tensor(starts, device=device) if new == 1 else torch.arange(starts[0], starts[0] + new, device=device)
-    )
-    own = [row.places[component][row.stop - length : row.stop] for row, length in zip(rows, seen, strict=True)]
-    read = torch.cat([
-        part for each in own
-        for part in ((each,) if len(each) == longest else (each, each[-1:].expand(longest - len(each))))
-    ])  # fmt: skip
+def _mask(new: int, seen: Sequence[int], window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return the mask of a group: of one row with several ``new`` tokens, or of rows of one each that attend to
+    ``seen`` tokens."""
+    longest = max(seen)
     causal = new == longest and (window is None or new <= window)  # nothing before it, and no window to leave
-    if min(seen) < longest or (new > 1 and not causal):
-        keys = torch.arange(longest, device=device)
-        last = (torch.tensor(seen, device=device) - 1)[:, None, None] if new == 1 else keys[None, -new:, None]
-        mask = keys <= last
-        if window is not None and new > 1:
-            mask &= keys > last - window
-        mask = mask[:, None]
-    return RowGroup(tokens, len(rows), read, mask)
+    if min(seen) == longest and (new == 1 or causal):
+        return None
+    keys = torch.arange(longest, device=device)
+    last = (torch.tensor(seen, device=device) - 1)[:, None, None] if new == 1 else keys[None, -new:, None]
+    mask = keys <= last
+    if window is not None and new > 1:
+        mask &= keys > last - window
+    return mask[:, None]
 
 
 # computing

@@ -27,7 +27,6 @@ from asynccache_hf.attending import (
     StepRow,
     eager_layers,
     named_eager,
-    places_of,
     replace_attention,
 )
 from asynccache_hf.call import parameters, run
@@ -104,7 +103,7 @@ class PackedRows:
         device = self._model.device
         tokens = np.concatenate([chunk.tokens[chunk.start : chunk.stop] for chunk in chunks]).astype(np.int64)
         places = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
-        self._pages.plan([self._row(chunk, device) for chunk in chunks])
+        self._pages.plan([self._row(chunk) for chunk in chunks], device)
         kept = [min(keep or chunk.stop, chunk.stop - chunk.start) for chunk in chunks]
         ends = np.cumsum([chunk.stop - chunk.start for chunk in chunks])
         wanted = np.concatenate([np.arange(end - count, end) for count, end in zip(kept, ends, strict=True)])
@@ -118,16 +117,15 @@ class PackedRows:
         logits = out.logits[0] if self._keeps else out.logits[0, wanted]
         return list(torch.split(logits, kept))
 
-    def _row(self, chunk: Chunk, device: torch.device) -> StepRow:
-        size, tables, places = self._layout.page_size, tables_of(chunk), {}
+    def _row(self, chunk: Chunk) -> StepRow:
+        size, tables = self._layout.page_size, tables_of(chunk)
         for component, window in self._pages.windows.items():
             first = 0 if window is None else max(0, chunk.start - window + 1)
             read = tables[component][first // size : -(-chunk.stop // size)]
             if len(read) < -(-chunk.stop // size) - first // size or (read < 0).any():
                 who = f"pool {component!r}: request {chunk.request_id}"
                 raise IndexError(f"{who} has no page for a token that it reads")
-            places[component] = places_of(tables[component], size, device)
-        return StepRow(places, chunk.start, chunk.stop)
+        return StepRow(tables, chunk.start, chunk.stop)
 
 
 class PagedModel:
