@@ -23,7 +23,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple, Protocol
 
-import aiofiles
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
@@ -113,7 +112,6 @@ def _finish(x: npt.NDArray[np.uint64]) -> Tokens:
 
 
 _OUTPUT_STREAM = 1 << 48
-_READ_BYTES = 1 << 20
 
 
 class TraceError(AsyncCacheError, ValueError):
@@ -155,23 +153,20 @@ class TraceSurvey(NamedTuple):
     later_blocks: tuple[int, ...] = ()
 
 
-async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
-    """The first ``limit`` requests of the trace at ``path``. Cancelling closes the file.
+def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
+    """The first ``limit`` requests of the trace at ``path``. Blocking.
 
     Raises:
         TraceError: the file cannot be read, is empty, or has a malformed line.
     """
     requests: list[TraceRequest] = []
-    before = 0
     try:
-        async with aiofiles.open(path, encoding="utf-8") as file:
-            while lines := await file.readlines(_READ_BYTES):
-                for number, line in enumerate(lines, before + 1):
-                    if len(requests) == limit:
-                        return requests
-                    if line.strip():
-                        requests.append(parse_line(line, f"{path}:{number}"))
-                before += len(lines)
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if len(requests) == limit:
+                    break
+                if line.strip():
+                    requests.append(parse_line(line, f"{path}:{number}"))
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
