@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, NamedTuple, Protocol
 
 import numpy as np
@@ -261,31 +262,25 @@ class TraceSource:
         self, trace: Sequence[TraceRequest], found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,
         seed: int = 0, shared_hints: bool = False,
     ) -> None:  # fmt: skip
-        rng = random.Random(seed)
+        rng, times = random.Random(seed), arrivals(trace, 1.0)
         self.total: int | None = len(trace)
-        self._trace = trace
-        self._times = arrivals(trace, 1.0)
-        self._at = arrivals(trace, speed)
-        self._ended = [end and rng.random() < hints for end in found.last]
-        self._shared = found.shared_blocks
-        self._later = found.later_blocks if shared_hints else None
-        self._next = 0
+
+        def made() -> Iterator[RunRequest]:
+            for number, (line, time, at) in enumerate(zip(trace, times, arrivals(trace, speed), strict=True)):
+                ended = found.last[number] and rng.random() < hints
+                yield RunRequest(
+                    number=number, length=line.input_length, output_length=line.output_length,
+                    prompt=partial(block_tokens, line.blocks, line.input_length),
+                    output=partial(stream_tokens, _OUTPUT_STREAM + number, 0, line.output_length),
+                    at=at, ended=ended, shared_blocks=found.shared_blocks[number],
+                    shared_tokens=found.later_blocks[number] * BLOCK_TOKENS if ended and shared_hints else None,
+                    time=time,
+                )
+
+        self._requests = made()
 
     def next(self) -> RunRequest | None:
-        number = self._next
-        if number == len(self._trace):
-            return None
-        self._next += 1
-        line = self._trace[number]
-        tells = self._later is not None and self._ended[number]
-        return RunRequest(
-            number=number, length=line.input_length, output_length=line.output_length,
-            prompt=lambda: block_tokens(line.blocks, line.input_length),
-            output=lambda: stream_tokens(_OUTPUT_STREAM + number, 0, line.output_length),
-            at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
-            shared_tokens=self._later[number] * BLOCK_TOKENS if tells and self._later is not None else None,
-            time=self._times[number],
-        )
+        return next(self._requests, None)
 
     def done(self, request: RunRequest) -> None:
         """Do nothing: the requests of a trace do not wait for one another."""
