@@ -12,7 +12,6 @@ The exit status is 1 if some row breaks the law.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
@@ -156,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=integer(1), metavar="N", help="use the first N requests of the trace only")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     args = parser.parse_args(arguments)
-    requests = asyncio.run(read_trace(args.trace, args.limit))
+    requests = read_trace(args.trace, args.limit)
     trace = Workload(list(paths_of(requests)), arrivals(requests, 1.0))
     if not args.json:
         sys.stdout.write(f"{'workload':32}{'blocks':>8}{'host':>6}{'lru':>9}{'p2c':>9}{'points':>9}{'way':>7}\n")

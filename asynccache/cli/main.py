@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that answers wrong arguments with one sentence and the way to ``--help``."""
 
     def error(self, message: str) -> NoReturn:
-        word = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        word = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
         hint = nearest(word, self._option_string_actions) if word.startswith("-") else ""
         self.exit(2, f"{self.prog}: {message}{hint}\n{self.prog} --help shows what can be given\n")
 

@@ -194,7 +194,7 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.storage == "none":
+        if self.storage in ("none", ""):
             self._set("storage", None)
         if self.command == "stress" and "all" in (self.device_tokens, self.host_tokens):
             name = "device" if self.device_tokens == "all" else "host"

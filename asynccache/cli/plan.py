@@ -10,7 +10,6 @@ near a real run comes to these. Imports no torch.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -83,7 +82,7 @@ def execute(options: Options) -> int:
     Raises:
         AsyncCacheError: an option or the trace cannot be used.
     """
-    report = plan(options, asyncio.run(read_trace(options.trace, options.limit)))
+    report = plan(options, read_trace(options.trace, options.limit))
     answer(report, text(report), options.json)
     return 0
 

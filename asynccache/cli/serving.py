@@ -16,9 +16,10 @@ import asyncio
 import random
 import time
 import traceback
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -241,40 +242,33 @@ class _Leased:
         return position
 
 
-_T = TypeVar("_T")
-
-
-class CancelledAt(Generic[_T]):
+class CancelledAt:
     """Runs ``work`` and cancels it at its n-th await, so that a seed cancels at the same place in every run.
 
     To be awaited in a task of its own: at await number ``at`` (None: never) that task cancels itself, as if from
     outside. ``awaits`` counts how often ``work`` has really given control to the event loop.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, _T], at: int | None) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], at: int | None) -> None:
         self._work = work
         self._at = at
         self.awaits = 0
 
-    def __await__(self) -> Generator[Any, Any, _T]:
+    def __await__(self) -> Generator[Any, Any, Any]:
         steps = self._work.__await__()
+        resume: Callable[[], Any] = partial(next, steps)
         try:
-            waited = next(steps)
             while True:
+                waited = resume()
                 self.awaits += 1
-                if self.awaits == self._at:
-                    task = asyncio.current_task()
-                    assert task is not None
+                if self.awaits == self._at and (task := asyncio.current_task()) is not None:
                     task.cancel()
                 try:
-                    sent = yield waited
+                    resume = partial(steps.send, (yield waited))
                 except BaseException as error:
-                    waited = steps.throw(error)
-                else:
-                    waited = steps.send(sent)
+                    resume = partial(steps.throw, error)
         except StopIteration as end:
-            result: _T = end.value
-            return result
+            return end.value
 
 
 class RequestRunner:

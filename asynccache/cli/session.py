@@ -135,8 +135,8 @@ class Session:
                 open_conversations=settings.concurrency * _CONVERSATIONS_PER_PLACE, rate=settings.rate,
             )
         else:
-            trace = await read_trace(settings.trace, settings.limit)
-            found = await asyncio.get_running_loop().run_in_executor(None, survey, trace)
+            trace = await asyncio.to_thread(read_trace, settings.trace, settings.limit)
+            found = await asyncio.to_thread(survey, trace)
             config = configure(settings, trace, found)
             check_fits(settings, config, trace)
             source = TraceSource(

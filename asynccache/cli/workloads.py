@@ -21,9 +21,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, NamedTuple, Protocol
 
-import aiofiles
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
@@ -113,7 +113,6 @@ def _finish(x: npt.NDArray[np.uint64]) -> Tokens:
 
 
 _OUTPUT_STREAM = 1 << 48
-_READ_BYTES = 1 << 20
 
 
 class TraceError(AsyncCacheError, ValueError):
@@ -155,23 +154,20 @@ class TraceSurvey(NamedTuple):
     later_blocks: tuple[int, ...] = ()
 
 
-async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
-    """The first ``limit`` requests of the trace at ``path``. Cancelling closes the file.
+def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
+    """The first ``limit`` requests of the trace at ``path``. Blocking.
 
     Raises:
         TraceError: the file cannot be read, is empty, or has a malformed line.
     """
     requests: list[TraceRequest] = []
-    before = 0
     try:
-        async with aiofiles.open(path, encoding="utf-8") as file:
-            while lines := await file.readlines(_READ_BYTES):
-                for number, line in enumerate(lines, before + 1):
-                    if len(requests) == limit:
-                        return requests
-                    if line.strip():
-                        requests.append(parse_line(line, f"{path}:{number}"))
-                before += len(lines)
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if len(requests) == limit:
+                    break
+                if line.strip():
+                    requests.append(parse_line(line, f"{path}:{number}"))
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -266,31 +262,25 @@ class TraceSource:
         self, trace: Sequence[TraceRequest], found: TraceSurvey, *, speed: float = 0.0, hints: float = 0.0,
         seed: int = 0, shared_hints: bool = False,
     ) -> None:  # fmt: skip
-        rng = random.Random(seed)
+        rng, times = random.Random(seed), arrivals(trace, 1.0)
         self.total: int | None = len(trace)
-        self._trace = trace
-        self._times = arrivals(trace, 1.0)
-        self._at = arrivals(trace, speed)
-        self._ended = [end and rng.random() < hints for end in found.last]
-        self._shared = found.shared_blocks
-        self._later = found.later_blocks if shared_hints else None
-        self._next = 0
+
+        def made() -> Iterator[RunRequest]:
+            for number, (line, time, at) in enumerate(zip(trace, times, arrivals(trace, speed), strict=True)):
+                ended = found.last[number] and rng.random() < hints
+                yield RunRequest(
+                    number=number, length=line.input_length, output_length=line.output_length,
+                    prompt=partial(block_tokens, line.blocks, line.input_length),
+                    output=partial(stream_tokens, _OUTPUT_STREAM + number, 0, line.output_length),
+                    at=at, ended=ended, shared_blocks=found.shared_blocks[number],
+                    shared_tokens=found.later_blocks[number] * BLOCK_TOKENS if ended and shared_hints else None,
+                    time=time,
+                )
+
+        self._requests = made()
 
     def next(self) -> RunRequest | None:
-        number = self._next
-        if number == len(self._trace):
-            return None
-        self._next += 1
-        line = self._trace[number]
-        tells = self._later is not None and self._ended[number]
-        return RunRequest(
-            number=number, length=line.input_length, output_length=line.output_length,
-            prompt=lambda: block_tokens(line.blocks, line.input_length),
-            output=lambda: stream_tokens(_OUTPUT_STREAM + number, 0, line.output_length),
-            at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
-            shared_tokens=self._later[number] * BLOCK_TOKENS if tells and self._later is not None else None,
-            time=self._times[number],
-        )
+        return next(self._requests, None)
 
     def done(self, request: RunRequest) -> None:
         """Do nothing: the requests of a trace do not wait for one another."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections import OrderedDict
@@ -76,7 +75,7 @@ def test_a_block_counts_under_its_prefix_only_and_when_it_is_full() -> None:
 
 @pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_recorded_trace_gives_the_published_figures() -> None:
-    found = curve(list(paths_of(asyncio.run(read_trace(str(REAL))))))
+    found = curve(list(paths_of(read_trace(str(REAL)))))
     assert (found.lookups, int(found.hits[-1])) == (276_491, 105_592)
     for capacity, ratio in PUBLISHED.items():
         assert found.found(capacity) / found.lookups == pytest.approx(ratio, abs=0.0006)

@@ -48,7 +48,8 @@ async def test_it_cancels_at_exactly_that_await(at: int) -> None:
     steps = Steps()
 
     async def one() -> str:
-        return await CancelledAt(steps.run(), at)
+        found: str = await CancelledAt(steps.run(), at)
+        return found
 
     task = asyncio.create_task(one())
     with pytest.raises(asyncio.CancelledError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -75,7 +74,7 @@ def test_it_bounds_the_core_and_lru_and_all_find_everything_where_all_fits() -> 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_recorded_trace_gives_the_published_figures() -> None:
-    requests = list(paths_of(asyncio.run(read_trace(str(REAL)))))
+    requests = list(paths_of(read_trace(str(REAL))))
     uses = next_uses(requests)
     for capacity, ratio in PUBLISHED.items():
         assert optimum(requests, uses, capacity) / 276_491 == pytest.approx(ratio, abs=0.0005)
@@ -84,7 +83,7 @@ def test_the_recorded_trace_gives_the_published_figures() -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_p2c_closes_the_gap_from_lru_to_the_optimum_on_the_recorded_trace() -> None:
-    trace = asyncio.run(read_trace(str(REAL)))
+    trace = read_trace(str(REAL))
     requests = list(paths_of(trace))
     uses, lru, times = next_uses(requests), curve(requests), arrivals(trace, 1.0)
     for capacity, share in {1_000: 0.22, 3_000: 0.26, 10_000: 0.09, 30_000: 0.03}.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from itertools import pairwise
@@ -87,7 +86,7 @@ def test_a_host_adds_to_the_device_and_storage_has_what_both_have(tmp_path: Path
 def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
     """Four blocks fit: a b c d hit once, and are gone when they come back. Eight fit: they hit again. A node goes
     whole."""
-    requests = list(paths_of(asyncio.run(read_trace(str(write_trace(tmp_path / "t.jsonl"))))))
+    requests = list(paths_of(read_trace(str(write_trace(tmp_path / "t.jsonl")))))
     times = [float(i) for i in range(len(requests))]
     assert [found(requests, size, "lru", times) for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
 

@@ -30,6 +30,7 @@ CASES = [
     ["bench", "nothing"],
     ["bench", "store", "--bytes", "x"], ["bench", "ttft", "--prefix", "7"],
     ["plan", "junk", "--host-gib", "x"], ["nothing"], ["stress", "--nothing"], ["config", "nothing"],
+    ["stress", ""], ["replay", ""], ["stress", "--config", ""], ["store", "stat", ""], ["plan", "", "--json", ""],
 ]  # fmt: skip
 
 

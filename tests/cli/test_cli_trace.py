@@ -51,17 +51,15 @@ def implied(rows: list[dict[str, object]]) -> tuple[int, int]:
     return shared, total
 
 
-@pytest.mark.asyncio
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
-async def test_the_real_trace_implies_what_is_published() -> None:
+def test_the_real_trace_implies_what_is_published() -> None:
     assert implied(rows_of(REAL)) == (105_592, 276_491)
-    assert sum(survey(await read_trace(REAL)).shared_blocks) == 105_592
+    assert sum(survey(read_trace(REAL)).shared_blocks) == 105_592
 
 
-@pytest.mark.asyncio
-async def test_survey_agrees_with_dicts_of_blocks(tmp_path: Path) -> None:
+def test_survey_agrees_with_dicts_of_blocks(tmp_path: Path) -> None:
     path = made_trace(tmp_path / "trace.jsonl")
-    found = survey(await read_trace(str(path)))
+    found = survey(read_trace(str(path)))
     shared, total = implied(rows_of(path))
     assert sum(found.shared_blocks) == shared
     assert 0 < shared < total
@@ -140,27 +138,25 @@ def test_a_line_that_is_no_request_is_refused(line: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.asyncio
-async def test_the_line_number_counts_empty_lines(tmp_path: Path) -> None:
+def test_the_line_number_counts_empty_lines(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + "nonsense\n")
     with pytest.raises(TraceError, match=r"t\.jsonl:3: not a JSON object"):
-        await read_trace(str(path))
-    assert len(await read_trace(str(path), limit=1)) == 1, "lines behind the limit do not matter"
+        read_trace(str(path))
+    assert len(read_trace(str(path), limit=1)) == 1, "lines behind the limit do not matter"
 
 
-@pytest.mark.asyncio
-async def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot read the trace .*: No such file or directory"):
-        await read_trace(str(tmp_path / "nothing"))
+        read_trace(str(tmp_path / "nothing"))
     with pytest.raises(TraceError, match="cannot read the trace"):
-        await read_trace(str(tmp_path))
+        read_trace(str(tmp_path))
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(TraceError, match="has no requests"):
-        await read_trace(str(tmp_path / "empty"))
+        read_trace(str(tmp_path / "empty"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="not UTF-8"):
-        await read_trace(str(tmp_path / "binary"))
+        read_trace(str(tmp_path / "binary"))
 
 
 def test_requests_of_one_tick_are_spread_until_the_next() -> None:
