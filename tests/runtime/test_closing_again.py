@@ -153,7 +153,7 @@ async def test_a_cache_whose_opening_fails_closes_at_once_and_may_be_opened_agai
         cache = AsyncCache(settings(host=16), storage=MemoryBackend())
         if how == "fails":
             with monkeypatch.context() as patched:
-                patched.setattr(cache._given, "options", lambda config: {"no-such-option": "1"})
+                patched.setattr(cache._given, "storage", "memory:?no-such-option=1")
                 with pytest.raises(ConfigError):
                     await cache.__aenter__()
             assert await asyncio.gather(*map(cache.aclose, DEADLINES)) == [NOTHING_UNSAVED] * len(DEADLINES)
