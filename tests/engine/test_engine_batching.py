@@ -179,7 +179,7 @@ def test_a_second_turn_hits_the_answer_of_the_first(llama: ContinuousBatching) -
 # room
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bamba", "jamba"])
 def test_under_pressure_requests_wait_and_none_fails(family: str) -> None:
     """There is room for two at a time, and a host for less than all."""
     asked = [[*prompt(20 + i, seed=i % 3), *prompt(3, seed=20 + i)] for i in range(14)]
