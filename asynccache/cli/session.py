@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,8 @@ def execute(settings: RunSettings) -> int:
             import rich  # noqa: F401
         except ImportError:
             raise ConfigError(f"the display and the summary need rich: {install('cli')}, or use --quiet") from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     session, broken_off = Session(settings), False
 
     def heard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

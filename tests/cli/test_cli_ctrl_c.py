@@ -76,6 +76,19 @@ def test_whenever_it_comes_the_report_is_written(
     is_reported(tmp_path, phase, status, *capfd.readouterr())
 
 
+def test_a_background_job_hears_it_although_its_shell_has_it_ignored(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = interrupt_child.found(PHASES["run"])
+    monkeypatch.setattr(owner, name, interrupt_child.pressing(getattr(owner, name), "INT"))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        status = main(run(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    is_reported(tmp_path, "run", status, *capfd.readouterr())
+
+
 def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
     done = interrupted(tmp_path, PHASES["opening"], 2)
     assert done.returncode == 130, done.stderr
