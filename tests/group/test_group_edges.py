@@ -147,15 +147,15 @@ def test_a_copy_waits_for_a_batch_that_has_no_event_yet_and_others_go_on() -> No
             for number in numbers:
                 await other.heard(number)
             await asyncio.sleep(1.0)
-            performer = world.process(1).server
+            server = world.process(1).server
             operations = cache.statistics().core.operations
-            assert len(performer._held) == sum(operations.values()) - operations["retire"] - operations["compute"]
+            assert len(server._held) == sum(operations.values()) - operations["retire"] - operations["compute"]
             other.end_batch(1)
             await asyncio.sleep(1.0)
-            assert performer._held, "the second backup waits for both"
+            assert server._held, "the second backup waits for both"
             other.end_batch(2)
             await cache.flush()
-            assert not performer._held
+            assert not server._held
             world.idle()
         await world.group.ended()
         await world.aclose()
