@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -138,27 +138,6 @@ class ParsedUrl:
                 where = redacted(f"{self.scheme}:{self.path}")  # without options: a misspelt one may be a password
                 known = f"one of {', '.join(sorted(names))}" if names else "it has none"
                 raise ConfigError(f"storage={where!r}: unknown option {name!r}; {known}")
-
-    def whole_number(self, name: str, default: int, least: int, most: int) -> int:
-        """Return the option ``name`` as a whole number from ``least`` to ``most``, or ``default`` if it is not
-        given."""
-        text, default = self.options.get(checks.text("name", name)), checks.integer("default", default)
-        least, most = checks.integer("least", least), checks.integer("most", most)
-        if text is None:
-            return default
-        if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
-            raise ConfigError(f"storage option {name}={text!r}: expected a whole number from {least} to {most}")
-        return int(text)
-
-    def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return the option ``name``, which must be one of ``choices``; the first of them if it is not given."""
-        choices = checks.names("choices", checks.instance("choices", choices, (list, tuple)))
-        if not choices:
-            raise ConfigError("choices: there is none")
-        value = self.options.get(checks.text("name", name), choices[0])
-        if value not in choices:
-            raise ConfigError(f"storage option {name}={value!r}: one of {', '.join(choices)}")
-        return value
 
 
 def _url_text(text: object) -> str:

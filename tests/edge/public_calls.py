@@ -736,13 +736,6 @@ CALLS: dict[str, Case] = {
     "asynccache.storage.ParsedUrl.settings": of_url(
         "settings", {"kind": Thing(), "own": Unchecked("settings of that kind, which checks them")}, kind=StoreOptions
     ),
-    "asynccache.storage.ParsedUrl.choice": of_url(
-        "choice", {"name": Text(), "choices": These("['8']")}, name="direct", choices=("yes", "no")
-    ),
-    "asynccache.storage.ParsedUrl.whole_number": of_url(
-        "whole_number", {"name": Text(), "default": Integer(), "least": Integer(), "most": Integer()},
-        name="capacity", default=1, least=1, most=9,
-    ),
     "asynccache.storage.ThreadPool.call": Case(
         _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
