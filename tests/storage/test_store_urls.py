@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from asynccache_backends.file.settings import FileSettings
 
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, open_store, parse_size, parse_url
@@ -59,7 +60,7 @@ def test_unknown_options_and_choices_are_refused_by_name_and_value() -> None:
     with pytest.raises(ConfigError, match="unknown option 'colour'; it has none"):
         parse_url("dict:?colour=red").allow_only(())
     with pytest.raises(ConfigError, match="direct='maybe'"):
-        parse_url("file:/x?direct=maybe").choice("direct", ("auto", "on"))
+        parse_url("file:/x?direct=maybe").settings(FileSettings)
 
 
 @pytest.fixture
