@@ -119,13 +119,13 @@ class RankServer:
         """Do what the head's ``messages`` say. Never waits and never raises; the head is told of errors."""
         for message in messages:
             try:
-                order, own = _BY_TYPE[type(message)]
-                method = getattr(self if own else self._own, order.name)
-                if order.answer is None:
+                name, own, answered = _BY_TYPE[type(message)]
+                method = getattr(self if own else self._own, name)
+                if answered is None:
                     method(*astuple(message))
                 else:
                     call, *arguments = astuple(message)
-                    self._begin(order, message, call, method(*arguments))
+                    self._begin(answered, message, call, method(*arguments))
             except Exception as error:
                 self.die(error)
 
@@ -404,7 +404,11 @@ class RankServer:
 
 ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
 """All that a head may say to a rank."""
-_BY_TYPE = {order.message: (order, order.name in vars(RankServer)) for order in ORDERS.values()}
+_BY_TYPE = {
+    order.message: (name, name in vars(RankServer), None if order.answer is None else order)
+    for name, order in ORDERS.items()
+}
+"""By the type of a message: its method, whether ``RankServer`` has it, and the order if it is answered."""
 _STORE = ORDERS["store"].message
 decode_orders = order_decoder(ORDERS)
 
