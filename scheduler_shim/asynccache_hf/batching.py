@@ -58,9 +58,6 @@ class ContinuousBatching(CachedModel):
         most = generation.max_time
         self._max_time = None if most is None else checks.number("generation_config.max_time", most, 0)
         identity, layout, _ = identified(model, page_size, name)
-        self._vocabulary = int(identity.model.get_input_embeddings().num_embeddings)
-        text = identity.model.config.get_text_config(decoder=True)
-        self._positions = int(getattr(text, "max_position_embeddings", 0) or 0)
         self._ids = count(1)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         steps = SchedulerConfig(step_tokens=step_tokens, max_running=step_tokens - page_size)
