@@ -104,7 +104,7 @@ class Field(NamedTuple):
             case [inspect.IntType() | inspect.FloatType() as kind]:
                 try:
                     return msgspec.convert(text, int if isinstance(kind, inspect.IntType) else float, strict=False)
-                except msgspec.ValidationError:
+                except ValueError:  # of msgspec's, or of a text that is not Unicode
                     return text
         return text
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -82,7 +83,7 @@ def _size(name: str, text: str) -> Size:
     least = 1 if name == "--device-tokens" else 0
     if text == "all":
         return "all"
-    value = 0 if text == "none" else int(text) if text.isdecimal() else -1
+    value = 0 if text == "none" else int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
     if value < least:
         raise ConfigError(f"{name}={text} must be a number of tokens, at least {least}, or 'all'"
                           f"{'' if least else ', or none'}")

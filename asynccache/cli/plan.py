@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, convert
 
 from asynccache.cli.arguments import CommandOptions, Json, Rate, option
 from asynccache.cli.hit_curves import curve, next_uses, optimum, policy_hits
@@ -43,7 +43,7 @@ def saves(model: Mapping[str, float], tier: str) -> float:
 
 def _sizes(name: str, text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        return tuple(convert(part.strip(), float, strict=False) for part in text.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"{name}={text} must be sizes in GiB above 0, with commas between them") from None
 

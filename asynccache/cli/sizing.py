@@ -3,6 +3,7 @@ pools are sidecars, and which are replicated."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import TYPE_CHECKING
@@ -42,7 +43,7 @@ def sidecars(text: str, page_size: int, bytes_per_token: int, layers: int) -> It
                 for name, source, share in _DEEPSEEK if page_size % _COARSE == 0 else (*_DEEPSEEK, _COARSE_STATE):
                     size = max(1, int(share * page_size * bytes_per_token / layers)) * layers
                     yield Sidecar(name=name, indices_from=source, bytes_per_page=size, layers=layers)
-            case [name, source, count] if count.isdecimal() and int(count):
+            case [name, source, count] if re.fullmatch("[0-9]{1,18}", count) and int(count):
                 size = page_size * int(count)
                 yield Sidecar(name=name, indices_from=source, bytes_per_page=size, layers=gcd(size, layers))
             case _:

@@ -9,6 +9,7 @@ The names of devices are ``cpu``, ``cuda`` and ``cuda:N``. Options may follow, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -164,7 +165,7 @@ def parse_device(text: str) -> DeviceName:
     """
     place, _, query = text.partition("?")
     kind, colon, number = place.partition(":")
-    if place != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
+    if place != "cpu" and (kind != "cuda" or (colon and not re.fullmatch("[0-9]{1,9}", number))):
         raise ConfigError(f"unknown device {place!r}; one of cpu, cuda, cuda:N")
     try:
         options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))

@@ -41,7 +41,7 @@ class ContinuousBatching(CachedModel):
         ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most tokens that one step
         computes, of all requests together. ``generation_config``: transformers' configuration for all requests
         (default: the model's own). Its ``max_time`` ends a request, as ``Finish.LENGTH``, with the first token that is
-        made more than so many seconds after the request came. ``seed``: the seed of sampling; the same requests in the
+        made so many seconds or more after the request came. ``seed``: the seed of sampling; the same requests in the
         same order draw the same tokens. ``name`` names the weights; without it a digest of the weights is computed.
         ``on_event`` is passed to the ``AsyncCache``, and is called in the cache's thread. ``settings`` go to
         ``Layout.cache_config``.
@@ -58,9 +58,6 @@ class ContinuousBatching(CachedModel):
         most = generation.max_time
         self._max_time = None if most is None else checks.number("generation_config.max_time", most, 0)
         identity, layout, _ = identified(model, page_size, name)
-        self._vocabulary = int(identity.model.get_input_embeddings().num_embeddings)
-        text = identity.model.config.get_text_config(decoder=True)
-        self._positions = int(getattr(text, "max_position_embeddings", 0) or 0)
         self._ids = count(1)
         settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
         steps = SchedulerConfig(step_tokens=step_tokens, max_running=step_tokens - page_size)

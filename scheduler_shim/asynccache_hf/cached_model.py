@@ -137,6 +137,9 @@ class CachedModel:
         self._identity = identity
         self._model = identity.model
         self._layout = layout
+        self._vocabulary = int(identity.model.get_input_embeddings().num_embeddings)
+        text = identity.model.config.get_text_config(decoder=True)
+        self._positions = int(getattr(text, "max_position_embeddings", 0) or 0)
         self._counts, self._counting = Counts(), threading.Lock()
         self._seen = (-1, "")
         self._door, self._closer = threading.Lock(), threading.Lock()

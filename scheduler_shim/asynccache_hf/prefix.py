@@ -177,7 +177,10 @@ class PrefixCache(CachedModel):
         settings, bounds = asked.settings, [asked.bounded(len(row), pads) for row, pads in rows]
         longest = max(len(row) + most - 1 for (row, _), (_, most) in zip(rows, bounds, strict=True))
         own = asked.typed or any(asked.options.get(name) for name in OWN_LOOP)
-        if own or settings.do_sample or longest > (self._layout.limit or longest):
+        # What transformers refuses, and what fails in the model, fails alone and not in a step with others' requests.
+        own = own or any(most_new_tokens(settings, len(row) + pads) < 1 for row, pads in rows)
+        own = own or any(int(row.max()) >= self._vocabulary for row, _ in rows)
+        if own or settings.do_sample or any(longest > most for most in (self._layout.limit, self._positions) if most):
             return None
         try:
             sampling = sampling_of(settings)

@@ -99,7 +99,8 @@ def sampled(sampling: Sampling, options: Mapping[str, Any], where: str = "") -> 
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """Draw a token from each row of ``logits``, ``[requests, vocabulary]``, for the position of the same number. With a
     seed the draw depends on logits, seed and position alone, so a request that is interrupted and computed again draws
-    the same token."""
+    the same token. As in transformers, tokens that are as likely as the last of ``top_k`` are among these. A row that
+    is not of numbers gives what ``argmax`` gives, and does not disturb the others."""
     tokens: list[int] = logits.argmax(-1).tolist()
     rows = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
     if not rows:
@@ -109,15 +110,15 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
     heat = torch.tensor([[max(each.temperature, COLDEST)] for each in asked], dtype=torch.double)
     chances = torch.softmax((wanted - wanted.amax(-1, keepdim=True)) / heat, -1)
     chances, order = chances.sort(descending=True, stable=True)
-    most = torch.tensor([[each.top_k or chances.shape[1]] for each in asked])
-    chances.masked_fill_(torch.arange(chances.shape[1]) >= most, 0)
+    most = torch.tensor([[min(each.top_k or chances.shape[1], chances.shape[1])] for each in asked])
+    chances.masked_fill_(chances < chances.gather(1, most - 1), 0)  # who is as likely as the last one stays, too
     share = torch.tensor([[each.top_p] for each in asked], dtype=torch.double) * chances.sum(-1, keepdim=True)
     chances[:, 1:].masked_fill_((chances.cumsum(-1) - chances >= share)[:, 1:], 0)  # the likeliest one is always left
     ends = chances.cumsum(-1)
     points = torch.stack([torch.rand(1, dtype=torch.double, generator=_generator(each, positions[i]))
                           for i, each in zip(rows, asked, strict=True)])  # fmt: skip
     places = torch.searchsorted(ends, points * ends[:, -1:], right=True)
-    places = torch.minimum(places, (chances > 0).sum(-1, keepdim=True) - 1)
+    places = torch.minimum(places, (chances > 0).sum(-1, keepdim=True) - 1).clamp_(min=0)  # -1: they are no numbers
     for i, token in zip(rows, order.gather(1, places)[:, 0].tolist(), strict=True):
         tokens[i] = token
     return tokens

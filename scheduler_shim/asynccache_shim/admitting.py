@@ -13,7 +13,7 @@ Laws:
 * While other requests hold pages, a request that was retracted is not admitted again before one of them has given
   pages back.
 * A request does not begin while another one computes pages that both begin with, so those are computed once. It waits
-  only for requests that hold pages, which get on without it, and may be overtaken meanwhile.
+  only for requests that hold pages and have no lower priority, which get on without it, and may be overtaken meanwhile.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _waits_for_another(board: Board, request: ScheduledRequest) -> bool:
         if board.held.get(other.id) is other and not other.over and other.computed < shared:
             return True
     page = board.shape.page_size
-    found = [(other, shared) for other in board.held.values() if (shared := other.computes_for(request, page))]
+    found = [(other, shared) for other in board.held.values()
+             if other.priority >= request.priority and (shared := other.computes_for(request, page))]  # fmt: skip
     request.behind = max(found, key=lambda each: each[1], default=None)
     return bool(found)
 

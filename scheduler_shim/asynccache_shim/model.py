@@ -21,9 +21,10 @@ NO_TOKEN = -1
 
 class Sampling(NamedTuple):
     """The options by which the next token is drawn. With ``temperature`` 0 it is the most likely one. ``top_k``: draw
-    among so many of the most likely tokens; 0: among all. ``top_p``: draw among the most likely of these that together
-    have this share of their probability. With a ``seed`` the draw is a function of the seed and of the token's
-    position, so a request that was retracted goes on as it would have without that."""
+    among so many of the most likely tokens, and those that are as likely as the last of them; 0: among all. ``top_p``:
+    draw among the most likely of these that together have this share of their probability. With a ``seed`` the draw is
+    a function of the seed and of the token's position, so a request that was retracted goes on as it would have without
+    that."""
 
     temperature: float = 0.0
     top_p: float = 1.0

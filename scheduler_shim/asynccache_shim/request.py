@@ -52,7 +52,7 @@ class Finish(Enum):
 
 class Limits(Settings, frozen=True):
     """The limits of a generation: it ends after ``max_new_tokens`` tokens, with one of ``stop_tokens``, which is then
-    the last token of the output, or with the first token that is made more than ``max_time`` seconds after the request
+    the last token of the output, or with the first token that is made ``max_time`` seconds or more after the request
     was submitted."""
 
     max_new_tokens: Count = 16
@@ -97,7 +97,8 @@ class Request:
     sampling: how tokens are drawn (default: the most likely one).
     ended: the conversation will not go on, so what the request computes is the first to be evicted.
     publishes: called in the loop before anything that the request has computed is published; if it returns False or
-        raises an error, that is not published. None: everything is.
+        raises an error, that is not published, and neither is what the request computes after it, until it is retracted
+        and begins anew. None: everything is.
 
     Attributes that the scheduler sets: ``state``; ``match``, the latest look-up; ``hits``, what the first lease found
     whose pages were loaded;

@@ -112,7 +112,7 @@ async def finish_step(board: Board, chunks: list[tuple[ScheduledRequest, Chunk]]
             board.release(request)
         else:
             await _publish_part(board, request, chunk)
-            if token != NO_TOKEN:
+            if token != NO_TOKEN and not request.over:  # it may have ended while its pages were published
                 await _generated(board, request, token)
 
 
@@ -131,7 +131,7 @@ async def _publish_part(board: Board, request: ScheduledRequest, chunk: Chunk) -
 async def _generated(board: Board, request: ScheduledRequest, token: int) -> None:
     request.append(token)
     limits, late = request.terms.limits, request.deadline
-    too_late = late is not None and asyncio.get_running_loop().time() > late
+    too_late = late is not None and asyncio.get_running_loop().time() >= late
     if token in limits.stop_tokens or request.generated >= limits.max_new_tokens or too_late:
         await board.publish(request)
         board.drop(request, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)

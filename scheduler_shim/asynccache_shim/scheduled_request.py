@@ -23,6 +23,7 @@ class ScheduledRequest:
     watch: the task that waits for the prefetch or for the load. entering: the task that waits in the cache's line.
     blocked: the value of ``Board.freed`` when the request was retracted; -1: it was not. While other requests hold
         pages it is not admitted again before ``freed`` has grown.
+    private: what it has computed in its present pages may not be published.
     failed_loads: how often its pages failed to load.
     behind: the request that this one waited for when that was last looked up, and how many tokens they share.
     deadline: the time of the loop after which a token is the last one; None: there is none.
@@ -30,8 +31,8 @@ class ScheduledRequest:
 
     __slots__ = (
         "_buffer", "behind", "blocked", "checkpointed", "computed", "deadline", "entering", "entry", "failed_loads",
-        "handle", "id", "lease", "length", "marks", "order", "pages", "patient", "priority", "reserved", "submitted",
-        "terms", "watch",
+        "handle", "id", "lease", "length", "marks", "order", "pages", "patient", "priority", "private", "reserved",
+        "submitted", "terms", "watch",
     )  # fmt: skip
 
     def __init__(self, submitted: Request, number: int) -> None:
@@ -59,6 +60,7 @@ class ScheduledRequest:
 
     def _forget(self) -> None:
         self.computed = self.reserved = self.entry = self.checkpointed = 0
+        self.private = False
         self.marks: tuple[int, ...] = ()
         self.pages: Pages = np.empty(0, np.int32)
 
@@ -88,11 +90,15 @@ class ScheduledRequest:
         return self.lease is not None and self.submitted.state is State.RUNNING
 
     def publishes(self) -> bool:
-        """Return True if what the request has computed may be published."""
-        try:
-            return self.terms.publishes is None or bool(self.terms.publishes())
-        except Exception:  # the caller's own; it must not end the loop
+        """Return True if what the request has computed may be published. Once it may not, all that it computes in the
+        same pages is kept back: it is computed from what may not be published."""
+        if self.private:
             return False
+        try:
+            self.private = not (self.terms.publishes is None or self.terms.publishes())
+        except Exception:  # the caller's own; it must not end the loop
+            self.private = True
+        return not self.private
 
     def computes_for(self, other: ScheduledRequest, page_size: int) -> int:
         """Return with how many tokens, in whole pages, ``other`` begins like this request, if not all of these are

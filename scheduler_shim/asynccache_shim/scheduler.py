@@ -89,9 +89,7 @@ class Scheduler:
         with that. Cancelling ends the waiting; closing goes on."""
         self._closing = True
         for request in self._board.requests():
-            if error is not None:
-                end_request(request.submitted, Finish.FAILED, error)
-            request.submitted.abort()
+            self._end(request, Finish.ABORTED if error is None else Finish.FAILED, error)
         self._board.bell.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
@@ -116,7 +114,7 @@ class Scheduler:
         check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
         scheduled = ScheduledRequest(request, self._count)
-        enlist(request, lambda: self._aborted(scheduled))
+        enlist(request, lambda: self._end(scheduled, Finish.ABORTED))
         try:
             arrive(self._board, scheduled)
         except Exception as error:
@@ -129,11 +127,11 @@ class Scheduler:
             raise RankFailure(*self._failure.args)
         raise CacheClosed("the scheduler is closed") from self._failure
 
-    def _aborted(self, request: ScheduledRequest) -> None:
+    def _end(self, request: ScheduledRequest, finish: Finish, error: BaseException | None = None) -> None:
         """End ``request``. If it waits, it is removed at once; if it holds pages, when no step uses them."""
-        end_request(request.submitted, Finish.ABORTED)
+        end_request(request.submitted, finish, error)
         if request.id in self._board.waiting:
-            self._board.drop(request, Finish.ABORTED)
+            self._board.drop(request, finish, error)
         self._board.bell.set()
 
     # the loop
@@ -165,7 +163,7 @@ class Scheduler:
         self._failure = self._failure or failure
         self._closing = True
         for request in self._board.requests():
-            end_request(request.submitted, Finish.FAILED, self._failure)
+            self._end(request, Finish.FAILED, self._failure)
         self._board.bell.set()
 
     # one step

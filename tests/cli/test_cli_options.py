@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from asynccache.cli.main import main
+from asynccache.cli.main import COMMANDS, main
 from asynccache.cli.options import RunSettings
+from asynccache.cli.sizing import configure
 from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import WritePolicy
@@ -90,6 +93,33 @@ def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: s
     with pytest.raises(ConfigError) as caught:
         stress(*arguments)
     assert message in str(caught.value)
+
+
+ABSURD = ("", " ", "-1", "9" * 5000, "1_0", "nan", "inf", "1e400", "a:full:" + "9" * 5000, "cuda:" + "9" * 5000, "\0",
+          "\ud800", ":", ",", "\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("text", ABSURD)
+def test_no_text_of_an_option_is_a_bug(command: str, text: str) -> None:
+    """It is read or refused, by the name of the option."""
+    options = import_module(f"asynccache.cli.{COMMANDS[command][0]}").Options
+    for name, field in options.fields(command).items():
+        if not isinstance(field.default, bool):
+            label = field.extra["metavar"] if "argument" in field.extra else f"--{name.replace('_', '-')}"
+            said = label
+            try:
+                options.values(command, {name: [text] if "several" in field.extra else text})
+            except ConfigError as error:
+                said = str(error)
+            assert label in said
+
+
+@pytest.mark.parametrize(("name", "texts"), [("sidecars", ["a:full:" + "9" * 5000]), ("replicated", ["", "a:", ":tp"])])
+def test_no_text_of_pools_is_a_bug(name: str, texts: list[str]) -> None:
+    for text in texts:
+        with suppress(ConfigError):
+            configure(stress(f"--{name}", text))
 
 
 def test_every_option_of_a_command_is_a_setting() -> None:

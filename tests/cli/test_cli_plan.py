@@ -124,6 +124,7 @@ def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
+    (("--host-gib", "1_0"), "--host-gib=1_0 must be sizes"),
     (("--host-gib", "x"), "--host-gib=x must be sizes in GiB above 0, with commas"),
     (("--host-gib=-1",), "--host-gib=(-1.0,): Expected `float` > 0.0"),
     (("--host-gib", ""), "needs a host tier"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from asynccache_hf import PagedModel
 from asynccache_hf.memory import Track, TrackMemory
 from asynccache_hf.sampling import draw
@@ -154,6 +155,36 @@ def test_top_k_keeps_the_likeliest_and_top_p_is_a_share_of_them() -> None:
     assert {drawn_of(logits, Sampling(1.0, 1.0, seed, 2), 0) for seed in range(100)} == {0, 1}
     assert {drawn_of(logits, Sampling(1.0, 0.5, seed, 2), 0) for seed in range(100)} == {0}
     assert {drawn_of(logits, Sampling(1.0, 1.0, seed, 99), 0) for seed in range(300)} == {0, 1, 2, 3}
+
+
+def kept_by_transformers(logits: torch.Tensor, sampling: Sampling) -> set[int]:
+    """The tokens that transformers' own processors leave."""
+    settings = transformers.GenerationConfig(
+        do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+    )
+    processors = model_of("llama")._get_logits_processor(settings)
+    return set(processors(torch.zeros(1, 1, dtype=torch.long), logits[None])[0].isfinite().nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 2, 3, 4, 6, 99])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_it_is_drawn_among_the_tokens_that_transformers_leaves(temperature: float, top_p: float, top_k: int) -> None:
+    """The same order of the filters, and the same tokens where several are equally likely."""
+    logits = torch.tensor([0.5, 2.0, 1.0, 1.0, -torch.inf, 1.0, 1.7])
+    sampling = Sampling(temperature, top_p, None, top_k)
+    drawn = set(draw(logits.expand(3000, 7), [sampling._replace(seed=i) for i in range(3000)], [0] * 3000))
+    kept = kept_by_transformers(logits, sampling)
+    equal = {2, 3, 5}  # of these top_p may leave any
+    assert (drawn - equal, len(drawn)) == (kept - equal, len(kept))
+
+
+def test_a_row_that_is_no_numbers_does_not_disturb_the_others() -> None:
+    rows = torch.tensor([[1.0, 2.0, 3.0], [torch.nan, 2.0, 3.0], [torch.inf, torch.inf, 0.0], [-torch.inf] * 3])
+    sampling = Sampling(1.0, 0.9, 7, 2)
+    drawn = draw(rows, [sampling] * 4, range(4))
+    assert drawn[0] == drawn_of(rows[0], sampling, 0)
+    assert all(0 <= token < 3 for token in drawn)
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:

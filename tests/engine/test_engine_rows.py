@@ -186,6 +186,28 @@ def test_rows_that_have_no_room_together_are_generated_one_after_the_other() -> 
         check(cached._cache.core, idle=True)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_rows_that_the_model_cannot_compute_fail_alone(family: str) -> None:
+    """As in transformers, and never in a common step, where they would fail the requests of other threads, too."""
+    model = model_of(family)
+    positions = model.config.max_position_embeddings
+    strange = rows_of(2)
+    strange[1, 3] = model.config.vocab_size
+    many = ids(*(prompt(positions - 2, seed=i) for i in range(2)))
+    asked = [(strange, GIVEN, IndexError), (rows_of(2), {"max_length": LENGTH, "do_sample": False}, ValueError)]
+    if family == "gpt2":  # whose positions are learned
+        asked.append((many, GIVEN, IndexError))
+    with PrefixCache(model, name=family, page_size=8, device_tokens=4 * positions) as cached:
+        for text, given, error in asked:
+            with pytest.raises(error):
+                model.generate(text, attention_mask=torch.ones_like(text), **given)
+            with pytest.raises(error):
+                cached.generate(text, attention_mask=torch.ones_like(text), **given)
+            assert not cached._scheduler.steps
+        cached._loop.call(settled(cached._cache))
+        check(cached._cache.core, idle=True)
+
+
 def test_an_error_of_the_model_gives_the_pages_of_all_rows_back(llama: PrefixCache) -> None:
     def stop(*_: Any, **options: Any) -> Any:
         raise RuntimeError("enough")

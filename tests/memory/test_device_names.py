@@ -28,6 +28,7 @@ def test_a_name_is_taken_apart(text: str, name: DeviceName, shown: str) -> None:
     ("cuda:", "unknown device 'cuda:'"),
     ("cuda:-1", "unknown device"),
     ("cuda:x", "unknown device"),
+    pytest.param("cuda:" + "9" * 5000, "unknown device", id="huge"),
     ("cpu:0", "unknown device"),
     ("cpu?blocks=4", "device=cpu: unknown option 'blocks'; one of none"),
     ("cuda:0?block=4", "unknown option 'block'; one of blocks, kernel_backups_below, kernel_loads_below"),

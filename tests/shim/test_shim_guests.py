@@ -10,7 +10,7 @@ import torch
 from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import Batch, Finish, Limits, Request, State, admitting
 
-from asynccache import CacheClosed, CacheFull, ConfigError
+from asynccache import CacheClosed, CacheFull, ConfigError, Lease
 from asynccache.testing.slow_backend import SlowBackend
 from tests.shim.shim_kit import PAGE, Served, config, continuation, hits, serving, text
 from tests.waiting import until
@@ -161,6 +161,34 @@ async def test_an_abort_behind_one_that_waits_alone_takes_effect_at_once() -> No
             assert low.finish is None
         await low.done()
     await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [None, CacheClosed("over")])
+async def test_closing_does_not_wait_for_room_that_a_request_waits_for(error: CacheClosed | None) -> None:
+    async with serving(config(16)) as served, served.cache.lease(text(12, seed=5)):
+        request = served.ask(text(10), 1)
+        await until(lambda: served.cache.statistics().waiting == 1)
+        async with asyncio.timeout(5):
+            await served.scheduler.aclose(error)
+        assert (request.finish, request.error) == (Finish.FAILED if error else Finish.ABORTED, error)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_added_to_an_output_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if it ends while the pages of its last step are published."""
+    commit = Lease.commit
+
+    async def aborted(lease: Lease, *args: Any, **more: Any) -> Any:
+        request.abort()
+        return await commit(lease, *args, **more)
+
+    monkeypatch.setattr(Lease, "commit", aborted)
+    async with serving(config(16)) as served:
+        request = served.ask(text(3), 4)
+        assert await request.done() == []
+        await until(lambda: not served.cache.statistics().leases)
+        assert (request.output, request.finish) == ([], Finish.ABORTED)
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ from asynccache_shim import Finish, Limits, Request
 
 from asynccache import ConfigError
 from tests.shim.shim_kit import PAGE, config, continuation, hits, serving, text
+from tests.waiting import until
 
 KINDS = [{}, {"swa": 48, "window": 8}, {"mamba": 12}]
 
@@ -29,6 +30,29 @@ async def test_what_is_not_to_be_published_is_right_and_found_by_nobody(
             assert hits(await served.answer(text(8), 3 * PAGE, publishes=publishes)).device == 0
         assert hits(await served.answer(text(8), 3, publishes=lambda: True)).device == 0
         assert hits(await served.answer(text(8), 3, publishes=publishes)).device == 7 * PAGE
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("more", KINDS)
+async def test_what_follows_something_unpublished_is_not_published_either(more: Any) -> None:
+    """A commit has the whole prefix, so a later yes would publish what an earlier no kept back."""
+    answers = iter([True, False])
+    async with serving(config(64, **more), step_tokens=16) as served:
+        await served.answer(text(16), 3, publishes=lambda: next(answers, True))
+        assert hits(await served.answer(text(16), 3)).device <= 16
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_was_retracted_is_published_again() -> None:
+    async with serving(config(16), step_tokens=16) as served:
+        may = [False]
+        crowd = [served.ask(text(3, seed=i), 6 * PAGE, publishes=lambda: may[0]) for i in range(3)]
+        await until(lambda: any(request.retractions for request in crowd))
+        may[0] = True
+        for request in crowd:
+            await request.done()
+        last = next(i for i, request in enumerate(crowd) if request.retractions)
+        assert hits(await served.answer(text(3, seed=last), 1)).device
 
 
 @pytest.mark.asyncio
@@ -90,3 +114,17 @@ async def test_states_that_are_shared_are_kept_where_requests_part() -> None:
         for request in asked:
             await request.done()
         assert [hits(request).device for request in asked] == [0, 0, *[10 * PAGE] * 4]
+
+
+@pytest.mark.asyncio
+async def test_who_comes_first_does_not_wait_for_what_a_later_one_computes() -> None:
+    """That one gets no tokens of a step as long as there are others between the two."""
+    async with serving(config(256), step_tokens=18) as served:
+        low = served.ask(text(30), 1)
+        await until(lambda: low.hits is not None)
+        crowd = [served.ask(text(30, seed=1 + i), 1, priority=1) for i in range(5)]
+        await until(lambda: crowd[0].hits is not None)
+        high = served.ask(text(30), 1, priority=2)
+        assert await high.done() == continuation(text(30), 1)
+        assert not low.finish
+        assert not all(request.finish for request in crowd)
