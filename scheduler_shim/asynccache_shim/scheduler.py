@@ -86,7 +86,13 @@ class Scheduler:
 
     async def aclose(self, error: BaseException | None = None) -> None:
         """End all requests, give all pages back and end the loop. The requests are aborted; with an ``error`` they fail
-        with that. Cancelling ends the waiting; closing goes on."""
+        with that. Cancelling ends the waiting; closing goes on.
+
+        Raises:
+            ConfigError: ``error`` is no exception; nothing has ended.
+        """
+        if error is not None:
+            checks.instance("error", error, BaseException)
         self._closing = True
         for request in self._board.requests():
             self._end(request, Finish.ABORTED if error is None else Finish.FAILED, error)

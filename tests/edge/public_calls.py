@@ -17,6 +17,7 @@ from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
 from asynccache_shim import Limits, Request, Sampling, Scheduler, SchedulerConfig, follow
+from asynccache_shim.request import MAX_TOKEN
 from msgspec.structs import replace
 
 from asynccache import (
@@ -422,6 +423,11 @@ async def _submit(world: World, given: Given) -> None:
         await called(lambda request: scheduler.submit(request), {"request": Request(world.prompt())}, given)
 
 
+async def _aclose_scheduler(world: World, given: Given) -> None:
+    scheduler = await Scheduler(world.cache, _Model()).__aenter__()
+    await called(scheduler.aclose, {"error": None}, given)
+
+
 async def _late_attribute(world: World, given: Given) -> None:
     """A request's attributes may be set until it is submitted: they are looked at then."""
     async with Scheduler(world.cache, _Model()) as scheduler:
@@ -646,7 +652,8 @@ CALLS: dict[str, Case] = {
     "asynccache.Lease.commit (state)": Case(_commit_slot, {"slot": Depends(Integer(0, 7))}, books=True),
     # the scheduler
     "asynccache_shim.Limits": plain(
-        Limits, {"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}")}
+        Limits, {"max_new_tokens": COUNT, "stop_tokens": These("[]", "[8]", "(8,)", "{8}"),
+                 "max_time": Number(0, optional=True)}
     ),
     "asynccache_shim.SchedulerConfig": plain(
         SchedulerConfig, {"step_tokens": COUNT, "max_running": COUNT, "checkpoint_every": COUNT, "preempt": Flag(),
@@ -655,17 +662,18 @@ CALLS: dict[str, Case] = {
     "asynccache_shim.Request": Case(
         _request,
         {"tokens": Depends(Tokens(1)), "limits": Thing(optional=True), "priority": Integer(), "extra_key": Namespace(),
-         "sampling": Thing(optional=True), "ended": Flag()},
+         "sampling": Thing(optional=True), "ended": Flag(), "publishes": Function(optional=True)},
     ),
     "asynccache_shim.Request.next_token": Case(_next_token, {"index": Integer(0)}),
     "asynccache_shim.Request (attributes)": Case(
         _late_attribute,
         {"tokens": Depends(Tokens(1)), "limits": Thing(), "priority": Integer(), "extra_key": Namespace(),
-         "sampling": Thing(), "ended": Flag()},
+         "sampling": Thing(), "ended": Flag(), "publishes": Function(optional=True)},
         books=True,
     ),
     "asynccache_shim.Sampling": plain(
-        _drawn, {"temperature": SECONDS, "top_p": SHARE, "seed": Depends(Integer(optional=True))}
+        _drawn, {"temperature": SECONDS, "top_p": SHARE, "seed": Depends(Integer(optional=True)),
+                 "top_k": Integer(0, MAX_TOKEN)}
     ),
     "asynccache_shim.Scheduler": Case(
         _scheduler,
@@ -673,6 +681,7 @@ CALLS: dict[str, Case] = {
         books=True,
     ),
     "asynccache_shim.Scheduler.submit": Case(_submit, {"request": Thing()}, books=True),
+    "asynccache_shim.Scheduler.aclose": Case(_aclose_scheduler, {"error": These("None")}),
     "asynccache_shim.follow": Case(_follow, {"worker": Thing(), "model": Thing()}),
     # stores
     "asynccache.storage.StoreOptions": plain(

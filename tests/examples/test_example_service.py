@@ -27,10 +27,10 @@ def poisonable() -> ServiceParts:
     assert isinstance(path, SchedulerPath)
     forward = path.model.forward
 
-    def fragile(input_ids: Any, past_key_values: Any, **options: Any) -> Any:
+    def fragile(input_ids: Any, **options: Any) -> Any:
         if (input_ids == POISON).any():
             raise ArithmeticError("poisoned")
-        return forward(input_ids=input_ids, past_key_values=past_key_values, **options)
+        return forward(input_ids=input_ids, **options)
 
     path.model.forward = fragile
     return planned
