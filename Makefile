@@ -301,7 +301,7 @@ build/vllm/.vllm-$(VLLM):
 
 build/vllm/.installed: build/vllm/.vllm-$(VLLM) pyproject.toml
 	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS) \
-	    pytest pytest-asyncio hypothesis aiofiles xxhash uvloop obstore
+	    pytest pytest-asyncio hypothesis aiofiles xxhash uvloop obstore 'redis>=8'
 	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
 	@touch $@
 
