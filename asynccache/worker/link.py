@@ -492,9 +492,10 @@ async def _prove(
     kind, content = answer[:1], answer[1:]
     if kind == REFUSED:
         raise RankFailure(f"refused: {content.decode(errors='replace')}")
-    if kind != TAKEN or len(content) < TIMEOUT.size:
+    timeout = TIMEOUT.unpack_from(content)[0] if kind == TAKEN and len(content) >= TIMEOUT.size else 0.0
+    if not 0 < timeout < inf:
         raise RankFailure("sent no answer that can be understood")
-    return TIMEOUT.unpack_from(content)[0], content[TIMEOUT.size :]
+    return timeout, content[TIMEOUT.size :]
 
 
 async def _take(reader: asyncio.StreamReader, count: int) -> bytes:
@@ -541,15 +542,21 @@ class Listener:
         return f"Listener({self.address})"
 
     async def open(self, where: ListenAddress) -> None:
-        """Begin to listen at ``where``. To be called once. Raises ``OSError``: the address cannot be used."""
+        """Begin to listen at ``where``. To be called once. Raises ``OSError``: the address cannot be used. ``aclose``
+        must follow, also if this fails or is cancelled."""
+        # asyncio gives the loop a turn once a server listens; before that it must be known here, for ``aclose``
         if where.path:
             await _unused(where.path)
-            self._server = await asyncio.start_unix_server(self._came, sock=_private(where.path), limit=LIMIT)
-            self.address = str(where)
-            return
-        server = await asyncio.start_server(self._came, where.host, where.port, limit=LIMIT)
-        self._server = server
-        self.address = str(where._replace(port=server.sockets[0].getsockname()[1]))
+            server = await asyncio.start_unix_server(
+                self._came, sock=_private(where.path), limit=LIMIT, start_serving=False
+            )
+        else:
+            server = await asyncio.start_server(
+                self._came, where.host, where.port, limit=LIMIT, start_serving=False
+            )
+            where = where._replace(port=server.sockets[0].getsockname()[1])
+        self._server, self.address = server, str(where)
+        await server.start_serving()
 
     async def aclose(self) -> None:
         """Listen no more, and close all connections that are no links yet. Links stay. A second call does nothing."""
@@ -658,6 +665,9 @@ async def open_listener(address: str, secret: bytes | None, answer: Answer, *, t
     listener = Listener(key, answer, checks.number("timeout", timeout, above=0))
     try:
         await listener.open(where)
-    except OSError as error:
-        raise ConfigError(f"address={address!r} cannot be used: {error}") from None
+    except BaseException as error:
+        await listener.aclose()
+        if isinstance(error, OSError):
+            raise ConfigError(f"address={address!r} cannot be used: {error}") from None
+        raise
     return listener

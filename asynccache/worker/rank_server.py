@@ -34,6 +34,7 @@ from asynccache.core.plan import Status
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 from asynccache.version import VERSION
 from asynccache.worker import messages as m
+from asynccache.worker.folds import are_counters
 from asynccache.worker.inbox import ChangeSignal
 from asynccache.worker.link import Link, Wire, open_link
 from asynccache.worker.local import EmbedderParts, LocalWorker, Reports, StoreEntry, check_device
@@ -60,6 +61,7 @@ PINNING = 30.0
 chunk of memory (4 GiB) that is being pinned may keep an interpreter from answering."""
 LOOP_ALIVE = 1.0
 """Seconds after which a thread that waits for the loop looks whether the loop still runs."""
+MOST_RANK = (1 << 31) - 1
 LOOP_ENDED = "the loop of its worker has ended"
 CLOSED = "the worker is closed"
 
@@ -393,13 +395,20 @@ class RankServer:
             self._tell(m.StoreHealth(self._shut))
 
     def count(self) -> None:
-        """Tell the head what the stores count, if that has changed since the last time."""
-        if self.local is not None:
+        """Tell the head what the stores count, if that has changed since the last time. Backends count for themselves:
+        one that raises, or counts what is no number, is not heard, and neither a call nor closing fails with it."""
+        if self.local is None:
+            return
+        try:
             storage, stores = self.local.store_statistics()
-            counters = m.StoreCounters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
-            if counters != self._counted:
-                self._counted = counters
-                self._tell(counters)
+            counters: m.StoreCounters = _counters(m.encode(m.StoreCounters(dict(storage), dict(stores))))
+            if not are_counters([counters.storage, *counters.stores.values()]):
+                return
+        except Exception:
+            return
+        if counters != self._counted:
+            self._counted = counters
+            self._tell(counters)
 
 
 ORDERS: Mapping[str, Order] = orders_of(RankServer, LocalWorker)
@@ -410,6 +419,7 @@ _BY_TYPE = {
 }
 """By the type of a message: its method, whether ``RankServer`` has it, and the order if it is answered."""
 _STORE = ORDERS["store"].message
+_counters = m.decoder(m.StoreCounters)
 decode_orders = order_decoder(ORDERS)
 
 
@@ -544,7 +554,7 @@ async def connect(
         ConfigError: an argument is unusable, or there is no secret.
         RankFailure: no head answered, the head refused or is gone, or a rank could not open.
     """
-    rank = checks.integer("rank", rank, 0)
+    rank = checks.integer("rank", rank, 0, MOST_RANK)
     if shard is not None:
         checks.function("shard", shard)
     if device is not None:

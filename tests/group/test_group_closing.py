@@ -43,6 +43,33 @@ def test_who_waits_for_a_batch_when_the_cache_closes_is_told_and_who_asks_later_
     play(main)
 
 
+def _raises() -> dict[str, int]:
+    raise OSError("the backend cannot count")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stats", [_raises, lambda: {"puts": float("nan")}, lambda: {"puts": object()}])
+def test_a_store_that_cannot_count_is_flushed_and_closed_like_any_other(stats: Any, rank: int) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
+        world.backends[rank].stats = stats  # type: ignore[method-assign]
+        async with world.opened() as cache:
+            await world.serve(text(1, 4))
+            await cache.flush()
+            local, closed = world.local(rank), []
+            close = local.aclose
+
+            async def noted(patience: float) -> None:
+                await close(patience)
+                closed.append(patience)
+
+            local.aclose = noted  # type: ignore[method-assign]
+        assert closed, "pools and stores stayed open"
+        await world.aclose()
+
+    play(main)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_store_that_hangs_when_it_is_closed_delays_the_cache_no_longer_than_its_deadline(

@@ -24,6 +24,8 @@ from asynccache.worker.link import (
     NONCE,
     NOT_AUTHENTICATED,
     PROOF,
+    TAKEN,
+    TIMEOUT,
     Link,
     ListenAddress,
     Listener,
@@ -338,6 +340,27 @@ async def test_the_head_s_time_out_is_the_worker_s() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("absurd", [0.0, -1.0, float("inf"), float("nan")])
+async def test_a_time_out_that_makes_silence_no_failure_is_no_answer(absurd: float) -> None:
+    """NaN among the loop's timers would stop them, and 0 keep the loop busy."""
+    nonce, gone = secrets.token_bytes(NONCE), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING + nonce)
+        theirs = (await reader.readexactly(len(GREETING) + NONCE + PROOF))[len(GREETING) :][:NONCE]
+        writer.write(_proof(SECRET, b"head", nonce, theirs) + framed(TAKEN + TIMEOUT.pack(absurd)))
+        await end_of(reader)
+        writer.close()
+        gone.set()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(RankFailure, match="no answer that can be understood"):
+            await open_link(f"127.0.0.1:{port}", SECRET, b"rank 1", timeout=30.0)
+        await gone.wait()
+
+
+@pytest.mark.asyncio
 async def test_a_worker_waits_for_a_head_that_comes_later(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/socket"
     opening = asyncio.create_task(open_link(address, SECRET, b"rank 1", timeout=30.0))
@@ -380,6 +403,29 @@ async def test_cancelling_leaves_nothing_open() -> None:
         await asyncio.sleep(0.01)
         with there:
             assert there.recv(10) == b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_a_listener_whose_opening_is_cancelled_listens_nowhere(kind: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}" if kind == "tcp" else f"unix:{tmp_path}/socket"
+    for turns in range(1, 100):
+        opening = asyncio.create_task(Head().open(address))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        try:
+            listener = await opening
+        except asyncio.CancelledError:
+            with pytest.raises(RankFailure, match="did not answer within"):
+                await open_link(address, SECRET, b"rank 1", timeout=0.05)
+            assert not (tmp_path / "socket").exists()
+        else:
+            await listener.aclose()
+            return
+    pytest.fail("it never opened")
 
 
 @pytest.mark.asyncio
