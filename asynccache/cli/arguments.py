@@ -21,6 +21,8 @@ MOST = 1e15
 Rate = Annotated[float, Meta(gt=0, le=MOST)]
 """A number above 0, such as a rate or a time."""
 NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Concurrency = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""How many at the same time: each takes memory from the beginning."""
 
 
 def option(metavar: str, text: str, **extra: Any) -> Meta:

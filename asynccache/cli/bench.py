@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from asynccache import compiled
-from asynccache.cli.arguments import CommandOptions, Json, Quiet, option
+from asynccache.cli.arguments import CommandOptions, Concurrency, Json, Quiet, option
 from asynccache.cli.meter import spread
 from asynccache.cli.options import Loop, loop_factory
 from asynccache.cli.output import Tell, answer, progress
@@ -60,7 +60,7 @@ class Options(CommandOptions, frozen=True, kw_only=True):
     bytes: Annotated[Count, option("SIZE", "bytes moved in a pass", written="128MiB", parse=_size)] = 128 << 20
     batch: Annotated[Count | None, option(
         "N", f"pages in a call (default: as many as 8 MiB hold, at most {BATCH_PAGES})")] = None
-    concurrency: Annotated[Count, option("N", "calls at a time")] = 2
+    concurrency: Annotated[Concurrency, option("N", "calls at a time")] = 2
     repeat: Annotated[Count, option("N", "rounds; medians over them are shown")] = 3
     loop: Annotated[Loop, option("NAME", "event loop")] = "uvloop"
     json: Json = None

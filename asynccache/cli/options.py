@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from asynccache import checks
-from asynccache.cli.arguments import CommandOptions, Json, NotNegative, Quiet, Rate, option, parsed_device
+from asynccache.cli.arguments import CommandOptions, Concurrency, Json, NotNegative, Quiet, Rate, option, parsed_device
 from asynccache.cli.sizing import PRESET
 from asynccache.config import (
     COMPONENTS,
@@ -153,7 +153,7 @@ class RunSettings(CommandOptions, frozen=True, kw_only=True):
         "URL", "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, "
                "gs://..., az://..., mooncake://HOST:PORT; given again: a farther store", several=True, parse=_storage,
     )] = "memory:?capacity=1GiB"  # fmt: skip
-    concurrency: Annotated[Count, option("N", "requests that run at the same time")] = 32
+    concurrency: Annotated[Concurrency, option("N", "requests that run at the same time")] = 32
     decode_tokens: Annotated[Amount, option("N", "decode at most N tokens of each output")] = 256
     insert_outputs: Annotated[bool, option("", "commit the decoded tokens as well")] = True
     verify: Annotated[bool, option("", "compare every page that the cache hands out with what was computed")] = True

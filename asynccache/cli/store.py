@@ -113,7 +113,7 @@ def execute(options: Options) -> int:
     """
     url = options.shown
     if options.action == "clear" and not options.yes:
-        if not sys.stdin.isatty():
+        if sys.stdin is None or not sys.stdin.isatty():  # None: it is closed
             raise ConfigError("clear removes every page: give --yes, because there is no terminal to ask at")
         print(f"Remove every page of {url}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

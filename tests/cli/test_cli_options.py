@@ -70,6 +70,7 @@ def test_a_missing_file_is_refused() -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--window", "0"], "--window=0 must be at least 1"),
+    (["--concurrency", "99999999999999999999"], "--concurrency=99999999999999999999 must lie between 1 and 65536"),
     (["--page-size", "x"], "--page-size='x' must be an integer"),
     (["--cancel-rate", "1.5"], "--cancel-rate=1.5 must lie between 0 and 1"),
     (["--faults", "nan"], "--faults=nan must be a finite number"),

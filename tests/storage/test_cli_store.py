@@ -361,6 +361,15 @@ def test_ages(seconds: float, shown: str) -> None:
     assert age(seconds) == shown
 
 
+@pytest.mark.parametrize("stdin", [None, io.StringIO("y")])
+def test_nothing_is_cleared_where_nobody_can_be_asked(
+    stdin: io.StringIO | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", stdin)  # None: it was closed when the process began
+    assert main(["store", "clear", "memory:"]) == 2
+    assert "give --yes, because there is no terminal to ask at" in capsys.readouterr().err
+
+
 class Screen(io.StringIO):
     def __init__(self, terminal: bool, text: str = "") -> None:
         super().__init__(text)
