@@ -62,6 +62,7 @@ chunk of memory (4 GiB) that is being pinned may keep an interpreter from answer
 LOOP_ALIVE = 1.0
 """Seconds after which a thread that waits for the loop looks whether the loop still runs."""
 MOST_RANK = (1 << 31) - 1
+"""A number that goes into a hello, so that a larger one is an error of the caller's."""
 LOOP_ENDED = "the loop of its worker has ended"
 CLOSED = "the worker is closed"
 
@@ -401,7 +402,8 @@ class RankServer:
             return
         try:
             storage, stores = self.local.store_statistics()
-            counters: m.StoreCounters = _counters(m.encode(m.StoreCounters(dict(storage), dict(stores))))
+            told = m.StoreCounters(dict(storage), {name: dict(counts) for name, counts in stores.items()})
+            counters: m.StoreCounters = _counters(m.encode(told))
             if not are_counters([counters.storage, *counters.stores.values()]):
                 return
         except Exception:

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from asynccache.errors import RankFailure
+from asynccache.errors import ConfigError, RankFailure
 from asynccache.version import VERSION
-from asynccache.worker import Topology, listen
+from asynccache.worker import Topology, connect, listen
 from asynccache.worker.link import Link, open_link
 from asynccache.worker.messages import Hello, encode
 from tests.waiting import until
@@ -63,3 +63,10 @@ async def test_each_worker_that_comes_gives_the_next_one_as_long_and_one_that_co
         assert began + 1.6 * patience < loop.time() < newest + 1.55 * patience
         for link in links:
             link.abort()
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_no_hello_can_hold_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^rank="):
+        async with connect(ANYWHERE, 1 << 64, secret=SECRET):
+            pass
