@@ -350,8 +350,8 @@ class AsyncCache:
 
     async def _keep(self, key: bytes, ttl: float, extra_key: ExtraKey) -> Kept:
         head = self._ready()
-        config = self.config
-        cap = int(config.pools()[0].device_pages * config.kept_fraction) * config.page_size
+        full = head.core.config.components[0]
+        cap = int(full.device * self.config.kept_fraction) * self.config.page_size
         return await keep(head, head.namespaces.space(extra_key), key, ttl, cap)
 
     # the engine's batches, where there are several workers

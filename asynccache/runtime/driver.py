@@ -275,7 +275,8 @@ Ack = Outcome | Failing | FetchCommit | Nudge
 
 
 class Stages(Protocol):
-    """What performs the effects of a plan: the head (``asynccache.runtime.head.Head``). None of it blocks or fails."""
+    """The part that performs the effects of a plan: the head (``asynccache.runtime.head.Head``). No method blocks or
+    fails."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Take all copies of a plan."""

@@ -191,7 +191,7 @@ class Prefetch:
     def cancel(self) -> None:
         """Give up the prefetch, and its claim."""
         self.tell(Wish.CANCEL)
-        self._prefetches.drop_claim(self.ticket)
+        self.unclaim()
 
     def tell(self, wish: Wish) -> None:
         """Raise the wish, and wake whoever acts on it."""

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asynccache import checks
-from asynccache.errors import ConfigError, Timeout
+from asynccache.errors import Timeout
 from asynccache.settle import OpenCalls
 from asynccache.storage.call_guard import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result, is_shared
 from asynccache.storage.promotion import ROOM_BYTES, Promotions
-from asynccache.storage.url import StoreOptions, check_name
+from asynccache.storage.url import StoreOptions, check_name, place_of
 
 _T = TypeVar("_T")
 
@@ -106,18 +106,8 @@ class TieredStore:
         return bool(self._stores)
 
     def find(self, name: str | None) -> AttachedStore:
-        """Return the store of this name, or the only store if ``name`` is None.
-
-        Raises:
-            ConfigError: there is no store of this name; or ``name`` is None and there is not exactly one store.
-        """
-        if name is not None:
-            name = checks.text("name", name)
-        found = [attached for attached in self._stores if name in (None, attached.options.name)]
-        if len(found) == 1:
-            return found[0]
-        there = ", ".join(self.names) or "none"
-        raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
+        """Return the store of this name, or the only store if ``name`` is None. Raises ConfigError: as ``place_of``."""
+        return self._stores[place_of(name, self.names)]
 
     def check(self, options: StoreOptions, position: int | None = None) -> None:
         """Check that a store with these options can be attached at ``position``.

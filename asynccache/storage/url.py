@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -215,3 +215,19 @@ def check_name(name: str, taken: Collection[str]) -> None:
     """Raise ConfigError if ``name`` is one of ``taken``, the names of the other stores."""
     if name in taken:
         raise ConfigError(f"storage: a store {name!r} is attached already; call this one otherwise (name=)")
+
+
+def place_of(name: str | None, names: Sequence[str]) -> int:
+    """Return the place of the store ``name`` in ``names``, those of the stores that are attached; with None, of the
+    only one.
+
+    Raises:
+        ConfigError: there is no store of this name; or ``name`` is None and there is not exactly one store.
+    """
+    if name is not None:
+        name = checks.text("name", name)
+    found = [place for place, one in enumerate(names) if name in (None, one)]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(names) or "none"
+    raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")

@@ -32,7 +32,7 @@ from asynccache.core.plan import SLOT_BYTES, Move, Status
 from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.contract import Result
-from asynccache.storage.url import check_name
+from asynccache.storage.url import check_name, place_of
 from asynccache.worker import folds
 from asynccache.worker import messages as m
 from asynccache.worker.inbox import ChangeSignal
@@ -80,7 +80,7 @@ class WorkInFlight:
 
 
 class AwaitedAnswers:
-    """What all ranks have to say about one thing: the answers to a call, or the ends of a batch (``BatchInFlight``).
+    """The answers of all ranks to one call, or the ends of one batch on all of them (``BatchInFlight``).
     ``left``: the ranks that have not spoken yet. ``said``: what the others have, by rank. ``failed``: True once a rank
     has said that it could not run the batch."""
 
@@ -225,7 +225,7 @@ class WorkerGroup(LocalWorker):
 
     @property
     def face(self) -> RankWorker | None:
-        """What the engine in the head's process sees of it; None: the head has no rank."""
+        """The group as the engine in the head's process sees it; None: the head has no rank."""
         return None if self.own is None else self.own.worker
 
     # opening and closing
@@ -702,13 +702,7 @@ class WorkerGroup(LocalWorker):
 
     def find_store(self, name: str | None) -> StoreEntry:
         """See ``LocalWorker``."""
-        if name is not None:
-            name = checks.text("name", name)
-        found = [entry for entry in self._used if name in (None, entry.options.name)]
-        if len(found) == 1:
-            return found[0]
-        there = ", ".join(entry.options.name for entry in self._used) or "none"
-        raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
+        return self._used[place_of(name, [entry.options.name for entry in self._used])]
 
     async def open_store(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None

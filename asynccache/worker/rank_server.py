@@ -68,10 +68,10 @@ CLOSED = "the worker is closed"
 
 
 class OpenedRank(NamedTuple):
-    """What a rank has opened. ``layers``: how many layers the model has, up to the last one that this rank has.
-    ``weights``: bytes of a page, for each pool with bytes on this rank. ``stores``: nearest first. ``digest``: what
-    turns a page's hash into its key in the pool whose stored pages stand for FULL; empty if this rank has no bytes of
-    FULL."""
+    """The pools and stores that a rank has opened. ``layers``: how many layers the model has, up to the last one that
+    this rank has. ``weights``: bytes of a page, for each pool with bytes on this rank. ``stores``: nearest first.
+    ``digest``: what turns a page's hash into its key in the pool whose stored pages stand for FULL; empty if this rank
+    has no bytes of FULL."""
 
     layers: int
     weights: dict[str, int]

@@ -1,4 +1,4 @@
-"""What the engine of a rank sees of its worker: pools, batches, layers to wait for.
+"""A rank's worker as the engine of the rank sees it: pools, batches, layers to wait for.
 
 The head sends the numbers of batches, and the engine ends each of them, with an event of the device or without one.
 

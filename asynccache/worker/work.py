@@ -1,4 +1,4 @@
-"""What a worker is told to do, and what it answers: values of integers, bytes and names, which can be sent. Copies of a
+"""The orders that a worker gets, and its answers: values of integers, bytes and names, which can be sent. Copies of a
 plan are a ``Work``. msgspec reads the types of these values, so the module is not compiled."""
 
 from __future__ import annotations

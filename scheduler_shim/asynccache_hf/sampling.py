@@ -48,7 +48,8 @@ NOT_DRAWN: Refusals = {
 
 
 def refuse(settings: Any, refusals: Refusals, where: str = "") -> None:
-    """
+    """Check that a generation configuration asks for nothing that is not done here.
+
     Raises:
         ConfigError: the generation configuration ``settings`` has one of ``refusals``. The message names it, with
             ``where`` before its name.

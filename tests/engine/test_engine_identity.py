@@ -394,23 +394,22 @@ def test_an_adapter_that_is_trained_or_scaled_misses(peft: Any, warned: Callable
 
 def test_settings_of_an_adapter_that_are_no_numbers_count_too(peft: Any) -> None:
     """Which entries of a weight it replaces, and which tokens it knows of."""
-    names: list[str] = []
-    for seed in (1, 1, 2):
-        config = peft.ShiraConfig(target_modules=["k_proj"], r=2, random_seed=seed)
+
+    def identity(config: Any, trained: str) -> str:
         model = peft.get_peft_model(make("llama"), config).eval()
         for name, weight in model.named_parameters():
-            if "shira_weight" in name:
+            if trained in name:
                 torch.nn.init.constant_(weight, 0.5)
-        names.append(ModelIdentity(plain(model), "llama").now())
+        return ModelIdentity(plain(model), "llama").now()
+
+    names = [identity(peft.ShiraConfig(target_modules=["k_proj"], r=2, random_seed=seed), "shira_weight")
+             for seed in (1, 1, 2)]  # fmt: skip
     assert names[0] == names[1] != names[2]
-    tokens = []
-    for indices in ([1, 2], [1, 2], [1, 3]):
-        config = peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=indices, init_weights=True)
-        model = peft.get_peft_model(make("llama"), config).eval()
-        for name, weight in model.named_parameters():
-            if "trainable_tokens_delta" in name:
-                torch.nn.init.constant_(weight, 0.5)
-        tokens.append(ModelIdentity(plain(model), "llama").now())
+    tokens = [
+        identity(peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=indices, init_weights=True),
+                 "trainable_tokens_delta")
+        for indices in ([1, 2], [1, 2], [1, 3])
+    ]  # fmt: skip
     assert tokens[0] == tokens[1] != tokens[2]
 
 
