@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar, SlidingWindow
     from asynccache.configuration import load_config
     from asynccache.core.keys import Adapter
+    from asynccache.core.passes import Unsaved
     from asynccache.core.settings import HitPolicy, PrefetchPolicy, WritePolicy
     from asynccache.errors import (
         AsyncCacheError,
@@ -25,9 +26,14 @@ if TYPE_CHECKING:
         CacheFull,
         ConfigError,
         CopyFailed,
+        InvariantViolation,
         LoadFailed,
         RankFailure,
+        Timeout,
+        Unavailable,
     )
+    from asynccache.geometry import components_from
+    from asynccache.memory.pools import BlockTable, DevicePool
     from asynccache.runtime.cache import AsyncCache
     from asynccache.runtime.head import CloseReport
     from asynccache.runtime.lease import Hits, Lease
@@ -42,15 +48,18 @@ __all__ = [
     "AsyncCacheError",
     "BackendError",
     "BatchFailed",
+    "BlockTable",
     "CacheClosed",
     "CacheConfig",
     "CacheFull",
     "CloseReport",
     "ConfigError",
     "CopyFailed",
+    "DevicePool",
     "Full",
     "HitPolicy",
     "Hits",
+    "InvariantViolation",
     "Lease",
     "LoadFailed",
     "Mamba",
@@ -62,8 +71,12 @@ __all__ = [
     "Replicated",
     "Sidecar",
     "SlidingWindow",
+    "Timeout",
+    "Unavailable",
+    "Unsaved",
     "WritePolicy",
     "__version__",
+    "components_from",
     "load_config",
 ]
 
@@ -73,15 +86,18 @@ _LAZY = {
     "AsyncCacheError": "asynccache.errors",
     "BackendError": "asynccache.errors",
     "BatchFailed": "asynccache.errors",
+    "BlockTable": "asynccache.memory.pools",
     "CacheClosed": "asynccache.errors",
     "CacheConfig": "asynccache.config",
     "CacheFull": "asynccache.errors",
     "CloseReport": "asynccache.runtime.head",
     "ConfigError": "asynccache.errors",
     "CopyFailed": "asynccache.errors",
+    "DevicePool": "asynccache.memory.pools",
     "Full": "asynccache.config",
     "HitPolicy": "asynccache.core.settings",
     "Hits": "asynccache.runtime.lease",
+    "InvariantViolation": "asynccache.errors",
     "Lease": "asynccache.runtime.lease",
     "LoadFailed": "asynccache.errors",
     "Mamba": "asynccache.config",
@@ -93,7 +109,11 @@ _LAZY = {
     "Replicated": "asynccache.config",
     "Sidecar": "asynccache.config",
     "SlidingWindow": "asynccache.config",
+    "Timeout": "asynccache.errors",
+    "Unavailable": "asynccache.errors",
+    "Unsaved": "asynccache.core.passes",
     "WritePolicy": "asynccache.core.settings",
+    "components_from": "asynccache.geometry",
     "load_config": "asynccache.configuration",
 }
 

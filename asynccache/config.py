@@ -7,9 +7,11 @@ return, where strings have become enum members. This module imports neither torc
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from math import prod
+from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta, field
 
@@ -25,10 +27,17 @@ from asynccache.core.settings import (
     WritePolicy,
 )
 from asynccache.errors import ConfigError
-from asynccache.settings import Amount, Count, Positive, Seconds, Settings, Share
+from asynccache.settings import Amount, Count, Positive, Room, Seconds, Settings, Share, fields_of, parse_size
 
 EVICTION_POLICIES = ("lru", "p2c")
 """The policies that come with asynccache."""
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of a number, by the dtypes of which a pool can be seen as tensors with a shape."""
+ROUND = 1024
+"""A size in bytes is room for a multiple of so many tokens, so that it is whole pages of any usual size."""
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
 
@@ -59,6 +68,24 @@ class Replicated(Enum):
         return () if self is Replicated.NO else tuple(self.value.split(","))
 
 
+def item_bytes(dtype: object) -> int:
+    """Return the bytes of a number of ``dtype``: a dtype of torch, or its name.
+
+    Raises:
+        ConfigError: a number of this dtype has no whole bytes, or there is no such dtype.
+    """
+    name = dtype_name(dtype)
+    if name not in ITEM_BYTES:
+        raise ConfigError(f"dtype={checks.shown(dtype)} must be one of {', '.join(ITEM_BYTES)}"
+                          f"{checks.nearest(name, ITEM_BYTES)}")
+    return ITEM_BYTES[name]
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype of torch, such as ``"bfloat16"``; text is returned as it is."""
+    return checks.text("dtype", dtype if type(dtype).__name__ != "dtype" else str(dtype).removeprefix("torch."))
+
+
 def split_urls(text: str) -> tuple[str, ...]:
     """Return the URLs in ``text``, which has spaces between them. A space that no scheme follows is part of a URL."""
     return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
@@ -73,6 +100,17 @@ def _integers(name: str, text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(",")))
     except ValueError:
         raise ConfigError(f"{name}={checks.shown(text)} must be integers with commas between them") from None
+
+
+def _shapes(name: str, text: str) -> tuple[tuple[int, ...], ...]:
+    try:
+        return tuple(tuple(map(int, shape.split("x"))) for shape in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{name}={checks.shown(text)} must be shapes, such as 8192x4,64x64x128") from None
+
+
+def _numbers(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(prod(shape) for shape in shapes)
 
 
 class _Pool(Settings, frozen=True, kw_only=True):
@@ -94,6 +132,7 @@ class _Pool(Settings, frozen=True, kw_only=True):
         "The type of the bytes; part of the storage key, so that pages of another dtype are never read."))] = "uint8"
 
     def __post_init__(self) -> None:
+        self._set("dtype", dtype_name(self.dtype))
         if checks.is_flag(self.replicated):
             self._set("replicated", Replicated.TP_CP if self.replicated else Replicated.NO)
         super().__post_init__()
@@ -104,15 +143,73 @@ class _Pool(Settings, frozen=True, kw_only=True):
     def _where(self) -> str:
         return f"{self.pool}: "
 
+    def _count(self, name: str, item: int, whole: int) -> None:
+        """Turn the room called ``name`` into a number, if it was given in bytes: ``item`` bytes each, a multiple of
+        ``whole``."""
+        if isinstance(size := getattr(self, name), str):
+            room = parse_size(self._where() + name, size) // item // whole * whole if item else 0
+            if not room:
+                unit = name.partition("_")[2]
+                raise ConfigError(f"{self._where()}{name}={size!r} is less than {whole} {unit} of {item} bytes")
+            self._set(name, room)
+
+    def _tensors(self, page_size: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the tensors in a page of one layer; none: the pool is bytes."""
+        return ()
+
 
 class _Attention(_Pool, frozen=True, kw_only=True):
     """The settings of the pools of attention."""
 
     bytes_per_token: Annotated[Amount, Meta(description=(
         "Bytes of KV of one token, all layers together; 0: a pool with slots and without bytes."))]
-    device_tokens: Annotated[Count, Meta(description="Room on the device, in tokens; a multiple of `page_size`.")]
-    host_tokens: Annotated[Amount, Meta(description=(
-        "Room in host memory, in tokens; a multiple of `page_size`; 0: there is no host tier."))] = 0
+    device_tokens: Annotated[Room, Meta(ge=1, description=(
+        "Room on the device, in tokens; a multiple of `page_size`. Or in bytes, as `8GiB`."))]
+    host_tokens: Annotated[Room, Meta(ge=0, description=(
+        "Room in host memory, in tokens; a multiple of `page_size`; 0: there is no host tier. Or in bytes, as `32GiB`."
+        ))] = 0
+    kv_heads: Annotated[Amount, Meta(description=(
+        "Heads of keys and values; with `head_dim` it gives the pool's tensors a shape; 0: the pool is bytes."))] = 0
+    head_dim: Annotated[Amount, Meta(description="Numbers in a key or a value of one head; 0: the pool is bytes.")] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_heads or self.head_dim:
+            size = self.layers * 2 * self.kv_heads * self.head_dim * item_bytes(self.dtype)
+            if size != self.bytes_per_token or not size:
+                raise ConfigError(f"{self.pool}: bytes_per_token={self.bytes_per_token}, but keys and values of "
+                                  f"layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
+                                  f"dtype={self.dtype} have {size}")
+        for name in ("device_tokens", "host_tokens"):
+            self._count(name, self.bytes_per_token, ROUND)
+
+    @classmethod
+    def attention(
+        cls, *, layers: int, kv_heads: int, head_dim: int, device: int | str, host: int | str = 0,
+        dtype: object = "bfloat16", **more: Any,
+    ) -> Self:  # fmt: skip
+        """Return the pool of attention layers with these keys and values, which ``DevicePool.kv`` shows as tensors.
+
+        Args:
+            layers: how many layers keep their KV in this pool.
+            kv_heads: heads of keys and values that this process holds; with tensor parallelism its own share.
+            head_dim: the numbers in a key, and in a value, of one head.
+            device: room on the device: tokens, or bytes as text with a unit (``"8GiB"``).
+            host: room in host memory in the same units; 0: there is no host tier.
+            dtype: of keys and values: a dtype of torch, or its name.
+            more: other fields, such as ``covers`` and ``window``.
+
+        Raises:
+            ConfigError: an argument is unusable.
+        """
+        counts = {name: checks.integer(f"{cls.pool}: {name}", count, 1, MOST_LAYERS)
+                  for name, count in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim))}
+        size = 2 * prod(counts.values()) * item_bytes(dtype)
+        fields: dict[str, Any] = {**counts, "device_tokens": device, "host_tokens": host}  # text becomes tokens
+        return cls(bytes_per_token=size, dtype=dtype_name(dtype), **fields, **more)
+
+    def _tensors(self, page_size: int) -> tuple[tuple[int, ...], ...]:
+        return ((2, page_size, self.kv_heads, self.head_dim),) if self.kv_heads else ()
 
     def _page(self, page_size: int) -> tuple[int, int, int]:
         """Return the bytes of a page, and the pages that device and host have room for."""
@@ -156,8 +253,51 @@ class Mamba(_Pool, frozen=True, kw_only=True, tag_field="pool", tag="mamba"):
     kind: ClassVar[ComponentKind] = ComponentKind.MAMBA
 
     state_bytes: Annotated[Count, Meta(description="Bytes of one recurrent state, all layers together.")]
-    device_states: Annotated[Count, Meta(description="Room on the device, in states.")]
-    host_states: Annotated[Amount, Meta(description="Room in host memory, in states; 0: there is no host tier.")] = 0
+    device_states: Annotated[Room, Meta(ge=1, description="Room on the device, in states. Or in bytes, as `1GiB`.")]
+    host_states: Annotated[Room, Meta(ge=0, description=(
+        "Room in host memory, in states; 0: there is no host tier. Or in bytes, as `4GiB`."))] = 0
+    parts: Annotated[tuple[tuple[Count, ...], ...], Meta(extra={"parse": _shapes}, description=(
+        "The shapes of the tensors that a layer's state is made of, as in `[[8192, 4], [64, 64, 128]]`; `[]`: the pool "
+        "is bytes."))] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts and (size := self.layers * _numbers(self.parts) * item_bytes(self.dtype)) != self.state_bytes:
+            raise ConfigError(f"mamba: state_bytes={self.state_bytes}, but layers={self.layers} of parts={self.parts}, "
+                              f"dtype={self.dtype}, have {size}")
+        for name in ("device_states", "host_states"):
+            self._count(name, self.state_bytes, 1)
+
+    @classmethod
+    def recurrent(
+        cls, *, layers: int, parts: Sequence[Sequence[int]], device: int | str, host: int | str = 0,
+        dtype: object = "float32", **more: Any,
+    ) -> Self:  # fmt: skip
+        """Return the pool of recurrent layers whose state is made of tensors of these shapes, which
+        ``DevicePool.states`` shows.
+
+        Args:
+            layers: how many layers keep their state in this pool.
+            parts: the shapes of the tensors of one layer's state, such as the window of the convolution and the state
+                of the scan.
+            device: room on the device: states, or bytes as text with a unit (``"1GiB"``).
+            host: room in host memory in the same units; 0: there is no host tier.
+            dtype: of the tensors: a dtype of torch, or its name.
+            more: other fields, such as ``covers``.
+
+        Raises:
+            ConfigError: an argument is unusable.
+        """
+        layers = checks.integer("mamba: layers", layers, 1, MOST_LAYERS)
+        shapes: tuple[tuple[int, ...], ...] = fields_of(cls)["parts"].check("mamba: parts", parts)
+        if not shapes:
+            raise ConfigError("mamba: parts=[] must have the shape of a tensor")
+        rooms: dict[str, Any] = {"device_states": device, "host_states": host}  # text becomes a number of states
+        return cls(layers=layers, parts=shapes, state_bytes=layers * _numbers(shapes) * item_bytes(dtype),
+                   dtype=dtype_name(dtype), **rooms, **more)
+
+    def _tensors(self, page_size: int) -> tuple[tuple[int, ...], ...]:
+        return self.parts
 
     def _page(self, page_size: int) -> tuple[int, int, int]:
         """Return the bytes of a state, and the states that device and host have room for."""
@@ -196,6 +336,7 @@ class PoolSpec:
     and nothing in storage. ``component``: the component whose slots index the pool. This is the pool's own component,
     or for a sidecar the one to which ``indices_from`` leads. ``device_pages`` and ``host_pages``: how many slots that
     component has on each tier. ``replicated``: the directions (``"tp"``, ``"cp"``) in which ranks hold the same bytes.
+    ``shapes``: the shapes of the tensors of ``dtype`` in a page of one layer; none: a page is bytes.
     ``shard``: a name for the part of every page that this rank holds; it is part of the storage key. ``writes``:
     whether this rank is the one that writes the pages to a store which several ranks share.
     """
@@ -211,6 +352,7 @@ class PoolSpec:
     replicated: tuple[str, ...] = ()
     dtype: str = "uint8"
     covers: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     shard: str = "replicated"
     writes: bool = True
 
@@ -345,7 +487,8 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
             size, device, host = one._page(self.page_size)
             policy = HitPolicy.ALL_PAGES if isinstance(one, Full) else HitPolicy.TRAILING_PAGES
             own[one.pool] = PoolSpec(name=one.pool, component=one.kind, bytes_per_page=size, device_pages=device,
-                                     host_pages=host, hit_policy=policy, **_common(one, size))
+                                     host_pages=host, hit_policy=policy, shapes=one._tensors(self.page_size),
+                                     **_common(one, size))
         return (*own.values(), *(self._sidecar_pool(one, own) for one in self.sidecars))
 
     def _sidecar_pool(self, spec: Sidecar, own: dict[str, PoolSpec]) -> PoolSpec:
@@ -365,7 +508,7 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError(f"{where}: hit_policy={spec.hit_policy.value!r}, but its slots are those of "
                               f"{root.name!r}, which is needed as {root.hit_policy.value!r}")
         return replace(root, name=spec.name, bytes_per_page=spec.bytes_per_page, indices_from=spec.indices_from,
-                       **_common(spec, spec.bytes_per_page))
+                       shapes=(), **_common(spec, spec.bytes_per_page))
 
 
 def _common(pool: _Pool, size: int) -> dict[str, Any]:

@@ -25,7 +25,36 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 
+MOST_SIZE = 1 << 62
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+
 SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Return the bytes that ``text`` stands for: a number, and maybe a unit (``512``, ``10KB``, ``1.5GiB``, ``10G``). K
+    is 1000 and Ki is 1024. ``name`` is what errors call the setting.
+
+    Raises:
+        ConfigError: ``text`` is no size, or more than ``MOST_SIZE``; the message names the setting and the value.
+    """
+    checks.text("name", name)
+    match = _SIZE.fullmatch(checks.text(name, text))
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
+    power = " kmgtp".index(match[2].lower() or " ")
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if size > MOST_SIZE:
+        raise ConfigError(f"{name}={text!r} is more than {MOST_SIZE} bytes, and no store has as many")
+    return size
+
+
+Size = Annotated[int, Meta(ge=0, le=MOST_SIZE, extra={"parse": parse_size})]
+"""A number of bytes, as the type of a setting. As text it may have a unit, see ``parse_size``."""
+
+Room = Annotated[int, Meta(extra={"room": True}, extra_json_schema={"type": ["integer", "string"]})]
+"""A number of tokens or states. It may also be given as a size with a unit (``8GiB``), which the settings that have it
+turn into a number, since they know how many bytes a token has."""
 
 
 class Field(NamedTuple):
@@ -66,6 +95,11 @@ class Field(NamedTuple):
             case _ if self.choices:
                 return checks.choice(name, value, self.choices)
             case [inspect.IntType(ge=low, le=high)]:
+                if isinstance(value, str) and self.extra.get("room") and not value.strip().isdecimal():
+                    parse_size(name, value)
+                    return value
+                if isinstance(value, str) and "parse" in self.extra:
+                    value = self.extra["parse"](name, value)
                 return checks.integer(name, value, low, high)
             case [inspect.FloatType(ge=low, le=high, gt=above)]:
                 return checks.number(name, value, low, high, above=above)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from asynccache import checks
+from asynccache.config import item_bytes
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.device import CopyDirection, Device, Event, PageCopy, Stream
 from asynccache.memory.signals import HAPPENED
@@ -34,17 +36,39 @@ if TYPE_CHECKING:
     from asynccache.core.plan import Move
 
 Bytes = npt.NDArray[np.uint8]
+PageTable = npt.NDArray[np.int32]
 
 BLOCK = 4096
 """Bytes that direct I/O aligns to."""
 
 
+class BlockTable(NamedTuple):
+    """The page tables of the requests of one step, as kernels of paged attention take them. All tensors are int32, on
+    the pool's device. With n requests:
+
+    ``pages``: ``[n, most pages]``, the page ids of each request, then ``DevicePool.padding`` (flash-attn's
+    ``block_table``). ``lengths``: ``[n]``, tokens with KV (its ``cache_seqlens``). The same without padding, as
+    FlashInfer's ``plan`` takes it: ``indptr`` ``[n + 1]``, ``indices`` ``[pages in all]``, ``last_page_len`` ``[n]``.
+    """
+
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
 class DevicePool:
-    """One uint8 tensor ``[pages, bytes_per_page / layers]`` per layer, where the engine reads and writes KV."""
+    """One uint8 tensor ``[pages, bytes_per_page / layers]`` per layer, where the engine reads and writes KV.
+
+    Where the pool's settings have the shape of its tensors (``Full.attention``, ``Mamba.recurrent``), ``kv`` and
+    ``states`` show them. ``padding``: the id of a page behind all others that belongs to nobody and never will, to fill
+    page tables with; None if an engine's own tensors have no such page.
+    """
 
     def __init__(self, spec: PoolSpec, tensors: Sequence[torch.Tensor]) -> None:
-        """Take an engine's own tensors, one per layer: any dtype and shape whose first dimension is the page. They are
-        viewed as bytes, never copied.
+        """Take an engine's own tensors, one per layer: any dtype and shape whose first dimension is the page, with
+        ``device_pages`` pages or one more, the padding. They are viewed as bytes, never copied.
 
         Raises:
             ConfigError: their number, shape or layout does not fit the pool.
@@ -53,22 +77,94 @@ class DevicePool:
         if len(tensors) != expected:
             raise ConfigError(f"pool {spec.name!r}: {len(tensors)} tensors given, {expected} layers expected")
         self.spec = spec
-        self._layers = tuple(_as_bytes(spec, i, t) for i, t in enumerate(tensors))
+        self._padded = tuple(_as_bytes(spec, i, t) for i, t in enumerate(tensors))
+        self._layers = tuple(t[: spec.device_pages] for t in self._padded)
         self._stack: torch.Tensor | None = None
+        spare = bool(tensors) and all(len(t) > spec.device_pages for t in self._padded)
+        self.padding = spec.device_pages if spare else None
 
     @classmethod
     def allocate(cls, spec: PoolSpec, device: Device) -> DevicePool:
         """Return a pool of new memory on ``device``. On a CPU device the system zeroes it when it is first touched."""
         if is_logical(spec):
             return cls(spec, ())
-        stack = device.device_tensor((spec.layers, spec.device_pages, spec.bytes_per_page // spec.layers))
+        stack = device.device_tensor((spec.layers, spec.device_pages + 1, spec.bytes_per_page // spec.layers))
         pool = cls(spec, stack.unbind(0))
-        pool._stack = stack
+        pool._stack = stack[:, : spec.device_pages]
         return pool
 
     def layer(self, i: int) -> torch.Tensor:
         """Return the bytes of layer ``i``: ``[pages, bytes_per_page / layers]``."""
         return self._layers[i]
+
+    def kv(self, i: int) -> torch.Tensor:
+        """Return keys and values of layer ``i``, as a view: ``[pages + padding, 2, page_size, kv_heads, head_dim]`` in
+        the pool's dtype.
+
+        That is FlashInfer's paged KV cache in its layout NHD. ``[:, 0]`` and ``[:, 1]`` are the key and the value cache
+        of flash-attn's paged calls. docs/embedding.md has PyTorch's FlexAttention on them.
+
+        Raises:
+            ConfigError: the pool's settings do not say what a page is made of.
+        """
+        return self._tensors(i, "Full.attention or SlidingWindow.attention")[0]
+
+    def states(self, i: int) -> list[torch.Tensor]:
+        """Return the tensors of the recurrent states of layer ``i``, as views: ``[states + padding, *part]`` for each
+        part of a state, in the pool's dtype.
+
+        Raises:
+            ConfigError: the pool's settings do not say what a state is made of.
+        """
+        return self._tensors(i, "Mamba.recurrent")
+
+    def _tensors(self, i: int, maker: str) -> list[torch.Tensor]:
+        if not self.spec.shapes:
+            raise ConfigError(f"pool {self.spec.name!r}: its pages are bytes; {maker} gives them a shape")
+        layer = self._padded[checks.integer("i", i, 0, len(self._padded) - 1)]
+        found, at = [], 0
+        for shape in self.spec.shapes:
+            size = prod(shape) * item_bytes(self.spec.dtype)
+            part = layer[:, at : at + size].view(getattr(torch, self.spec.dtype))
+            found.append(part.view(len(layer), *shape))
+            at += size
+        return found
+
+    def block_table(self, tables: Sequence[PageTable], lengths: Sequence[int]) -> BlockTable:
+        """Return the page tables of one step's requests on the pool's device, for ``lengths`` tokens of each.
+
+        ``tables``: the page table of each request, as ``Lease.page_table`` returns it. Where a window's table has no
+        page it gets the padding. Make it once a step: it is four copies to the device, of a few KiB.
+
+        Raises:
+            ConfigError: a table is shorter than its length, or the pool has no padding and a table needs it, or no
+                page size (its pages are bytes).
+        """
+        if not self.spec.shapes:
+            raise ConfigError(f"pool {self.spec.name!r}: its pages are bytes; Full.attention gives them a shape")
+        page_size = self.spec.shapes[0][1]
+        held = [checks.integer("lengths", n, 1) for n in lengths]
+        if len(tables) != len(held):
+            raise ConfigError(f"lengths: {len(held)} for {len(tables)} page tables")
+        counts = [-(-n // page_size) for n in held]
+        for table, count, n in zip(tables, counts, held, strict=True):
+            if len(table) < count:
+                raise ConfigError(f"lengths: {n} tokens need {count} pages, the page table has {len(table)}")
+        padding = -1 if self.padding is None else self.padding
+        pages = np.full((len(held), max(counts, default=0)), padding, np.int32)
+        for row, table, count in zip(pages, tables, counts, strict=True):
+            row[:count] = table[:count]
+        if padding < 0 and (pages < 0).any():
+            raise ConfigError(f"pool {self.spec.name!r}: the engine's own tensors have no page for padding; "
+                              f"give it {self.spec.device_pages + 1} pages")
+        pages[pages < 0] = padding
+        ends = np.cumsum([0, *counts], dtype=np.int32)
+        flat = [row[:count] for row, count in zip(pages, counts, strict=True)]
+        indices = np.concatenate(flat) if flat else np.empty(0, np.int32)
+        last = [(n - 1) % page_size + 1 for n in held]
+        device = self._padded[0].device
+        parts = (pages, np.array(held, np.int32), ends, indices, np.array(last, np.int32))
+        return BlockTable(*(torch.from_numpy(part).to(device, non_blocking=True) for part in parts))
 
     @cached_property
     def arrays(self) -> tuple[Bytes, ...]:
@@ -145,15 +241,15 @@ def round_up(size: int, align: int) -> int:
 
 def _as_bytes(spec: PoolSpec, layer: int, tensor: torch.Tensor) -> torch.Tensor:
     where = f"pool {spec.name!r}, layer {layer}"
-    size = spec.device_pages * spec.bytes_per_page // spec.layers
-    if tensor.dim() == 0 or tensor.shape[0] != spec.device_pages:
+    pages = tensor.shape[0] if tensor.dim() else 0
+    if pages not in (spec.device_pages, spec.device_pages + 1):
         raise ConfigError(f"{where}: shape {tuple(tensor.shape)} does not begin with {spec.device_pages} pages")
-    if tensor.numel() * tensor.element_size() != size:
-        given = tensor.numel() * tensor.element_size()
-        raise ConfigError(f"{where}: {given} bytes given, {size} expected ({spec.device_pages} pages)")
+    given, size = tensor.numel() * tensor.element_size(), pages * spec.bytes_per_page // spec.layers
+    if given != size:
+        raise ConfigError(f"{where}: {given} bytes given, {size} expected ({pages} pages)")
     if not tensor.is_contiguous():
         raise ConfigError(f"{where}: the tensor is not contiguous")
-    return tensor.detach().reshape(spec.device_pages, -1).view(torch.uint8)
+    return tensor.detach().reshape(pages, -1).view(torch.uint8)
 
 
 def anonymous_tensor(shape: tuple[int, ...]) -> torch.Tensor:
@@ -391,7 +487,7 @@ def _demands(
     pools: Sequence[PoolSpec], given: Mapping[str, Sequence[torch.Tensor]], align: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     device = {
-        f"pool {s.name!r} on the device: device_pages={s.device_pages}": s.device_pages * s.bytes_per_page
+        f"pool {s.name!r} on the device: device_pages={s.device_pages}": (s.device_pages + 1) * s.bytes_per_page
         for s in pools if s.name not in given
     }
     host = {

@@ -7,6 +7,7 @@ users and for the authors of backends. This package imports neither the core nor
 
 from __future__ import annotations
 
+from asynccache.settings import MOST_SIZE, Size, parse_size
 from asynccache.settle import OpenCalls, ThreadPool, completed, completed_in_thread, settled
 from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
@@ -27,17 +28,7 @@ from asynccache.storage.contract import (
 from asynccache.storage.opening import CheckableClass, backend_class, check_store, check_stores, open_store
 from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
-from asynccache.storage.url import (
-    MOST_SIZE,
-    HostPort,
-    ParsedUrl,
-    Size,
-    StoreOptions,
-    parse_host_port,
-    parse_size,
-    parse_url,
-    take_options,
-)
+from asynccache.storage.url import HostPort, ParsedUrl, StoreOptions, parse_host_port, parse_url, take_options
 from asynccache.storage.weights import weights_digest
 from asynccache.storage.wrapping import Tell, Watchable
 

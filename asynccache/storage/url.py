@@ -26,33 +26,9 @@ from asynccache.settings import Positive, Seconds, Settings, fields_of
 
 _S = TypeVar("_S", bound=Settings)
 
-MOST_SIZE = 1 << 62
-_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _LONGEST_NAME = 253
-
-
-def parse_size(name: str, text: str) -> int:
-    """Return the bytes that ``text`` stands for: a number, and maybe a unit (``512``, ``10KB``, ``1.5GiB``, ``10G``). K
-    is 1000 and Ki is 1024. ``name`` is what errors call the setting.
-
-    Raises:
-        ConfigError: ``text`` is no size, or more than ``MOST_SIZE``; the message names the setting and the value.
-    """
-    checks.text("name", name)
-    match = _SIZE.fullmatch(checks.text(name, text))
-    if match is None or (match[3] and not match[2]):
-        raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
-    power = " kmgtp".index(match[2].lower() or " ")
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if size > MOST_SIZE:
-        raise ConfigError(f"{name}={text!r} is more than {MOST_SIZE} bytes, and no store has as many")
-    return size
-
-
-Size = Annotated[int, Meta(ge=0, le=MOST_SIZE, extra={"parse": parse_size})]
-"""A number of bytes, as the type of a setting. As text it may have a unit, see ``parse_size``."""
 
 
 class HostPort(NamedTuple):

@@ -67,6 +67,10 @@ def _type(setting: str, field: Field) -> str:
     name = _TYPES[type(kind).__name__.removesuffix("Type")]
     if others:
         return f"{name}, or a list of it"
+    if name == "integer" and field.extra.get("room"):
+        name = "integer, or a size"
+    elif name == "integers" and isinstance(kind.item_type, msgspec.inspect.VarTupleType):
+        name = "lists of integers"
     low, high, above = (getattr(kind, bound, None) for bound in ("ge", "le", "gt"))
     if low is not None and high is not None:
         return f"{name}, {low:g} to {high:g}"

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
@@ -33,6 +34,7 @@ from asynccache import (
     Sidecar,
     SlidingWindow,
     WritePolicy,
+    components_from,
     load_config,
 )
 from asynccache.core.plan import Cleared
@@ -124,12 +126,17 @@ def plain(function: Callable[..., Any], params: Params, **good: Any) -> Case:
 
 
 WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as long as this module
+MANY = Integer(1, 65536)
+ROOM = OneOf(Integer(1), Depends(Text()))
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
     "replicated": Flag(),
 }  # fmt: skip
-TOKENS: Params = {"bytes_per_token": Integer(0), "device_tokens": COUNT, "host_tokens": Integer(0)}
+TOKENS: Params = {
+    "bytes_per_token": Integer(0), "device_tokens": OneOf(COUNT, Depends(Text())),
+    "host_tokens": OneOf(Integer(0), Depends(Text())), "kv_heads": These("0"), "head_dim": These("0"),
+}
 
 SETTINGS: Params = {
     "model": Depends(Text()), "components": These(), "sidecars": These("[]"),
@@ -149,6 +156,16 @@ async def _config(world: World, given: Given) -> None:
     value = getattr(config, name)
     assert type(value) in (int, float, bool, str, tuple, dict, type(None), WritePolicy, PrefetchPolicy)
     assert replace(config) == config
+
+
+def _other(make: Callable[..., Any], **good: Any) -> Callable[..., Any]:
+    """``make``, whose other settings, of which ``replicated`` stands for all, are called ``more``."""
+
+    async def call(world: World, given: Given) -> None:
+        more = {"replicated": given["more"]} if "more" in given else {}
+        make(**{**good, **{name: value for name, value in given.items() if name != "more"}, **more})
+
+    return call
 
 
 async def _one_setting(world: World, given: Given) -> None:
@@ -568,14 +585,33 @@ CALLS: dict[str, Case] = {
         SlidingWindow, {"window": COUNT, **TOKENS, **POOL}, window=8, bytes_per_token=16, device_tokens=64
     ),
     "asynccache.Mamba": plain(
-        Mamba, {"state_bytes": COUNT, "device_states": COUNT, "host_states": Integer(0), **POOL}, state_bytes=64,
-        device_states=4,
+        Mamba,
+        {"state_bytes": COUNT, "device_states": ROOM, "host_states": OneOf(Integer(0), Depends(Text())),
+         "parts": These("[]"), **POOL},
+        state_bytes=64, device_states=4,
     ),
     "asynccache.Sidecar": plain(
         Sidecar,
         {"name": Depends(Text()), "indices_from": Text(), "bytes_per_page": COUNT, "hit_policy": Member(optional=True),
          **POOL},
         name="s", indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES,
+    ),
+    **{f"asynccache.{cls.__name__}.attention": Case(
+        _other(cls.attention, layers=2, kv_heads=2, head_dim=8, device=64, **more),
+        {"layers": MANY, "kv_heads": MANY, "head_dim": MANY, "device": ROOM, "host": OneOf(Integer(0), Depends(Text())),
+         "dtype": Depends(Text()), "more": Flag()},
+        names={"device": "device_tokens", "host": "host_tokens", "more": "replicated"},
+    ) for cls, more in ((Full, {}), (SlidingWindow, {"window": 8}))},
+    "asynccache.Mamba.recurrent": Case(
+        _other(Mamba.recurrent, layers=2, parts=((4, 4),), device=4),
+        {"layers": MANY, "parts": These("[[8]]"), "device": ROOM, "host": OneOf(Integer(0), Depends(Text())),
+         "dtype": Depends(Text()), "more": Flag()},
+        names={"device": "device_states", "host": "host_states", "more": "replicated"},
+    ),
+    "asynccache.components_from": plain(
+        components_from, {"config": These(), "device": ROOM, "host": OneOf(Integer(0), Depends(Text())),
+                          "dtype": OneOf(These("None"), Depends(Text())), "tp": Depends(Integer(1))},
+        config=SimpleNamespace(num_hidden_layers=2, num_attention_heads=2, hidden_size=16, dtype="float32"), device=64,
     ),
     "asynccache.load_config": Case(
         _one_setting, {"path": Depends(Text(optional=True)), "env": These("None", "{}"), "given": Integer(1, 65536)},
@@ -850,6 +886,8 @@ _VALUE = "a value: Mirror checks of an event what it takes up, and msgspec all o
 _GROUP = "a cache with workers only takes it: tests/group/test_group_edges.py calls it with all that is odd"
 
 NOT_CALLED: dict[str, Unchecked] = {
+    **{f"asynccache.DevicePool{name}": Unchecked("a cache makes its pools; tests/memory has what they refuse")
+       for name in ("", ".allocate", ".layer", ".kv", ".states", ".block_table")},
     "asynccache.storage.ThreadPool.map": Unchecked("inherited as it is from concurrent.futures.Executor"),
     "asynccache.storage.ThreadPool.shutdown": Unchecked("as that of Executor: it looks at neither argument"),
     **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},

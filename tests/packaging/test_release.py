@@ -268,7 +268,8 @@ def test_the_compiled_wheel_is_for_this_interpreter_and_runs_what_it_has(compile
 
 def run_tests(clean: Clean, folder: Path, *tests: str) -> str:
     """Run tests of the core on what is installed: with no source of ours but theirs on the path."""
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("tests", "benchmarks"):  # tests of the core share shapes of trees with benchmarks
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return run(clean.lent / "bin" / "python", "-m", "pytest", "-q", "--core", "compiled", *tests, cwd=folder).stdout
 
