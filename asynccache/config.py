@@ -68,6 +68,15 @@ class Replicated(Enum):
         return () if self is Replicated.NO else tuple(self.value.split(","))
 
 
+def sized(count: float) -> str:
+    """Return a number of bytes as text with a unit."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} GiB"
+
+
 def item_bytes(dtype: object) -> int:
     """Return the bytes of a number of ``dtype``: a dtype of torch, or its name.
 
@@ -446,6 +455,20 @@ class CacheConfig(Settings, frozen=True, kw_only=True):
         if self.storage_options and len(stores) > 1:
             raise ConfigError("storage_options: with several stores, options belong in their URLs")
         self.pools()
+
+    @property
+    def rooms(self) -> tuple[str, ...]:
+        """A sentence for each pool: what it keeps, and what its room on each tier comes to."""
+        units = {one.kind: "states" if isinstance(one, Mamba) else "tokens" for one in self.components}
+        told = []
+        for pool in self.pools():
+            each = 1 if units[pool.component] == "states" else self.page_size
+            item = f"{sized(pool.bytes_per_page / each)} a {units[pool.component][:-1]}"
+            tiers = (f"{name} {sized(pages * pool.bytes_per_page)} for {pages * each:,} {units[pool.component]}"
+                     for name, pages in (("device", pool.device_pages), ("host", pool.host_pages)) if pages)
+            layers = f"{pool.layers} layer{'s' * (pool.layers > 1)}"
+            told.append(f"{pool.name}: {layers}, {item}; {', '.join(tiers)}")
+        return tuple(told)
 
     @property
     def stores(self) -> tuple[str, ...]:

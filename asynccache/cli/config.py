@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from asynccache.cli.arguments import CommandOptions, option
+from asynccache.config import CacheConfig
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
-from asynccache.redaction import shown
+from asynccache.redaction import redacted, shown
 
 
 class Options(CommandOptions, frozen=True, kw_only=True):
@@ -50,13 +51,26 @@ def execute(options: Options) -> int:
     if problems:
         return 1
     if options.action == "check":
-        print(f"{file}: can be used")
+        assert loaded.config is not None
+        print("\n".join((f"{file}: can be used", *(f"  {line}" for line in loaded.config.rooms))))
+        if warning := _stale(loaded.config):
+            print(f"asynccache: warning: {warning}", file=sys.stderr)
     elif options.json:
         print(json.dumps([{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
                           for path, value, origin in loaded.values], indent=2))
     else:
         print(as_toml(loaded.values), end="")
     return 0
+
+
+def _stale(config: CacheConfig) -> str:
+    """Return a warning if stored pages may outlive the weights that they were computed with, unnoticed; else ""."""
+    kept = [url for url in config.stores if not url.startswith("memory:")]
+    if not kept or re.search(r"[0-9a-f]{16}", config.model):
+        return ""
+    return (f"model={config.model!r} names no weights, and {redacted(kept[0])} outlives the process: with other "
+            f"weights under this name, old KV is found and is wrong. Use model = "
+            f"asynccache.storage.weights_digest(folder)")
 
 
 def _storage_problems(loaded: Loaded) -> Iterator[str]:

@@ -67,7 +67,33 @@ def test_show_as_json_and_the_file_from_the_environment(
 
 def test_check_says_that_a_file_can_be_used(kv: Path, capsys: Captured) -> None:
     assert main(["config", "check", str(kv)]) == 0
-    assert capsys.readouterr().out == f"{kv}: can be used\n"
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        f"{kv}: can be used",
+        "  full: 2 layers, 64 bytes a token; device 1 MiB for 16,384 tokens, host 2 MiB for 32,768 tokens",
+        "  swa: 1 layer, 32 bytes a token; device 512 KiB for 16,384 tokens, host 512 KiB for 16,384 tokens",
+    ]
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(("model", "store", "warned"), [
+    ("m", "file:/var/kv?capacity=1GiB", True), ("m", "memory:", False), ("m", "none", False),
+    ("m-0123456789abcdef0123456789abcdef", "file:/var/kv?capacity=1GiB", False),
+])  # fmt: skip
+def test_check_warns_of_a_name_that_new_weights_may_have_too(
+    kv: Path, capsys: Captured, model: str, store: str, warned: bool
+) -> None:
+    kv.write_text(KV.replace('"m"', f'"{model}"').replace("memory:?capacity=1MiB", store))
+    assert main(["config", "check", str(kv)]) == 0
+    warning = capsys.readouterr().err
+    assert ("warning: model='m' names no weights" in warning and "weights_digest" in warning) == warned
+    assert warned or warning == ""
+
+
+def test_sizes_may_have_units(kv: Path, capsys: Captured) -> None:
+    kv.write_text(KV.replace("device_tokens = 16384", 'device_tokens = "3MiB"'))
+    assert main(["config", "check", str(kv)]) == 0
+    assert "full: 2 layers, 64 bytes a token; device 3 MiB for 49,152 tokens" in capsys.readouterr().out
 
 
 def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> None:
