@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from asynccache.storage import RECORD_SCHEMA, PageKey, Pages, Result, StoreLayout, parse_size
-from asynccache.storage.opening import open_all
+from asynccache.storage.attachment import open_all
 from asynccache.storage.tiers import TieredStore
 
 VERBS = ("exists", "put", "get")

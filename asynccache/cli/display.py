@@ -24,7 +24,7 @@ from rich.text import Text
 
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import RunSettings
-from asynccache.cli.serving import RequestRunner
+from asynccache.cli.service import RequestRunner
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import ARROWS, BUSY, TIER_NAMES, bar, milliseconds, number, pages_verified, percent, size
 from asynccache.cli.workloads import BLOCK_TOKENS

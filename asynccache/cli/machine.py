@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asynccache.memory.device import parse_device
-from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
+from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, attachment
 from asynccache.testing.faulty_backend import FaultyBackend
 
 if TYPE_CHECKING:
@@ -43,19 +43,19 @@ def device_faults(share: float, seed: int) -> Faults:
 def faulty_stores(share: float, seed: int) -> Iterator[None]:
     """Give faults to all stores that are opened while this lasts. ``share``: of their calls, see ``FaultyBackend``; 0:
     no faults. The first store draws its faults with ``seed``, and each further one with the next number."""
-    known, seeds = opening.backend_class, iter(range(seed, seed + (1 << 30)))
+    known, seeds = attachment.backend_class, iter(range(seed, seed + (1 << 30)))
     if share:
-        opening.backend_class = lambda scheme: _Faulty(known(scheme), share, next(seeds))
+        attachment.backend_class = lambda scheme: _Faulty(known(scheme), share, next(seeds))
     try:
         yield
     finally:
-        opening.backend_class = known
+        attachment.backend_class = known
 
 
 class _Faulty:
     """Stands for a backend class, and gives faults to every backend that it opens."""
 
-    def __init__(self, kind: opening.BackendClass, share: float, seed: int) -> None:
+    def __init__(self, kind: attachment.BackendClass, share: float, seed: int) -> None:
         self._kind = kind
         self._share = share
         self._seed = seed

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from asynccache import checks
 from asynccache.cli.arguments import CommandOptions, Concurrency, Json, NotNegative, Quiet, Rate, option, parsed_device
-from asynccache.cli.sizing import PRESET
+from asynccache.cli.run_cache import PRESET
 from asynccache.config import (
     COMPONENTS,
     MOST_LAYERS,

@@ -26,8 +26,8 @@ from asynccache.cli.machine import device_faults, faulty_stores, make_device
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import RunSettings, loop_factory
 from asynccache.cli.page import page
-from asynccache.cli.serving import RequestRunner, Server
-from asynccache.cli.sizing import check_fits, configure
+from asynccache.cli.run_cache import check_fits, configure
+from asynccache.cli.service import RequestRunner, Server
 from asynccache.cli.tally import Sampler, Tally
 from asynccache.cli.workloads import Source, StressSource, TraceSource, read_trace, survey
 from asynccache.config import CacheConfig

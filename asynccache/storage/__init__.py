@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from asynccache.settings import MOST_SIZE, Size, parse_size
 from asynccache.settle import OpenCalls, ThreadPool, completed, completed_in_thread, settled
+from asynccache.storage.attachment import CheckableClass, backend_class, check_store, check_stores, open_store
 from asynccache.storage.call_guard import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import RECORD_SCHEMA, CheckedStore
 from asynccache.storage.contract import (
@@ -25,12 +26,11 @@ from asynccache.storage.contract import (
     Stored,
     StoreLayout,
 )
-from asynccache.storage.opening import CheckableClass, backend_class, check_store, check_stores, open_store
 from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.url import HostPort, ParsedUrl, StoreOptions, parse_host_port, parse_url, take_options
 from asynccache.storage.weights import weights_digest
-from asynccache.storage.wrapping import Tell, Watchable
+from asynccache.storage.wrapper import Tell, Watchable
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "MOST_SIZE", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckableClass",

@@ -28,8 +28,8 @@ from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
 from typing import Literal, TypeVar
 
 from asynccache.errors import ConfigError, Timeout, Unavailable, forget_frames
+from asynccache.storage.attachment import open_all
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
-from asynccache.storage.opening import open_all
 from asynccache.storage.rows import RowLoan, Rows
 from asynccache.storage.tiers import TieredStore
 

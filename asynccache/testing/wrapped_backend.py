@@ -1,5 +1,5 @@
 """``WrappedBackend``, a backend around a backend. A test that changes some calls overrides these in a subclass."""
 
-from asynccache.storage.wrapping import WrappedBackend
+from asynccache.storage.wrapper import WrappedBackend
 
 __all__ = ["WrappedBackend"]

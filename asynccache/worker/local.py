@@ -28,13 +28,13 @@ from asynccache.core.plan import Status
 from asynccache.errors import ConfigError, CopyFailed
 from asynccache.memory.device import Device as Device
 from asynccache.memory.device import Event
+from asynccache.storage.attachment import close_unattached, open_all, open_attached
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import Result as Result
 from asynccache.storage.contract import StorageBackend, StoreLayout
-from asynccache.storage.opening import close_unattached, open_all, open_attached
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions as StoreOptions
-from asynccache.storage.wrapping import watch
+from asynccache.storage.wrapper import watch
 from asynccache.worker import folds
 from asynccache.worker.pool_layout import PoolMap
 from asynccache.worker.remote import remote

@@ -13,7 +13,7 @@ from asynccache.cli import meter
 from asynccache.cli.engine import StandInEngine
 from asynccache.cli.machine import device_faults
 from asynccache.cli.main import main
-from asynccache.cli.serving import Server
+from asynccache.cli.service import Server
 from asynccache.cli.workloads import RunRequest
 from asynccache.memory.host_copies import Faults
 from asynccache.testing.faulty_backend import DELAY

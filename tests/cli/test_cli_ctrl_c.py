@@ -22,7 +22,7 @@ PHASES = {
     "start": RUN + "configure",
     "opening": "asynccache.runtime.cache:AsyncCache.__aenter__",
     "warm-up": "asynccache.cli.session:Meter.start",
-    "first request": "asynccache.cli.serving:Server.serve",
+    "first request": "asynccache.cli.service:Server.serve",
     "run": "asynccache.runtime.lease:Lease.commit",
     "end of the run": RUN + "Session._finish",
     "flush": "asynccache.runtime.cache:AsyncCache.flush",

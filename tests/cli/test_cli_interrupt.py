@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynccache.cli.serving import CancelledAt
+from asynccache.cli.service import CancelledAt
 
 
 class Steps:

@@ -17,7 +17,7 @@ import asynccache
 from asynccache import compiled
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
-from asynccache.cli.sizing import configure, tokens_needed
+from asynccache.cli.run_cache import configure, tokens_needed
 from asynccache.cli.workloads import TraceRequest, survey
 from asynccache.config import Full, Mamba, SlidingWindow
 from benchmarks.tables import Chart, Row, bench

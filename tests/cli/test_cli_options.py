@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.cli.main import COMMANDS, main
 from asynccache.cli.options import RunSettings
-from asynccache.cli.sizing import configure
+from asynccache.cli.run_cache import configure
 from asynccache.core.eviction import Lru
 from asynccache.core.policies import POLICIES
 from asynccache.core.settings import WritePolicy

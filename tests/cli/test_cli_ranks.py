@@ -166,7 +166,7 @@ def test_a_run_of_ranks_is_served_and_reported_as_any_other(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_with_its_report(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    done = pressed("asynccache.cli.serving:RequestRunner.run", 1, options(TP2, "none", out, "--requests", "5000"))
+    done = pressed("asynccache.cli.service:RequestRunner.run", 1, options(TP2, "none", out, "--requests", "5000"))
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert "stress OK, interrupted: " in done.stdout

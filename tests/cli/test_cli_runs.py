@@ -16,7 +16,7 @@ from asynccache.cli import session
 from asynccache.cli.engine import StandInEngine
 from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
-from asynccache.cli.serving import Server
+from asynccache.cli.service import Server
 from asynccache.cli.workloads import RunRequest
 from asynccache.worker.stages import BackupHostStage
 from tests.cli.trace_kit import made_trace

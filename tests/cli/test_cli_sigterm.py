@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli import entry
-from asynccache.cli.serving import Server
+from asynccache.cli.service import Server
 from asynccache.cli.workloads import RunRequest
 from tests.cli import interrupt_child
 from tests.cli.trace_kit import made_trace
@@ -194,7 +194,7 @@ def test_a_process_that_is_loading_or_ending_is_quiet(place: str, status: int) -
 def test_twice_ends_a_process_at_once(tmp_path: Path) -> None:
     """In the middle of a run, and nothing that would be done at its end is done."""
     out = tmp_path / "run.json"
-    done = process("asynccache.cli.serving:Server.serve", "TERM,TERM", *STRESS, "--json", str(out))
+    done = process("asynccache.cli.service:Server.serve", "TERM,TERM", *STRESS, "--json", str(out))
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
     assert out.read_text() == ""
 

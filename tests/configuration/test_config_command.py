@@ -13,7 +13,7 @@ from asynccache import ConfigError, Full, SlidingWindow, WritePolicy, load_confi
 from asynccache.cli import main as command
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
-from asynccache.cli.sizing import configure
+from asynccache.cli.run_cache import configure
 
 ROOT = Path(__file__).parents[2]
 KV = """\

@@ -18,7 +18,7 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.runtime import stores as stores_module
 from asynccache.runtime.core_calls import holding
 from asynccache.storage import CheckedStore, PageKey, Record, Result
-from asynccache.storage import opening as opening_module
+from asynccache.storage import attachment as opening_module
 from asynccache.storage.checked import store_layout
 from tests.runtime.runtime_kit import PAGE, opened, parts, push_out, serve, settings, settled, text, turns, until
 

@@ -12,7 +12,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, Unavailable
-from asynccache.storage import opening
+from asynccache.storage import attachment
 from tests.runtime.runtime_kit import opened, serve, settings, text
 from tests.simulated.synchronous import SynchronousRuntime, core_config
 
@@ -61,7 +61,7 @@ class Scheme:
 @pytest.fixture
 def scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheme]:
     found = Scheme()
-    monkeypatch.setattr(opening, "backend_class", lambda name: found)
+    monkeypatch.setattr(attachment, "backend_class", lambda name: found)
     yield found
     assert [backend.closed_times for backend in found.opened] == [1] * len(found.opened)
 

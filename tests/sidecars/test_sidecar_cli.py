@@ -11,7 +11,7 @@ import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.options import RunSettings
-from asynccache.cli.sizing import configure
+from asynccache.cli.run_cache import configure
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.errors import ConfigError
 from asynccache.memory import pools

@@ -272,7 +272,7 @@ def listed_store(monkeypatch: pytest.MonkeyPatch) -> str:
 
     STORED.clear()
     asyncio.run(fill())
-    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Kept)
+    monkeypatch.setattr("asynccache.storage.attachment.backend_class", lambda scheme: Kept)
     return "kept:"
 
 
@@ -307,7 +307,7 @@ def test_a_store_that_cannot_be_looked_through_says_so(
         def stats(self) -> dict[str, int]:
             return {"pages": 230, "bytes": 5000, "errors": 0}
 
-    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Plain)
+    monkeypatch.setattr("asynccache.storage.attachment.backend_class", lambda scheme: Plain)
     complaints = {"ls": "cannot list", "verify": "none can be verified", "gc": "nothing that gc could remove"}
     for action, complaint in complaints.items():
         assert main(["store", action, listed_store]) == 2

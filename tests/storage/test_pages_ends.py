@@ -224,7 +224,7 @@ def test_a_store_that_cannot_close_cleanly_is_told_when_all_is_closed(monkeypatc
         async def open(self, url: ParsedUrl, layout: StoreLayout) -> Misbehaving:
             return {"one:": one, "two:": two}[f"{url.scheme}:"]
 
-    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Opening())
+    monkeypatch.setattr("asynccache.storage.attachment.backend_class", lambda scheme: Opening())
     before = thread_names()
     pages = open_pages(["one:", "two:"], memory())
     with pytest.raises(BackendError, match="the disk is gone"):
@@ -289,7 +289,7 @@ def test_an_interrupt_while_the_stores_open_leaves_nothing(monkeypatch: pytest.M
             finally:
                 ended.set()
 
-    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Opening())
+    monkeypatch.setattr("asynccache.storage.attachment.backend_class", lambda scheme: Opening())
     before, made = thread_names(), memory()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     try:

@@ -12,7 +12,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, ConfigError
-from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, open_store, opening
+from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, attachment, open_store
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import StoreOptions
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
@@ -115,7 +115,7 @@ async def test_a_backend_that_is_none_is_closed_again(monkeypatch: pytest.Monkey
         async def open(self, url: Any, layout: Any) -> Any:
             return backend
 
-    monkeypatch.setattr(opening, "backend_class", lambda name: Scheme())
+    monkeypatch.setattr(attachment, "backend_class", lambda name: Scheme())
     with pytest.raises(ConfigError, match="backend="):
         await open_store("picky:", LAYOUT)
     assert backend.closed_times == 1

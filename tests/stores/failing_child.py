@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from asynccache.cli.options import RunSettings, loop_factory
-from asynccache.cli.serving import Server
+from asynccache.cli.service import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
 from asynccache.cli.workloads import RunRequest

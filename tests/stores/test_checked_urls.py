@@ -21,7 +21,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli.main import main
 from asynccache.errors import AsyncCacheError, ConfigError
-from asynccache.storage import StoreLayout, check_store, check_stores, open_store, opening, parse_host_port
+from asynccache.storage import StoreLayout, attachment, check_store, check_stores, open_store, parse_host_port
 from asynccache.storage.checked import store_layout
 from tests import bare
 from tests.stores.mooncake_server import MooncakeMaster
@@ -276,7 +276,7 @@ class Careful(Inheriting):
 
 @pytest.mark.parametrize("kind", [Plain, Inheriting, Careful])
 def test_a_plug_in_is_checked_as_far_as_it_lets_itself_be(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "backend_class", lambda scheme: kind)
+    monkeypatch.setattr(attachment, "backend_class", lambda scheme: kind)
     Plain.opened = 0
     assert check_stores(["mine:?own=1&name=a"], LAYOUT) == []
     assert [str(error) for error in check_stores(["mine:?timeout=0"], LAYOUT)] != []
@@ -285,10 +285,10 @@ def test_a_plug_in_is_checked_as_far_as_it_lets_itself_be(kind: Any, monkeypatch
 
 
 def test_all_backends_of_ours_check() -> None:
-    for entry in importlib.metadata.entry_points(group=opening.GROUP):
+    for entry in importlib.metadata.entry_points(group=attachment.GROUP):
         if entry.value.startswith("asynccache_backends."):
             kind = entry.load()
-            assert isinstance(kind, opening.CheckableClass)
+            assert isinstance(kind, attachment.CheckableClass)
             assert isinstance(kind.check, types.MethodType)
 
 

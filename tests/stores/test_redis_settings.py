@@ -136,7 +136,7 @@ def test_without_redis_py_the_error_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['redis'] = None\n"
         "from asynccache.errors import ConfigError\n"
-        "from asynccache.storage.opening import backend_class\n"
+        "from asynccache.storage.attachment import backend_class\n"
         "try: backend_class('redis')\n"
         "except ConfigError as error: print(error)"
     )

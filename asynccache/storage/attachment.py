@@ -24,7 +24,7 @@ from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import StorageBackend, StoreLayout, check_layout
 from asynccache.storage.tiers import AttachedStore, TieredStore
 from asynccache.storage.url import ParsedUrl, StoreOptions, check_name, parse_url, take_options
-from asynccache.storage.wrapping import BorrowedBackend
+from asynccache.storage.wrapper import BorrowedBackend
 
 GROUP = "asynccache.backends"
 LONGEST_CLASS = 50
