@@ -40,6 +40,9 @@ ROUND = 1024
 """A size in bytes is room for a multiple of so many tokens, so that it is whole pages of any usual size."""
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
+_MOST_TWICE = 0.25
+"""The share of the smaller tier that may hold copies of pages that the other tier has. Such copies are made ahead, so
+that requests do not wait for them."""
 
 
 def eviction_policies() -> tuple[str, ...]:
@@ -539,3 +542,38 @@ def _common(pool: _Pool, size: int) -> dict[str, Any]:
     if size % pool.layers:
         raise ConfigError(f"{pool._where()}{size} bytes a page are not a multiple of layers={pool.layers}")
     return {"layers": pool.layers, "replicated": pool.replicated.over, "dtype": pool.dtype, "covers": pool.covers}
+
+
+def wasted(config: CoreConfig) -> tuple[str, ...]:
+    """Return a sentence for each setting that leaves room on the host unused; none where there is no host tier.
+
+    Nothing is said of ``write_through_selective``. The pages that it leaves out are those that one request used:
+    whether they would have been hit depends on the load, and no size of the host tells.
+    """
+    full = config.components[0]
+    if not full.host:
+        return ()
+    found = []
+    ahead = int(min(full.device, full.host) * config.write_back_watermark)
+    if config.write_back_watermark > _MOST_TWICE:
+        found.append(
+            f"write_back_watermark={config.write_back_watermark}: up to {ahead} pages are on both device and host, so "
+            f"that both hold {ahead} pages less than the {full.device + full.host} that they have room for; "
+            f"{_MOST_TWICE} is enough unless requests wait for copies"
+        )
+    for component in config.components[1:]:
+        window = min(-(-component.window // config.page_size) or 1, full.host)
+        if component.host < window:
+            found.append(
+                f"{component.kind.name.lower()}: the host has room for {component.host} of its pages, a match that "
+                f"ends there needs {window}: the host's {full.host} pages of full serve only requests for which the "
+                f"device has the {window}"
+            )
+        elif component.kind is ComponentKind.MAMBA and component.host * full.device < full.host:
+            needed = -(-full.host // full.device)
+            found.append(
+                f"mamba: the host has room for {component.host} states and for {full.host} pages of full. A prompt has "
+                f"{full.device} pages at most, and its pages are of use with the state at its end only: fewer than "
+                f"{needed} states cannot make use of that room, and most loads need many more (`asynccache plan`)"
+            )
+    return tuple(found)

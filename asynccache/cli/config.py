@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from asynccache.cli.arguments import CommandOptions, option
-from asynccache.config import CacheConfig
+from asynccache.config import CacheConfig, wasted
 from asynccache.configuration import Loaded, as_toml, read_config, schema
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted, shown
@@ -53,7 +53,7 @@ def execute(options: Options) -> int:
     if options.action == "check":
         assert loaded.config is not None
         print("\n".join((f"{file}: can be used", *(f"  {line}" for line in loaded.config.rooms))))
-        if warning := _stale(loaded.config):
+        for warning in (*_stale(loaded.config), *wasted(loaded.config.core())):
             print(f"asynccache: warning: {warning}", file=sys.stderr)
     elif options.json:
         print(json.dumps([{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
@@ -63,14 +63,13 @@ def execute(options: Options) -> int:
     return 0
 
 
-def _stale(config: CacheConfig) -> str:
-    """Return a warning if stored pages may outlive the weights that they were computed with, unnoticed; else ""."""
+def _stale(config: CacheConfig) -> Iterator[str]:
+    """Yield a warning if stored pages may outlive the weights that they were computed with, unnoticed."""
     kept = [url for url in config.stores if not url.startswith("memory:")]
-    if not kept or re.search(r"[0-9a-f]{16}", config.model):
-        return ""
-    return (f"model={config.model!r} names no weights, and {redacted(kept[0])} outlives the process: with other "
-            f"weights under this name, old KV is found and is wrong. Use model = "
-            f"asynccache.storage.weights_digest(folder)")
+    if kept and not re.search(r"[0-9a-f]{16}", config.model):
+        yield (f"model={config.model!r} names no weights, and {redacted(kept[0])} outlives the process: with other "
+               f"weights under this name, old KV is found and is wrong. Use model = "
+               f"asynccache.storage.weights_digest(folder)")
 
 
 def _storage_problems(loaded: Loaded) -> Iterator[str]:

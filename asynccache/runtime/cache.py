@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache import checks
-from asynccache.config import POOL_NAME, CacheConfig
+from asynccache.config import POOL_NAME, CacheConfig, wasted
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
@@ -23,13 +23,11 @@ from asynccache.runtime.core_calls import holding
 from asynccache.runtime.explain import Explained, explain
 from asynccache.runtime.forget import forget, forget_all
 from asynccache.runtime.head import CloseReport, Head, OnEvent, SavingLimit
-from asynccache.runtime.kept_prefixes import Kept, keep, kept_prefixes
-from asynccache.runtime.lease import Lease, ask_for
+from asynccache.runtime.lease import Kept, Lease, ask_for, keep
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.save import drain
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.runtime.wasteful_settings import wasted
 from asynccache.settle import completed
 from asynccache.worker.local import (
     LATE,
@@ -583,7 +581,7 @@ class AsyncCache:
             prefetches=head.prefetches.outcomes(),
             leases=core.leases,
             waiting=len(head.driver.line),
-            kept_tokens=sum(kept.tokens for kept in kept_prefixes(head)),
+            kept_tokens=sum(kept.tokens for kept in head.kept()),
             tasks=len(head.supervisor),
             storage=dict(storage),
             stores=stores,

@@ -29,7 +29,7 @@ from asynccache.runtime.announcer import Announcer
 from asynccache.runtime.core_calls import run_acks
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine_batches import EngineBatches
-from asynccache.runtime.kept_prefixes import kept_prefixes
+from asynccache.runtime.lease import Kept
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.prefetch import Prefetches
 from asynccache.runtime.save import TASKS, Backups, drain, unsaved
@@ -149,6 +149,10 @@ class Head:
         wait."""
         return any(holder is not None and holder() is task for holder in self.holders.values())
 
+    def kept(self) -> list[Kept]:
+        """Return all prefixes that are kept now."""
+        return [holder for holder in self.holders if isinstance(holder, Kept)]
+
     def idle(self) -> bool:
         """Return True if nobody holds a lease, no prefix is kept, and no operation is under way that may be awaited:
         then nothing could give pages back."""
@@ -265,7 +269,7 @@ class Head:
 
     async def _stop(self, patience: float) -> None:
         try:
-            for kept in kept_prefixes(self):
+            for kept in self.kept():
                 kept.release()
             self.prefetches.drop_claims()
         finally:

@@ -803,3 +803,63 @@ def _give_back(
         head.driver.release(core, ended)
     else:
         publishing.release([head.worker.batch(event) for event in events], ended)
+
+
+# prefixes that are kept without a request, for ``AsyncCache.keep``
+
+
+class Kept:
+    """A prefix of ``tokens`` tokens, pinned until ``ttl`` seconds have passed or ``release`` is called."""
+
+    __slots__ = ("_head", "_lease", "_timer", "tokens")
+
+    def __init__(self, head: Head, lease: CoreLease | None, ttl: float) -> None:
+        self.tokens = 0
+        self._head = head
+        self._lease = lease
+        self._timer: asyncio.TimerHandle | None = None
+        if lease is not None:
+            self.tokens = lease.cached
+            self._timer = head.loop.call_later(ttl, self.release)
+            head.holders[self] = None
+
+    def __repr__(self) -> str:
+        return f"Kept({self.tokens} tokens, {'pinned' if self._lease else 'released'})"
+
+    def release(self) -> None:
+        """Unpin. Idempotent, synchronous."""
+        self._head.driver.check_thread()
+        if self._timer is not None:
+            self._timer.cancel()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            del self._head.holders[self]
+            self._head.driver.release(lease)
+
+
+async def keep(head: Head, space: bytes, key: bytes, ttl: float, cap: int) -> Kept:
+    """Pin what is cached of ``key``, loading it back if need be, as far as ``cap`` allows; never waits for pages.
+    ``cap``: how many tokens may be kept, over all prefixes. What two of them share counts twice.
+
+    Cancelling it keeps nothing.
+    """
+    driver = head.driver
+    kept: list[Kept] = []
+
+    def lease() -> Grant | Wait | More:  # asked under the lock: others may have kept something meanwhile
+        held = sum(one.tokens for one in head.kept())
+        return driver.core.lease(LeaseRequest(space, key, max(0, cap - held), 0, 0))
+
+    def done(answer: Grant | Wait) -> None:
+        driver.perform(answer.plan)
+        kept.append(Kept(head, answer.lease if isinstance(answer, Grant) else None, ttl))
+        if not kept[0].tokens:
+            kept[0].release()
+
+    try:
+        _: Grant | Wait = await drive(driver, lease, done)
+    except asyncio.CancelledError:
+        for one in kept:
+            one.release()
+        raise
+    return kept[0]

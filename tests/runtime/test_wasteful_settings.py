@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from asynccache.config import wasted
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig, WritePolicy
-from asynccache.runtime.wasteful_settings import wasted
 from tests.runtime.runtime_kit import opened, settings
 
 
