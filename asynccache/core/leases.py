@@ -151,17 +151,19 @@ class Leases:
 
     def check_possible(self, ask: LeaseRequest) -> None:
         """See ``CacheCore.check_possible``."""
-        self._check_capacity(0, self._ceil(ask.reserve))
+        size = self._page_size
+        self._check_capacity(0, ask.reserve, size, "tokens")
         if self._swa:
-            self._check_capacity(self._swa, self._ceil(min(ask.reserve_swa, ask.chunk_swa)))
+            self._check_capacity(self._swa, min(ask.reserve_swa, ask.chunk_swa), size, "tokens")
         if self._mamba:
-            self._check_capacity(self._mamba, ask.states)
+            self._check_capacity(self._mamba, ask.states, 1, "states")
 
-    def _check_capacity(self, c: int, need: int) -> None:
-        capacity = self._world.shelves[c].slots.capacity
-        if need > capacity:
-            kind = self._world.components[c].kind
-            raise CacheFull(f"{kind.name}: {need} slots are asked for, the device has {capacity} in all")
+    def _check_capacity(self, c: int, need: int, unit: int, what: str) -> None:
+        """``unit``: how many of ``what`` a slot has room for."""
+        room = self._world.shelves[c].slots.capacity * unit
+        if need > room:
+            name = self._world.components[c].kind.name.lower()
+            raise CacheFull(f"{name}: {need} {what} are asked for, the device has room for {room}")
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

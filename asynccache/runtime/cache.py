@@ -8,7 +8,6 @@ that are awaited take their tokens when they are made, not when they are awaited
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -22,7 +21,7 @@ from asynccache.errors import CacheClosed, ConfigError
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.explain import Explained, explain
 from asynccache.runtime.forget import forget, forget_all
-from asynccache.runtime.head import CloseReport, Head, OnEvent, SavingLimit
+from asynccache.runtime.head import LOG, CloseReport, Head, OnEvent, SavingLimit
 from asynccache.runtime.lease import Kept, Lease, ask_for, keep
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.prefetch import PrefetchHandle
@@ -43,14 +42,13 @@ from asynccache.worker.ranks import Workers
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
-    from asynccache.worker.local import DevicePool, LocalWorker
+    from asynccache.worker.local import BlockTable, DevicePool, LocalWorker
     from asynccache.worker.rank_worker import RankWorker
 
 ExtraKey = str | bytes | None
 
 MOST_PAYLOAD = 8 << 20
 """The most bytes that a batch's payload may have."""
-_log = logging.getLogger("asynccache")
 _CLOSED_EARLY = "the cache was closed while it was being opened"
 
 
@@ -78,6 +76,30 @@ class CacheStatistics(NamedTuple):
     queues: Mapping[str, int]
     histograms: Mapping[str, Histogram]
     dropped_backups: int
+
+    def __str__(self) -> str:
+        """What most people want to know, as a table."""
+        found, wanted = self.lookups.hits, self.lookups.tokens or 1
+        shares = ", ".join(f"{name} {tokens / wanted:.1%}" for name, tokens in found.items())
+        rows = [f"requests {self.lookups.requests:,}, tokens {self.lookups.tokens:,}: {self.lookups.hit_ratio:.1%} "
+                f"cached ({shares})",
+                f"leases {self.leases:,}, waiting {self.waiting:,}, kept tokens {self.kept_tokens:,}", "",
+                f"{'slots used':<16}{'device':>22}{'host':>22}"]
+        for name, device in self.device.items():
+            tiers = (one for one in (device, self.host.get(name)) if one is not None and one.capacity)
+            used = (f"{one.capacity - one.free:,} of {one.capacity:,}" for one in tiers)
+            rows.append(f"{name:<16}" + "".join(f"{text:>22}" for text in used))
+        rows += ["", f"{'stage':<16}{'operations':>12}{'pages':>12}{'MiB':>12}{'errors':>8}"]
+        rows += [f"{name:<16}{one.ops:>12,}{one.pages:>12,}{one.bytes / (1 << 20):>12,.1f}{one.errors:>8,}"
+                 for name, one in self.stages.items()]
+        if self.stores:
+            rows += ["", f"{'store':<16}{'pages':>12}{'breaker':>12}{'failed calls':>14}"]
+            rows += [f"{name:<16}{one.get('pages', '-'):>12}{_BREAKER[int(one.get('breaker', 0))]:>12}"
+                     f"{one.get('failed_calls', 0):>14,}" for name, one in self.stores.items()]
+        return "\n".join(rows)
+
+
+_BREAKER = ("closed", "open", "half open")
 
 
 class AsyncCache:
@@ -125,7 +147,7 @@ class AsyncCache:
     def __repr__(self) -> str:
         if self._head is None:
             return f"AsyncCache({self.config.model!r}, not open)"
-        return f"AsyncCache({self.config.model!r}, {self._head!r})"
+        return f"AsyncCache({self.config.model!r}, {len(self._head.holders)} leases; {'; '.join(self.config.rooms)})"
 
     # opening and closing
 
@@ -188,8 +210,11 @@ class AsyncCache:
         self._worker = worker
         self._head = head = Head(self.config, worker, self._on_event)
         await head.start()
+        stores = head.worker.store_statistics()[1]
+        found = (f"{name} ({stats['pages']:,} pages)" if "pages" in stats else name for name, stats in stores.items())
+        LOG.info("open: %s; stores: %s", "; ".join(self.config.rooms), ", ".join(found) or "none")
         for sentence in wasted(self.core.config):
-            _log.warning(sentence)
+            LOG.warning(sentence)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -326,6 +351,7 @@ class AsyncCache:
 
         Raises:
             ConfigError: an argument is unusable.
+            CacheFull: prompt and ``new_tokens``, or ``states``, are more than the device has room for.
         """
         head = self._opened()
         wait = checks.flag("wait", wait)
@@ -510,6 +536,27 @@ class AsyncCache:
         """The device pools of this process by name, where the engine reads and writes KV. Empty if the process is a
         head without a rank of its own."""
         return self._opened().worker.pools
+
+    @property
+    def device(self) -> Device | None:
+        """The device of these pools. ``device.gate()`` makes an event that the engine fires, for ``ready`` and
+        ``after`` of a lease's calls. None if the process is a head without a rank of its own."""
+        return self._opened().worker.device
+
+    def block_table(self, leases: Sequence[Lease], lengths: Sequence[int], pool: str = "full") -> BlockTable:
+        """Return the page tables of one step's requests on the device, as ``DevicePool.block_table`` does, for
+        ``lengths`` tokens of each lease.
+
+        Raises:
+            ConfigError: there is no such pool here, a lease has no room for its length, or the pool's pages are bytes.
+            RuntimeError: a lease is not held.
+        """
+        found = self.pools.get(checks.text("pool", pool))
+        if found is None:
+            raise ConfigError(f"pool={pool!r} is no pool{checks.nearest(pool, self.pools)}")
+        table = POOL_NAME[found.spec.component]
+        tables = [checks.instance("leases", lease, Lease).page_table(table) for lease in leases]
+        return found.block_table(tables, lengths)
 
     @property
     def worker(self) -> RankWorker | None:

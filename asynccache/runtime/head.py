@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from asynccache.core.plan import BackupStorage, Copy, Event
     from asynccache.worker.local import LocalWorker
 
+LOG = logging.getLogger("asynccache")
 OnEvent = Callable[[Notice], None]
 
 REMEMBERED = 1 << 14
@@ -210,7 +212,7 @@ class Head:
         Raises:
             BackendError: a store or a copy had not let go by then: a task goes on with it.
         """
-        driver = self.driver
+        driver, saves = self.driver, self.worker.has_stores
         driver.draining = True
         driver.line.fail(lambda: CacheClosed("the cache is closing"))
         try:
@@ -227,6 +229,12 @@ class Head:
                 f"{', '.join(self.worker.busy) or 'copies'}: what was stored last may be lost. Unsaved pages: "
                 f"{left.host} neither on the host nor stored, {left.storage} not stored"
             )
+        if self.supervisor.error is not None:
+            LOG.error("closed by an error: %r", self.supervisor.error)
+        elif saves and any(left):
+            LOG.warning("closed; lost: %d pages neither on the host nor stored, %d not stored", *left)
+        else:
+            LOG.info("closed")
         return CloseReport(left.host, left.storage, self.supervisor.error)
 
     async def _save(self, limit: SavingLimit) -> None:

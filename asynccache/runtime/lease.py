@@ -182,6 +182,7 @@ def ask_for(
 
     Raises:
         ConfigError: an argument is unusable; the message names it and its value.
+        CacheFull: prompt and ``new_tokens`` are more than the device has room for.
     """
     key = as_key(tokens)
     if not key:
@@ -192,10 +193,12 @@ def ask_for(
     most = EVERYTHING if chunk is None else integer("chunk", chunk, 1)
     most_swa = most if swa_chunk is None else integer("swa_chunk", swa_chunk, 1)
     shared = EVERYTHING if shared_tokens is None else integer("shared_tokens", shared_tokens, 0)
-    return LeaseRequest(
+    ask = LeaseRequest(
         head.namespaces.space(extra_key), key, length - 1, reserve, reserve if head.has_swa else 0, slots, True, most,
         most_swa, flag("shorter", shorter), shared,
     )  # fmt: skip
+    head.core.check_possible(ask)
+    return ask
 
 
 class LeaseState(Enum):
@@ -307,8 +310,6 @@ class Lease:
             if handle is not None and handle.done() and driver.lease_at_once(ask, granted):
                 return
             async with asyncio.timeout(self._timeout):
-                driver.core.check_possible(ask)
-
                 # beside the line, as long as the policy lets the prefetch run
                 if handle is not None:
                     if own and handle.done():

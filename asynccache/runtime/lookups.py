@@ -63,6 +63,11 @@ class LookupStats(NamedTuple):
     misses: Mapping[str, int]
     missed_requests: Mapping[str, int]
 
+    @property
+    def hit_ratio(self) -> float:
+        """The share of the wanted tokens that was found, 0 to 1; 0 before the first request."""
+        return sum(self.hits.values()) / self.tokens if self.tokens else 0.0
+
 
 class Lookups:
     """The counters of one cache."""

@@ -46,6 +46,7 @@ from asynccache.worker.watched_keys import WatchedKeys
 from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
+    from asynccache.memory.device import Device
     from asynccache.memory.pools import DevicePool
     from asynccache.worker.link import Link
     from asynccache.worker.rank_worker import RankWorker
@@ -494,6 +495,11 @@ class WorkerGroup(LocalWorker):
             self._reports.failed(failure)
 
     # the engine's work, and copies beside it
+
+    @property
+    def device(self) -> Device | None:
+        """The device of the head's own worker; None if it has none."""
+        return None if self.own is None or self.own.local is None else self.own.local.device
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:

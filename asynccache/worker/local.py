@@ -43,6 +43,7 @@ from asynccache.worker.stats import StageMeter
 from asynccache.worker.work import BatchInFlight, CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
 
 if TYPE_CHECKING:
+    from asynccache.memory.pools import BlockTable as BlockTable
     from asynccache.memory.pools import DevicePool as DevicePool
     from asynccache.memory.pools import Mover
     from asynccache.worker.stages import Copying
@@ -263,6 +264,11 @@ class LocalWorker:
 
     # the engine's work, and copies beside it. An event that an engine names is an event of the device or, with several
     # workers, the number of a batch.
+
+    @property
+    def device(self) -> Device | None:
+        """The device of this process's pools."""
+        return self.mover.device
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:

@@ -891,6 +891,7 @@ NOT_CALLED: dict[str, Unchecked] = {
     "asynccache.storage.ThreadPool.map": Unchecked("inherited as it is from concurrent.futures.Executor"),
     "asynccache.storage.ThreadPool.shutdown": Unchecked("as that of Executor: it looks at neither argument"),
     **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},
+    "asynccache.AsyncCache.block_table": Unchecked("of a pool with a shape: tests/runtime/test_looking_at_a_cache.py"),
     "asynccache.metrics.MetricsServer": Unchecked("start_metrics_server makes it"),
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it, and takes all that it is made of"),
     **{f"asynccache.events.{name}": Unchecked(_VALUE) for name in ("BlockRemoved", "BlockStored", "EventBatch")},

@@ -41,7 +41,7 @@ async def test_an_integer_beyond_a_machine_word_is_refused_or_works_on_both_core
         for wrong, options, error in (([1, number], {}, ConfigError), ([1], {"new_tokens": number}, CacheFull),
                                       ([1], {"states": number}, ConfigError)):  # fmt: skip
             given: Any = options
-            with pytest.raises(error, match=str(number) if error is ConfigError else "slots are asked for"):
+            with pytest.raises(error, match=str(number) if error is ConfigError else "are asked for"):
                 await cache.lease(wrong, wait=False, **given).__aenter__()
         async with cache.lease([1, 2, 3], chunk=number, swa_chunk=number, shared_tokens=number) as lease:
             with pytest.raises(CacheFull):
