@@ -98,6 +98,24 @@ def dtype_name(dtype: object) -> str:
     return checks.text("dtype", dtype if type(dtype).__name__ != "dtype" else str(dtype).removeprefix("torch."))
 
 
+def kv_bytes(layers: int, kv_heads: int, head_dim: int, dtype: object) -> int:
+    """Return the bytes of the keys and values of one token in these layers together."""
+    return 2 * layers * kv_heads * head_dim * item_bytes(dtype)
+
+
+def room_in(name: str, size: str, item: int, whole: int, unit: str) -> int:
+    """Return how many items of ``item`` bytes have room in ``size``, a multiple of ``whole``. ``unit``: what the items
+    are, for the error's text.
+
+    Raises:
+        ConfigError: ``size``, the value of the setting ``name``, is no size, or has not even room for ``whole``.
+    """
+    count = parse_size(name, size) // item // whole * whole if item else 0
+    if not count:
+        raise ConfigError(f"{name}={size!r} is less than {whole} {unit} of {item} bytes")
+    return count
+
+
 def split_urls(text: str) -> tuple[str, ...]:
     """Return the URLs in ``text``, which has spaces between them. A space that no scheme follows is part of a URL."""
     return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
@@ -156,14 +174,9 @@ class _Pool(Settings, frozen=True, kw_only=True):
         return f"{self.pool}: "
 
     def _count(self, name: str, item: int, whole: int) -> None:
-        """Turn the room called ``name`` into a number, if it was given in bytes: ``item`` bytes each, a multiple of
-        ``whole``."""
+        """Turn the room called ``name`` into a number, if it was given in bytes. See ``room_in``."""
         if isinstance(size := getattr(self, name), str):
-            room = parse_size(self._where() + name, size) // item // whole * whole if item else 0
-            if not room:
-                unit = name.partition("_")[2]
-                raise ConfigError(f"{self._where()}{name}={size!r} is less than {whole} {unit} of {item} bytes")
-            self._set(name, room)
+            self._set(name, room_in(self._where() + name, size, item, whole, name.partition("_")[2]))
 
     def _tensors(self, page_size: int) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the tensors in a page of one layer; none: the pool is bytes."""
@@ -187,7 +200,7 @@ class _Attention(_Pool, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_heads or self.head_dim:
-            size = self.layers * 2 * self.kv_heads * self.head_dim * item_bytes(self.dtype)
+            size = kv_bytes(self.layers, self.kv_heads, self.head_dim, self.dtype)
             if size != self.bytes_per_token or not size:
                 raise ConfigError(f"{self.pool}: bytes_per_token={self.bytes_per_token}, but keys and values of "
                                   f"layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
@@ -216,7 +229,7 @@ class _Attention(_Pool, frozen=True, kw_only=True):
         """
         counts = {name: checks.integer(f"{cls.pool}: {name}", count, 1, MOST_LAYERS)
                   for name, count in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim))}
-        size = 2 * prod(counts.values()) * item_bytes(dtype)
+        size = kv_bytes(**counts, dtype=dtype)
         fields: dict[str, Any] = {**counts, "device_tokens": device, "host_tokens": host}  # text becomes tokens
         return cls(bytes_per_token=size, dtype=dtype_name(dtype), **fields, **more)
 

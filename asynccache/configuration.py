@@ -254,6 +254,9 @@ def schema() -> dict[str, Any]:
     cache = found.pop(CacheConfig.__name__)
     for cls, name in (*((cls, "pool") for cls in COMPONENTS.values()), (Sidecar, "name")):
         del found[cls.__name__]["properties"][name]    # the name of the table
+        for setting, field in fields_of(cls).items():
+            if field.extra.get("room"):                # msgspec knows of the number only
+                found[cls.__name__]["properties"][setting]["type"] = ["integer", "string"]
         found[cls.__name__]["required"].remove(name)
     refs = {name: {"$ref": f"#/$defs/{cls.__name__}"} for name, cls in COMPONENTS.items()}
     cache["properties"] |= {

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from asynccache import checks
-from asynccache.config import MOST_LAYERS, ROUND, Full, SlidingWindow, item_bytes
+from asynccache.config import MOST_LAYERS, ROUND, Full, SlidingWindow, kv_bytes, room_in
 from asynccache.errors import ConfigError
-from asynccache.settings import parse_size
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 ODD = ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "compress_ratios")
@@ -56,7 +55,8 @@ def components_from(
     if dtype is None:
         raise ConfigError("dtype: the configuration has none; give the dtype of keys and values")
     shape: dict[str, Any] = {"kv_heads": max(1, kv_heads // tp), "head_dim": head_dim, "dtype": dtype}
-    rooms = [_tokens(name, room, len(kinds) * 2 * shape["kv_heads"] * head_dim * item_bytes(dtype))
+    token = kv_bytes(len(kinds), **shape)
+    rooms = [room_in(name, room, token, ROUND, "tokens") if isinstance(room, str) else checks.integer(name, room, 0)
              for name, room in (("device", device), ("host", host))]
     full, swa = (tuple(i for i, kind in enumerate(kinds) if kind == one) for one in (FULL, WINDOW))
     if not swa:
@@ -74,12 +74,3 @@ def _count(config: Any, name: str, default: int | None = None) -> int:
     if value is None and default is not None:
         return default
     return checks.integer(f"config: {name}", value, 1, MOST_LAYERS)
-
-
-def _tokens(name: str, room: int | str, bytes_per_token: int) -> int:
-    if not isinstance(room, str):
-        return checks.integer(name, room, 0)
-    tokens = parse_size(name, room) // bytes_per_token // ROUND * ROUND
-    if not tokens:
-        raise ConfigError(f"{name}={room!r} is less than {ROUND} tokens of {bytes_per_token} bytes")
-    return tokens

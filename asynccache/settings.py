@@ -52,7 +52,7 @@ def parse_size(name: str, text: str) -> int:
 Size = Annotated[int, Meta(ge=0, le=MOST_SIZE, extra={"parse": parse_size})]
 """A number of bytes, as the type of a setting. As text it may have a unit, see ``parse_size``."""
 
-Room = Annotated[int, Meta(extra={"room": True}, extra_json_schema={"type": ["integer", "string"]})]
+Room = Annotated[int, Meta(extra={"room": True})]
 """A number of tokens or states. It may also be given as a size with a unit (``8GiB``), which the settings that have it
 turn into a number, since they know how many bytes a token has."""
 

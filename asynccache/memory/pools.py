@@ -27,6 +27,7 @@ import torch
 
 from asynccache import checks
 from asynccache.config import item_bytes
+from asynccache.core.settings import ComponentKind
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.device import CopyDirection, Device, Event, PageCopy, Stream
 from asynccache.memory.signals import HAPPENED
@@ -102,12 +103,13 @@ class DevicePool:
         the pool's dtype.
 
         That is FlashInfer's paged KV cache in its layout NHD. ``[:, 0]`` and ``[:, 1]`` are the key and the value cache
-        of flash-attn's paged calls. docs/embedding.md has PyTorch's FlexAttention on them.
+        of flash-attn's paged calls. docs/embedding.md says how PyTorch's FlexAttention reads them.
 
         Raises:
             ConfigError: the pool's settings do not say what a page is made of.
         """
-        return self._tensors(i, "Full.attention or SlidingWindow.attention")[0]
+        self._check_shape(states=False)
+        return self._tensors(i)[0]
 
     def states(self, i: int) -> list[torch.Tensor]:
         """Return the tensors of the recurrent states of layer ``i``, as views: ``[states + padding, *part]`` for each
@@ -116,11 +118,19 @@ class DevicePool:
         Raises:
             ConfigError: the pool's settings do not say what a state is made of.
         """
-        return self._tensors(i, "Mamba.recurrent")
+        self._check_shape(states=True)
+        return self._tensors(i)
 
-    def _tensors(self, i: int, maker: str) -> list[torch.Tensor]:
-        if not self.spec.shapes:
-            raise ConfigError(f"pool {self.spec.name!r}: its pages are bytes; {maker} gives them a shape")
+    def _check_shape(self, *, states: bool) -> None:
+        """Check that the pool has states, or keys and values, of a known shape."""
+        spec = self.spec
+        if states is not (spec.component is ComponentKind.MAMBA):
+            raise ConfigError(f"pool {spec.name!r}: it has {'keys and values' if states else 'states'}")
+        if not spec.shapes:
+            maker = "Mamba.recurrent" if states else "Full.attention or SlidingWindow.attention"
+            raise ConfigError(f"pool {spec.name!r}: its pages are bytes; {maker} gives them a shape")
+
+    def _tensors(self, i: int) -> list[torch.Tensor]:
         layer = self._padded[checks.integer("i", i, 0, len(self._padded) - 1)]
         found, at = [], 0
         for shape in self.spec.shapes:
@@ -137,11 +147,10 @@ class DevicePool:
         page it gets the padding. Make it once a step: it is four copies to the device, of a few KiB.
 
         Raises:
-            ConfigError: a table is shorter than its length, or the pool has no padding and a table needs it, or no
-                page size (its pages are bytes).
+            ConfigError: a table is shorter than its length, or the pool has no padding and a table needs it; or the
+                pool has states, or its settings do not say what a page is made of.
         """
-        if not self.spec.shapes:
-            raise ConfigError(f"pool {self.spec.name!r}: its pages are bytes; Full.attention gives them a shape")
+        self._check_shape(states=False)
         page_size = self.spec.shapes[0][1]
         held = [checks.integer("lengths", n, 1) for n in lengths]
         if len(tables) != len(held):

@@ -31,6 +31,7 @@ from asynccache.settle import completed
 from asynccache.worker.local import (
     LATE,
     MOMENT,
+    BreakerState,
     Device,
     EmbedderParts,
     Storage,
@@ -78,7 +79,7 @@ class CacheStatistics(NamedTuple):
     dropped_backups: int
 
     def __str__(self) -> str:
-        """What most people want to know, as a table."""
+        """The figures that are looked at most, as a table of at most 80 columns."""
         found, wanted = self.lookups.hits, self.lookups.tokens or 1
         shares = ", ".join(f"{name} {tokens / wanted:.1%}" for name, tokens in found.items())
         rows = [f"requests {self.lookups.requests:,}, tokens {self.lookups.tokens:,}: {self.lookups.hit_ratio:.1%} "
@@ -94,12 +95,10 @@ class CacheStatistics(NamedTuple):
                  for name, one in self.stages.items()]
         if self.stores:
             rows += ["", f"{'store':<16}{'pages':>12}{'breaker':>12}{'failed calls':>14}"]
-            rows += [f"{name:<16}{one.get('pages', '-'):>12}{_BREAKER[int(one.get('breaker', 0))]:>12}"
-                     f"{one.get('failed_calls', 0):>14,}" for name, one in self.stores.items()]
+            for name, one in self.stores.items():
+                breaker = BreakerState(int(one.get("breaker", 0))).name.lower().replace("_", " ")
+                rows.append(f"{name:<16}{one.get('pages', '-'):>12}{breaker:>12}{one.get('failed_calls', 0):>14,}")
         return "\n".join(rows)
-
-
-_BREAKER = ("closed", "open", "half open")
 
 
 class AsyncCache:

@@ -29,6 +29,7 @@ from asynccache.errors import ConfigError, CopyFailed
 from asynccache.memory.device import Device as Device
 from asynccache.memory.device import Event
 from asynccache.storage.attachment import close_unattached, open_all, open_attached
+from asynccache.storage.call_guard import BreakerState as BreakerState
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import Result as Result
 from asynccache.storage.contract import StorageBackend, StoreLayout

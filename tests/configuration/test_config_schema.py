@@ -169,6 +169,17 @@ def test_the_core_gets_each_setting_of_its_own_and_has_the_same_defaults() -> No
             assert one.default in (defaults[one.name], dataclasses.MISSING)
 
 
+def test_editors_take_a_size_where_a_cache_does() -> None:
+    tables = schema()["$defs"]
+    sized = {f"{table}.{name}" for table, one in tables.items() for name, setting in one.get("properties", {}).items()
+             if setting.get("type") == ["integer", "string"]}  # fmt: skip
+    assert sized == {
+        *(f"{table}.{name}" for table in ("Full", "SlidingWindow") for name in ("device_tokens", "host_tokens")),
+        "Mamba.device_states", "Mamba.host_states",
+    }  # fmt: skip
+    assert tables["Full"]["properties"]["device_tokens"]["minimum"] == 1
+
+
 def test_the_reference_page_is_current() -> None:
     """Red? python -m tests.configuration.reference"""
     assert renewed(PAGE) == PAGE

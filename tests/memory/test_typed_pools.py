@@ -50,6 +50,15 @@ def test_pages_that_are_bytes_have_no_shape() -> None:
             call()
 
 
+def test_states_have_no_keys_and_no_page_table_and_keys_are_no_states() -> None:
+    full, mamba = pools(FULL, Mamba.recurrent(layers=1, parts=((6,),), device=4))
+    for call in (lambda: mamba.kv(0), lambda: mamba.block_table([np.array([1], np.int32)], [1])):
+        with pytest.raises(ConfigError, match="'mamba': it has states"):
+            call()
+    with pytest.raises(ConfigError, match="'full': it has keys and values"):
+        full.states(0)
+
+
 def test_a_block_table_is_what_kernels_take() -> None:
     (pool,) = pools(FULL)
     table = pool.block_table([np.array([5, 2, 9, 7], np.int32), np.array([1], np.int32)], [33, 16])

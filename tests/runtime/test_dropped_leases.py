@@ -142,7 +142,7 @@ async def test_a_lease_that_holds_nothing_says_nothing(how: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         async with opened(settings(device=8), idle=how != "of a closed cache") as cache:
-            lease = cache.lease(text(9 if how == "entered in vain" else 2))
+            lease = cache.lease(text(2), wait=how != "entered in vain")
             if how == "left":
                 async with lease:
                     pass
@@ -151,8 +151,9 @@ async def test_a_lease_that_holds_nothing_says_nothing(how: str) -> None:
                 if how == "released":
                     lease.release()
             elif how == "entered in vain":
-                with pytest.raises(CacheFull):
-                    await lease.__aenter__()
+                async with cache.lease(text(8, 1)):
+                    with pytest.raises(CacheFull):
+                        await lease.__aenter__()
             if how != "of a closed cache":
                 del lease
                 gc.collect()

@@ -161,7 +161,12 @@ def test_what_can_be_used_is_said_to_be_and_nothing_is_opened(
     for _ in range(20):  # a library opens what it likes for itself when it is imported, and a thread of it soon after
         before = opened_files(tmp_path)
         assert main(["config", "check", file]) == 0, capsys.readouterr().err
-        assert capsys.readouterr().out == f"{file}: can be used\n"
+        captured = capsys.readouterr()
+        assert captured.out == (
+            f"{file}: can be used\n"
+            "  full: 1 layer, 1 KiB a token; device 256 KiB for 256 tokens, host 256 KiB for 256 tokens\n"
+        )
+        assert ("model='m' names no weights" in captured.err) == (not url.startswith("memory:"))
         if not (new := opened_files(tmp_path) - before):
             break
     assert not new, "the check opens this each time"

@@ -67,7 +67,7 @@ def survivors(worlds: int) -> str:
 
 
 def test_growth_that_only_the_end_of_a_copy_or_backup_wakes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def deaf(driver: Driver, call: Any, done: Any, check: Callable[[], object]) -> Any:
+    async def deaf(driver: Driver, call: Any, done: Any, check: Callable[[], object] | None = None) -> Any:
         answer = await drive(driver, call, done, check)
         if isinstance(answer, Wait) and (ended := driver.ops.watch(answer.ops)) is not None:
             for waiter in driver.growing:
