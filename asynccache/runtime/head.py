@@ -229,13 +229,16 @@ class Head:
                 f"{', '.join(self.worker.busy) or 'copies'}: what was stored last may be lost. Unsaved pages: "
                 f"{left.host} neither on the host nor stored, {left.storage} not stored"
             )
-        if self.supervisor.error is not None:
-            LOG.error("closed by an error: %r", self.supervisor.error)
+        error = self.supervisor.error
+        if isinstance(error, asyncio.CancelledError):
+            LOG.info("closed, since all tasks were cancelled")
+        elif error is not None:
+            LOG.error("closed by an error: %r", error)
         elif saves and any(left):
             LOG.warning("closed; lost: %d pages neither on the host nor stored, %d not stored", *left)
         else:
             LOG.info("closed")
-        return CloseReport(left.host, left.storage, self.supervisor.error)
+        return CloseReport(left.host, left.storage, error)
 
     async def _save(self, limit: SavingLimit) -> None:
         """Cancel all prefetches, and save as many pages as ``limit`` leaves time for. Cancelling it stops the waiting;
