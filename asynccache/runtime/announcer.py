@@ -1,4 +1,5 @@
-"""The queue of KV events that ``on_event`` is called with, and those events that are not the core's.
+"""What a cache tells its embedder: the queue of KV events that ``on_event`` is called with, those events that are not
+the core's, and spans of tracing.
 
 The core tells which pages came and went. ``Announcer`` adds that a cache begins and which keys its stores hold, and
 hands all of it to the subscriber: in order, and not within a call of the core.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from typing import Any
 
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
@@ -23,6 +26,14 @@ from asynccache.worker.local import LocalWorker
 
 NAMES = 1 << 15
 _SLICE = 4096
+
+StartSpan = Callable[..., AbstractContextManager[Any]]
+"""Called with a name and ``attributes=``; the context manager lasts as long as the span."""
+
+
+def no_span(name: str, attributes: object = None) -> AbstractContextManager[None]:
+    """A ``StartSpan`` for a cache that is not traced."""
+    return nullcontext()
 
 
 class Announcer:

@@ -18,6 +18,7 @@ from asynccache.config import POOL_NAME, CacheConfig, wasted
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
+from asynccache.runtime.announcer import StartSpan, no_span
 from asynccache.runtime.core_calls import holding
 from asynccache.runtime.explain import Explained, explain
 from asynccache.runtime.forget import forget, forget_all
@@ -109,6 +110,12 @@ class AsyncCache:
     part on each rank, events are the numbers of batches (``send_batch``), stores are URLs, and ``device`` is for the
     head's own rank. ``on_event`` is called in the loop with everything that ``asynccache.events`` publishes, in order;
     it must be quick.
+
+    ``span``: starts a span of tracing, as OpenTelemetry's ``tracer.start_as_current_span`` does: called with a name and
+    ``attributes=``, it returns a context manager. There is a span for each lease that is not granted at once
+    (``asynccache.lease``), each wait for a lease's loads (``asynccache.load``), each prefetch (``asynccache.prefetch``)
+    and each call that writes to stores (``asynccache.backup_storage``). Spans of a request's own calls are children of
+    the span in which they are made. ``span`` must not raise.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class AsyncCache:
         storage: Storage | None = None,
         workers: Workers | None = None,
         on_event: OnEvent | None = None,
+        span: StartSpan | None = None,
     ) -> None:
         self.config = checks.instance("config", config, CacheConfig)
         if device is not None:
@@ -127,6 +135,8 @@ class AsyncCache:
             check_storage("storage", storage)
         if on_event is not None:
             checks.function("on_event", on_event)
+        if span is not None:
+            checks.function("span", span)
         if workers is not None:
             checks.instance("workers", workers, Workers)
         self._workers = workers
@@ -137,6 +147,7 @@ class AsyncCache:
         locate = () if workers is None else (workers.locate,)
         self._given = EmbedderParts(device, storage, *locate)
         self._on_event = on_event
+        self._span = no_span if span is None else span
         self._worker: LocalWorker | None = None
         self._head: Head | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -207,7 +218,7 @@ class AsyncCache:
 
             worker = await open_group(self.config, self._given, self._workers)
         self._worker = worker
-        self._head = head = Head(self.config, worker, self._on_event)
+        self._head = head = Head(self.config, worker, self._on_event, self._span)
         await head.start()
         stores = head.worker.store_statistics()[1]
         found = (f"{name} ({stats['pages']:,} pages)" if "pages" in stats else name for name, stats in stores.items())

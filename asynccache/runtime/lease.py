@@ -278,7 +278,8 @@ class Lease:
                 self._handle is not None or head.worker.has_stores
                 or not head.driver.lease_at_once(self._ask, self._granted)
             ):  # fmt: skip
-                await self._enter()
+                with head.span("asynccache.lease", attributes={"asynccache.tokens": self._ask.reserve}):
+                    await self._enter()
             head.lookups.count(self._core, self._ask, self._found(), self._handle)
         except BaseException:
             self.release()
@@ -564,8 +565,10 @@ class Lease:
         core = self._held()
         self._asked += 1
         try:
-            for op in core.loads:
-                await first_ended(self._head.driver.ops, (op,))
+            if self.loading:
+                with self._head.span("asynccache.load", attributes={"asynccache.tokens": core.loaded_tokens}):
+                    for op in core.loads:
+                        await first_ended(self._head.driver.ops, (op,))
         except BaseException:
             self._asked -= 1
             raise

@@ -60,6 +60,7 @@ from asynccache.worker.work import ReadOrder, StoreQuestion
 
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig, PoolSpec
+    from asynccache.runtime.announcer import StartSpan
     from asynccache.runtime.driver import Driver, LinePlace
     from asynccache.runtime.save import Backups
     from asynccache.runtime.supervisor import Supervisor
@@ -350,7 +351,7 @@ class Prefetches:
 
     def __init__(
         self, config: CacheConfig, driver: Driver, worker: LocalWorker, pools: PoolLayout, backups: Backups,
-        supervisor: Supervisor,
+        supervisor: Supervisor, span: StartSpan,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.worker = worker
@@ -364,6 +365,7 @@ class Prefetches:
         self.claims: dict[int, asyncio.TimerHandle | None] = {}
         self._config = config
         self._supervisor = supervisor
+        self._span = span
         self.loop = asyncio.get_running_loop()
         self._fetches: dict[Fetch, None] = {}
         self._outcomes: Counter[PrefetchStatus] = Counter()
@@ -489,12 +491,16 @@ class Prefetches:
             prefetch.fail(error)
 
     async def _serve(self, prefetch: Prefetch) -> None:
-        try:
-            status, reason = await self._work(prefetch)
-        except BaseException:
-            self._finish(prefetch, PrefetchStatus.CANCELLED, "the cache is closed")
-            raise
-        self._finish(prefetch, status, reason)
+        tokens = len(prefetch.key) // TOKEN_BYTES
+        with self._span("asynccache.prefetch", attributes={"asynccache.tokens": tokens}) as span:
+            try:
+                status, reason = await self._work(prefetch)
+            except BaseException:
+                self._finish(prefetch, PrefetchStatus.CANCELLED, "the cache is closed")
+                raise
+            self._finish(prefetch, status, reason)
+            if span is not None:
+                span.set_attribute("asynccache.status", status.value)
 
     async def _work(self, prefetch: Prefetch) -> tuple[PrefetchStatus, str]:
         """Run fetches, or share those of others, until the prefetch has its pages or a new wish."""
