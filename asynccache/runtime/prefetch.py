@@ -303,13 +303,13 @@ class PrefetchHandle:
     Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
     """
 
-    __slots__ = ("_extra_key", "_key", "_prefetch")
+    __slots__ = ("_key", "_namespace", "_prefetch")
 
-    def __init__(self, prefetch: Prefetch, key: bytes, extra_key: str | bytes | None) -> None:
+    def __init__(self, prefetch: Prefetch, key: bytes, namespace: str | bytes | None) -> None:
         """``AsyncCache.prefetch`` makes one. ``key``: the tokens that it was called with."""
         self._prefetch = checks.instance("prefetch", prefetch, Prefetch)
         self._key = key
-        self._extra_key = extra_key
+        self._namespace = namespace
 
     def __repr__(self) -> str:
         return f"PrefetchHandle({self._prefetch!r})"
@@ -402,7 +402,7 @@ class Prefetches:
         self._outcomes[PrefetchStatus.SKIPPED] += 1
         prefetch.result = PrefetchResult(PrefetchStatus.SKIPPED, 0, reason)
 
-    def of(self, handle: PrefetchHandle, key: bytes, extra_key: str | bytes | None) -> Prefetch:
+    def of(self, handle: PrefetchHandle, key: bytes, namespace: str | bytes | None) -> Prefetch:
         """Return the prefetch of ``handle``, which is to serve a lease of ``key``. It may stop before the lease's end,
         or go on behind it.
 
@@ -412,8 +412,8 @@ class Prefetches:
         prefetch = checks.instance("prefetch", handle, PrefetchHandle)._prefetch
         if prefetch._prefetches is not self:
             raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
-        if handle._extra_key != extra_key:
-            raise ConfigError(f"prefetch={handle!r} is a handle of another namespace, extra_key={handle._extra_key!r}")
+        if handle._namespace != namespace:
+            raise ConfigError(f"prefetch={handle!r} is a handle of another namespace, {handle._namespace!r}")
         if not (key.startswith(handle._key) or handle._key.startswith(key)):
             raise ConfigError(f"prefetch={handle!r} is a handle of other tokens")
         return prefetch

@@ -145,7 +145,7 @@ class SchedulerPath:
 
     def start(self, wanted: WantedAnswer) -> Request:
         limits = Limits(wanted.most, wanted.ends)
-        request = Request(wanted.tokens, limits, priority=wanted.priority, extra_key=wanted.salt,
+        request = Request(wanted.tokens, limits, priority=wanted.priority, namespace=wanted.salt,
                           sampling=wanted.sampling)  # fmt: skip
         return self._scheduler.submit(request)
 
@@ -240,7 +240,7 @@ class PrefixPath:
         with torch.random.fork_rng(enabled=wanted.sampling.seed is not None):
             if wanted.sampling.seed is not None:
                 torch.manual_seed(wanted.sampling.seed)
-            out = cached.generate(ids, extra_key=wanted.salt, streamer=_Streamer(run), max_new_tokens=wanted.most,
+            out = cached.generate(ids, namespace=wanted.salt, streamer=_Streamer(run), max_new_tokens=wanted.most,
                                   stopping_criteria=[_Aborted(run)], eos_token_id=sorted(wanted.ends) or None,
                                   **_sampled(wanted.sampling))  # fmt: skip
         made: list[int] = out[0, len(wanted.tokens) :].tolist()

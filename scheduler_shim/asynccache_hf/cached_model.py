@@ -209,7 +209,7 @@ class CachedModel:
 
     def close(self) -> None:
         """End all requests that are not over (their error is ``CacheClosed``), save the pages that are not saved yet,
-        for at most the cache's ``close_deadline`` seconds, and end the threads. May be called again, and by several
+        for at most the cache's ``close_timeout`` seconds, and end the threads. May be called again, and by several
         threads at once: each call returns when the cache is closed."""
         with self._door:
             self._closing = True
@@ -229,12 +229,12 @@ class CachedModel:
     # requests to the scheduler
 
     def _request(
-        self, tokens: Tokens, limits: Limits, extra_key: str | bytes | None, now: str, sampling: Sampling
+        self, tokens: Tokens, limits: Limits, namespace: str | bytes | None, now: str, sampling: Sampling
     ) -> BatchRequest:
-        """A request in the namespace ``extra_key`` of the model's identity ``now``. What it computes is published as
+        """A request in ``namespace`` of the model's identity ``now``. What it computes is published as
         long as the model is the same: else it is not known what computed it."""
         return BatchRequest(
-            tokens, limits, self._loop.soon, self._count, extra_key=self._identity.within(now, extra_key),
+            tokens, limits, self._loop.soon, self._count, namespace=self._identity.within(now, namespace),
             sampling=sampling, publishes=lambda: self._is_still(now),
         )  # fmt: skip
 

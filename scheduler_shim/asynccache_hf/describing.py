@@ -50,7 +50,7 @@ def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Lay
 
     ``name`` names the weights; without it a digest of all weights is computed, which reads them once. Adapters that are
     active are part of the name, too: what is computed after they, or the weights, have changed needs another layout, or
-    an ``extra_key``. The model is run several times, over a few pages or somewhat more than its longest window.
+    a ``namespace``. The model is run several times, over a few pages or somewhat more than its longest window.
 
     Raises:
         ConfigError: the model keeps something that this engine does not understand, computes something else on pages

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 KV = PoolName.KV.value
 MOST_ROWS = 256
 WARN_EVERY = 10.0
-CLOSE_DEADLINE = 10.0
+CLOSE_TIMEOUT = 10.0
 MOST_SAMPLES = 4096
 
 
@@ -170,7 +170,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._opened().store_stats()
 
     def close(self) -> None:
-        """Let the calls that have begun go on for ``CLOSE_DEADLINE`` seconds, and close the stores. Pages of later
+        """Let the calls that have begun go on for ``CLOSE_TIMEOUT`` seconds, and close the stores. Pages of later
         calls are misses. A second call does nothing."""
         with self._lock:
             self._closed = True
@@ -189,7 +189,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if pages is None:
             return
         try:
-            closed = pages.close(CLOSE_DEADLINE)
+            closed = pages.close(CLOSE_TIMEOUT)
         except BackendError as error:
             logger.error("asynccache: %s", error)
             return

@@ -43,7 +43,7 @@ def arrive(board: Board, request: ScheduledRequest) -> None:
     """Put ``request`` into the queue, and begin to prefetch its pages."""
     board.waiting[request.id] = request
     request.patient = True
-    request.handle = board.cache.prefetch(request.tokens, extra_key=request.terms.extra_key)
+    request.handle = board.cache.prefetch(request.tokens, namespace=request.terms.namespace)
     if request.handle.done():
         request.submitted.state = State.WAITING
         board.call(request)
@@ -134,7 +134,7 @@ async def _through_the_gates(board: Board, request: ScheduledRequest, budget: in
 
 
 async def _match(board: Board, request: ScheduledRequest) -> Matched:
-    found = await board.cache.match(request.tokens, extra_key=request.terms.extra_key)
+    found = await board.cache.match(request.tokens, namespace=request.terms.namespace)
     request.submitted.match = Matched(
         found.device, found.host, found.host_hit_length, found.swa_host_hit_length, found.mamba_host_hit_length
     )
@@ -217,7 +217,7 @@ async def _try(board: Board, request: ScheduledRequest, offers: list[LeaseOffer]
 
 def _lease(board: Board, request: ScheduledRequest, terms: LeaseOffer, *, wait: bool, shorter: bool) -> Lease:
     return board.cache.lease(
-        request.tokens, new_tokens=request.more, extra_key=request.terms.extra_key, prefetch=request.handle, wait=wait,
+        request.tokens, new_tokens=request.more, namespace=request.terms.namespace, prefetch=request.handle, wait=wait,
         states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk, shorter=shorter,
     )  # fmt: skip
 

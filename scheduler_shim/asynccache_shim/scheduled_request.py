@@ -104,7 +104,7 @@ class ScheduledRequest:
         """Return with how many tokens, in whole pages, ``other`` begins like this request, if not all of these are
         computed yet; else 0. The last token of a prompt is always computed by itself."""
         most = min(self.length, other.length - 1) // page_size * page_size
-        if self.over or self.computed >= most or self.terms.extra_key != other.terms.extra_key:
+        if self.over or self.computed >= most or self.terms.namespace != other.terms.namespace:
             return 0
         differs = np.flatnonzero(self._buffer[:most] != other._buffer[:most])
         shared = int(differs[0]) // page_size * page_size if len(differs) else most

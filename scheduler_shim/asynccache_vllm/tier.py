@@ -57,7 +57,7 @@ check_interface(
 ATTENTION_LIBRARIES = ("flash-attn", "flashinfer-python", "aiter", "amd-aiter")
 """Distributions that vLLM uses for attention if they are installed."""
 
-CLOSE_DEADLINE = 3.0
+CLOSE_TIMEOUT = 3.0
 """Seconds that ``shutdown`` gives to the transfers that have begun."""
 LETTING_GO = 5.0
 """Seconds after the transfers' deadlines for which ``drain_jobs`` waits for stores that still use their memory."""
@@ -229,7 +229,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
             )
 
     def shutdown(self) -> None:
-        """End all transfers and close the stores; takes at most ``CLOSE_DEADLINE`` and five seconds more, whatever the
+        """End all transfers and close the stores; takes at most ``CLOSE_TIMEOUT`` and five seconds more, whatever the
         stores do. A second call does nothing."""
         if self._closed:
             return
@@ -239,7 +239,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may ru
         if rest := self._tally.rest(now):
             _log.info("asynccache: %s", rest)
         try:
-            closed = self._pages.close(CLOSE_DEADLINE)
+            closed = self._pages.close(CLOSE_TIMEOUT)
         except AsyncCacheError as error:
             _log.error("asynccache: %s", error)
             forget_frames(error)

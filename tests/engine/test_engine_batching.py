@@ -89,7 +89,7 @@ def empty_device(batching: ContinuousBatching | PrefixCache) -> None:
         slots = batching._cache.statistics().device
         states = slots["mamba"].capacity if "mamba" in slots else None
         count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * batching._layout.page_size
-        async with batching._cache.lease([0], new_tokens=count - 1, extra_key="filler", states=states):
+        async with batching._cache.lease([0], new_tokens=count - 1, namespace="filler", states=states):
             pass
 
     batching._loop.call(taken())
@@ -283,7 +283,7 @@ def test_threads_share_one_cache(llama: ContinuousBatching) -> None:
 
 def test_namespaces_share_nothing(llama: ContinuousBatching) -> None:
     for key in (None, "a", b"b", "a"):
-        done = llama.generate_batch([prompt(45)], max_new_tokens=2, extra_key=key)
+        done = llama.generate_batch([prompt(45)], max_new_tokens=2, namespace=key)
     assert done[0].hits == (40, 0, 0)
     assert llama.counts == Counts(4 * 45, 40, 0, 0)
 
@@ -450,7 +450,7 @@ def test_an_idle_one_uses_no_processor(llama: ContinuousBatching) -> None:
     ({"tokens": [1] * 500, "max_new_tokens": 20}, "tokens: 500 tokens and 20 new ones are more than the model's 512"),
     ({"max_new_tokens": 0}, "max_new_tokens=0"),
     ({"eos_token_id": "x"}, "eos_token_id='x'"),
-    ({"extra_key": 3}, "extra_key=3"),
+    ({"namespace": 3}, "namespace=3"),
     ({"temperature": 0.5}, "temperature"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(llama: ContinuousBatching, given: dict[str, Any], said: str) -> None:

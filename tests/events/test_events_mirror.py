@@ -134,7 +134,7 @@ class World:
     async def serve(self) -> None:
         tokens = self.prompt()
         try:
-            async with self.cache.lease(tokens, extra_key=self.random.choice((None, None, "tenant"))) as lease:
+            async with self.cache.lease(tokens, namespace=self.random.choice((None, None, "tenant"))) as lease:
                 await lease.loaded()
                 compute(self.cache, lease, tokens)
                 await lease.commit(tokens)
