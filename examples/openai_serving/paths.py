@@ -18,8 +18,8 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from asynccache_hf import BatchRequest, Layout, PagedModel, PrefixCache, describe
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, SchedulerConfig
+from asynccache_shim.model import returned
 from asynccache_shim.request import add_token, begin_request, end_request
-from asynccache_shim.thread import returned
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
 
