@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from asynccache.core.cache import CacheCore
 from asynccache.core.ledger import DEVICE, HOST, Kind
 from asynccache.core.plan import SLOT_BYTES
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT, Node
 from asynccache.errors import InvariantViolation
 
 _FILLS = {Kind.BACKUP_HOST: HOST, Kind.LOAD_BACK: DEVICE}

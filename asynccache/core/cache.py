@@ -13,15 +13,14 @@ from typing import NamedTuple
 
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.eviction import Learned
-from asynccache.core.explaining import Explaining, Explanation
 from asynccache.core.holds import Hold
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, CoreLease, Grant, LeaseRequest, Leases
 from asynccache.core.ledger import COMPUTE, Kind
-from asynccache.core.matching import Match, Matching
+from asynccache.core.match import Explanation, Explanations, Match, Matches
 from asynccache.core.passes import Backfill, Filled, Invalidation, Listed, Listing, Survey, Unsaved
 from asynccache.core.plan import Failing, More, Outcome, Plan, Status, Wait
-from asynccache.core.prefetching import (
+from asynccache.core.prefetch import (
     Begin,
     PrefetchBegun,
     Prefetches,
@@ -80,12 +79,12 @@ class CacheCore:
         self.config = config
         self.world = World(config)
         self._transfers = Transfers(self.world)
-        self._matching = Matching(self.world)
-        self._leases = Leases(self.world, self._transfers, self._matching)
-        self._commits = Commits(self.world, self._transfers, self._matching)
-        self._prefetches = Prefetches(self.world, self._transfers, self._matching)
+        self._matches = Matches(self.world)
+        self._leases = Leases(self.world, self._transfers, self._matches)
+        self._commits = Commits(self.world, self._transfers, self._matches)
+        self._prefetches = Prefetches(self.world, self._transfers, self._matches)
         self._invalidation = Invalidation(self.world, self._transfers.room)
-        self.explaining = Explaining(self.world, self._matching)
+        self.explanations = Explanations(self.world, self._matches)
 
     @property
     def behind(self) -> bool:
@@ -101,11 +100,11 @@ class CacheCore:
     def match(self, space: bytes, key: bytes) -> Match:
         """Return how far ``key`` is cached in the namespace ``space`` (32 bytes). The only change is that the matched
         pages become recent."""
-        return self._matching.match(space, key)
+        return self._matches.match(space, key)
 
     def explain(self, space: bytes, key: bytes) -> Explanation:
         """Return where each page of ``key`` is, and what ends its match. Changes nothing, not even recency."""
-        return self.explaining.explain(space, key)
+        return self.explanations.explain(space, key)
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
         """Return the prefix hashes that the tree has for the start of ``key``: 32 bytes a page, from the root; b"" if
@@ -244,7 +243,7 @@ class CacheCore:
         earlier claim of this request is replaced."""
         path, reached = self.world.find(space, key)
         if path:
-            self._transfers.claims.take(holder, path, self._matching.ends(path, reached).union)
+            self._transfers.claims.take(holder, path, self._matches.ends(path, reached).union)
         return self._given_back()
 
     def confirm_claim(self, holder: int, firm: bool) -> None:

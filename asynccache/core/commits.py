@@ -16,12 +16,11 @@ from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import CoreLease, retire
 from asynccache.core.ledger import COMPUTE, LOAD_BACK
-from asynccache.core.matching import Matching
+from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Compute, Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, PRESENT, Node, walk
 from asynccache.core.world import World, split_at
 
 _WRITE_BACK = WritePolicy.WRITE_BACK
@@ -100,10 +99,10 @@ def _end(node: Node) -> int:
 class Commits:
     """Publishes the pages of leases in one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._count = world.count
         self._page_size = world.config.page_size
         self._policy = world.config.write_policy

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.core.ledger import DEVICE, HOST
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import PRESENT, Node
 from asynccache.core.world import NOWHERE, World
 
 

@@ -12,12 +12,11 @@ from typing import Final, NamedTuple
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
-from asynccache.core.matching import Ends, Matching
+from asynccache.core.match import Ends, Matches
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
-from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import ABSENT, ARRIVING, PRESENT, Node, walk
 from asynccache.core.world import NOWHERE, PASSED, World, split_at
 from asynccache.errors import CacheFull
 
@@ -108,10 +107,10 @@ def _limit(lease: CoreLease, valid: int) -> None:
 class Leases:
     """Grants, grows and releases leases in one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._count = world.count
         self._page_size = world.config.page_size
         self._swa = world.swa
@@ -134,7 +133,7 @@ class Leases:
         tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
-            ends = self._matching.ends(path, reached)
+            ends = self._matches.ends(path, reached)
             for target, exact in self._ways(ask, path, ends):
                 if (target, exact) not in tried:
                     break
@@ -182,7 +181,7 @@ class Leases:
         targets = [ends.device]
         worth = ends.union > ends.device and ask.load
         if worth and self._world.config.load_back_threshold:
-            lacking = self._matching.missing(path, ends.union)
+            lacking = self._matches.missing(path, ends.union)
             worth = lacking[0] * self._page_size >= self._world.config.load_back_threshold or any(lacking[1:])
         if worth:
             targets.insert(0, ends.union)
@@ -297,7 +296,7 @@ class Leases:
         lease.own_from = [target] * self._count
         if self._mamba:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
-        self._matching.touch(lease.hold.end, target)
+        self._matches.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
         if ask.load:
             self._clone(lease, path)
@@ -438,8 +437,8 @@ class Leases:
         lease.released = True
         del self.active[lease.id]
         if used:
-            self._matching.leave(lease.hold.end, lease.cached // self._page_size)
-            self._matching.use(lease.hold.end, lease.forked)
+            self._matches.leave(lease.hold.end, lease.cached // self._page_size)
+            self._matches.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)

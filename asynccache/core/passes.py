@@ -21,9 +21,8 @@ from asynccache.core.ledger import BACKUP_STORAGE, DEVICE, HOST
 from asynccache.core.plan import Cleared, Medium, More, Plan
 from asynccache.core.room import RoomMaker
 from asynccache.core.settings import Access
-from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node
+from asynccache.core.tree import PRESENT, Node
 from asynccache.core.world import Walk, World
 
 _HASHES = 32  # how many hashes are listed in a step

@@ -37,8 +37,7 @@ from asynccache.core.ledger import (
 )
 from asynccache.core.plan import Medium
 from asynccache.core.settings import Access, WritePolicy
-from asynccache.core.states import ABSENT, PRESENT
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, PASSED, World
 
 # How many copies a drain passes over, for one backup, that storage does not take.

@@ -22,14 +22,26 @@ from typing import Final
 
 from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
-from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, Ledger, Operation, SlotPool
 from asynccache.core.plan import EMPTY, FREED, SLOT_BYTES, Effect, Ended, Medium, Plan, Publish, Status
 from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
-from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
-from asynccache.core.tree import Node, Root, cut, cut_off, link, unlink, walk
+from asynccache.core.tree import (
+    ABSENT,
+    LEAVING,
+    MAY,
+    PRESENT,
+    Ghosts,
+    Node,
+    Root,
+    cut,
+    cut_off,
+    illegal,
+    link,
+    unlink,
+    walk,
+)
 from asynccache.errors import InvariantViolation
 
 # The two eviction orders of a place: cells in EARLY go before those in LATE.

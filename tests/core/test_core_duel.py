@@ -15,8 +15,7 @@ from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import _EDGES, BINS, CLASSES, P2c
 from asynccache.core.room import Verdict
 from asynccache.core.settings import Access
-from asynccache.core.states import PRESENT
-from asynccache.core.tree import Node, Root, cut, link, walk
+from asynccache.core.tree import PRESENT, Node, Root, cut, link, walk
 from asynccache.core.world import LATE
 from tests.core.test_core_reuse import conversations, fresh, hits, insert_and_end, lately, loop, once, runtime, then
 from tests.simulated.leading import check_books, check_duel

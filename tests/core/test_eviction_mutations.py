@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from asynccache.core.room import Cost, Room, RoomMaker
-from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node
+from asynccache.core.tree import ABSENT, PRESENT, Node
 from asynccache.core.world import EARLY, LATE, World
 from tests.core import test_core_eviction as laws
 from tests.core.test_core_draining import (

@@ -8,7 +8,7 @@ import pytest
 
 from asynccache.core import eviction, reuse, room
 from asynccache.core.eviction import Order, Queue
-from asynccache.core.matching import Matching
+from asynccache.core.match import Matches
 from asynccache.core.reuse import Curves, P2c
 from asynccache.core.tree import Node
 from tests.core import test_core_reuse as laws
@@ -116,12 +116,12 @@ def the_ends_of_a_queue_are_looked_at_once(patch: Patch) -> None:
 
 
 def a_cell_stays_in_the_queue_of_its_class_before(patch: Patch) -> None:
-    def use(matching: Matching, end: Node, forked: int) -> None:
-        world = matching._world
+    def use(matches: Matches, end: Node, forked: int) -> None:
+        world = matches._world
         if world.policy.learns:
             world.policy.use(end, forked, world.recency.tick())
 
-    patch.setattr(Matching, "use", use)
+    patch.setattr(Matches, "use", use)
 
 
 def what_was_chosen_waits_on(patch: Patch) -> None:

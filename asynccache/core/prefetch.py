@@ -22,13 +22,12 @@ from typing import NamedTuple
 from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, HOST, PREFETCH, Operation
-from asynccache.core.matching import Matching
+from asynccache.core.match import Matches
 from asynccache.core.plan import SLOT_BYTES, Medium, More, Plan, Status, Wait
 from asynccache.core.room import FREE, SHORT, SLICE
 from asynccache.core.settings import Access, ComponentKind
-from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import ABSENT, ARRIVING, LEAVING, PRESENT, Node, walk
 from asynccache.core.world import World, split_at
 
 
@@ -181,10 +180,10 @@ class PrefetchInFlight:
 class Prefetches:
     """The prefetches of one world."""
 
-    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+    def __init__(self, world: World, transfers: Transfers, matches: Matches) -> None:
         self._world = world
         self._transfers = transfers
-        self._matching = matching
+        self._matches = matches
         self._size = world.config.page_size
         self.active: dict[int, PrefetchInFlight] = {}
 
@@ -415,7 +414,7 @@ class Prefetches:
             self._fill_window(fetch, last, stop)
             self._fill_state(fetch, last)
         if last.parent is not None:
-            self._matching.touch(last, last.end)
+            self._matches.touch(last, last.end)
             for holder in holders:
                 self._transfers.claims.take(holder, [last], last.end)
         self._drop(fetch, Status.DONE)
