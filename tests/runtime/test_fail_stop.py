@@ -33,7 +33,7 @@ pytestmark = pytest.mark.source                          # it puts a call behind
 UNREACHED = {
     r"raise (InvariantViolation|illegal)\(": "a law of the core is broken, which the audit would find; it closes the "
                                              "cache as any other error does",
-    r"states\.py:\d+ illegal: ": "makes the error of such a law",
+    r"tree\.py:\d+ illegal: ": "makes the error of such a law",
     r"\.__repr__: ": "called by whoever reads a log, and by no call of the core",
     r"CacheCore\.active_|Order\.entries|SlotPool\.free": "read by the audit and by tools",
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
@@ -118,7 +118,7 @@ def test_the_core_catches_nothing_so_an_exception_leaves_every_call_of_it_wherev
     """So it is enough to raise at each statement once, and not in each of the calls that run it."""
     folder = Path(core.__path__[0])
     trees = {file.name: ast.parse(file.read_text("utf-8")) for file in folder.rglob("*.py")}
-    assert len(trees) > 20
+    assert len(trees) > 15
     assert [name for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Try)] == []
 
 
