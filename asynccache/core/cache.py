@@ -70,7 +70,7 @@ class CacheCore:
     A call takes at most about ``CoreConfig.slice_steps`` steps beside the walk along its own path. What is left then is
     done by the next slice of the call (``More``), or by ``follow_up``.
 
-    ``release``, ``claim``, ``drop_claim`` and ``prefetch_revoke`` split, evict and back up nothing, so they may be
+    ``release``, ``claim``, ``release_claim`` and ``prefetch_release`` split, evict and back up nothing, so they may be
     called at any time. These calls may make room for other work, such as a backup that waited. That work is left to
     ``follow_up``, and ``behind`` is True while there is any.
     """
@@ -227,19 +227,19 @@ class CacheCore:
 
         ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: the requests that claim the pages; see
         ``claim``. ``Wait``: its ``ops`` are backups that must end first; nothing was done. If the anchor has left the
-        tree for good, the prefetch is revoked: the plan says that it FAILED.
+        tree for good, the prefetch is released: the plan says that it FAILED.
         """
         blockers = self._prefetches.commit(op, end, hashes, holders)
         return Wait(self.world.plan(), blockers) if blockers else self.follow_up()
 
-    def prefetch_revoke(self, op: int) -> Plan:
+    def prefetch_release(self, op: int) -> Plan:
         """Give all slots of a prefetch back. To be called only when its I/O has let go of their buffers."""
-        self._prefetches.revoke(op)
+        self._prefetches.release(op)
         return self._given_back()
 
     def claim(self, holder: int, space: bytes, key: bytes) -> Plan:
         """Pin what the host has of the match of ``key``, for the request with the number ``holder``. The pins stay
-        until ``drop_claim``, or until the core needs their pages for a request that could not go on otherwise. An
+        until ``release_claim``, or until the core needs their pages for a request that could not go on otherwise. An
         earlier claim of this request is replaced."""
         path, reached = self.world.find(space, key)
         if path:
@@ -251,12 +251,12 @@ class CacheCore:
         the last to be taken away."""
         self._transfers.claims.confirm(holder, firm)
 
-    def drop_claim(self, holder: int) -> Plan:
+    def release_claim(self, holder: int) -> Plan:
         """Unpin the pages that ``holder`` claims. Nothing happens if it has no claim, or if its claim was taken
         away."""
         if holder not in self._transfers.claims.held:
             return self.world.plan()
-        self._transfers.claims.drop(holder)
+        self._transfers.claims.release(holder)
         return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome | Failing]) -> Plan:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.core.holds import Hold, drop_hold, take_hold
+from asynccache.core.holds import Hold, release_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import CoreLease, retire
 from asynccache.core.ledger import COMPUTE, LOAD_BACK
@@ -131,7 +131,7 @@ class Commits:
         for node in fresh:
             self._fill(work, node)
         took = checkpoint is not None and bool(self._mamba) and self._attach(work, end, checkpoint)
-        drop_hold(world, old)
+        release_hold(world, old)
         self._keep_rest(work, end)
         computing = 0 if work.filled is None else self._await_engine(lease, work.filled)
         self._write_out(lease, end, begin, took)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
+from asynccache.core.holds import Hold, release_hold, release_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
 from asynccache.core.match import Ends, Matches
@@ -208,7 +208,7 @@ class Leases:
         if room is FREE:
             lease = self._grant(CoreLease(self._next, hold), ask, path, ends, target, loads, own)
         else:
-            drop_hold(self._world, hold)
+            release_hold(self._world, hold)
         for node, mask in loads:
             world.unpin(node, HOST, mask.bit_length() - 1)
         return room, lease
@@ -348,7 +348,7 @@ class Leases:
                     _limit(lease, start)
             if not top.root.dead:
                 self._world.cut_off(top)
-                self._transfers.claims.drop_dead()
+                self._transfers.claims.release_dead()
         self._transfers.unpark(op)
 
     # growing and shrinking
@@ -390,7 +390,7 @@ class Leases:
             node = node.parent
         if node.parent is not None and node.parent.end < first < node.end:
             split_at(self._world, node, first)
-        drop_until(self._world, hold, first)
+        release_until(self._world, hold, first)
         return True
 
     def _copies(self) -> tuple[int, ...]:
@@ -404,7 +404,7 @@ class Leases:
         if swa:
             window = self._world.config.components[swa].window
             border = max(0, position - window - self._page_size) // self._page_size
-            drop_until(self._world, lease.hold, border)
+            release_until(self._world, lease.hold, border)
             lease.border = border
             passed = min(max(0, border - lease.own_from[swa]), len(lease.own[swa]) // SLOT_BYTES)
             if passed:
@@ -441,7 +441,7 @@ class Leases:
             self._matches.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
-        drop_hold(self._world, lease.hold)
+        release_hold(self._world, lease.hold)
         slots = lease.own[:]
         if self._mamba:
             slots[self._mamba] = self._leave_clones(lease)

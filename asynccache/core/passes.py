@@ -130,7 +130,7 @@ class Invalidation:
                 root.dead, root.mute = True, space is None
                 world.dead_roots.append(root)
                 self._walks.append(Walk(world, [root]))
-        claims.drop_dead()
+        claims.release_dead()
 
     def sweep(self) -> bool:
         """Drop some of the nodes below dead roots that nothing pins any more. Return True if there may be more of

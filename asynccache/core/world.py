@@ -323,7 +323,7 @@ class World:
 
     # eviction orders
 
-    def late(self, node: Node, place: int) -> int:
+    def eviction_order(self, node: Node, place: int) -> int:
         """Return the order in which this cell waits to be evicted. It is EARLY on the device for what was condemned,
         and on the host for a copy of what stays on the device; else LATE."""
         count = self.count
@@ -344,16 +344,16 @@ class World:
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and waits in none yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
-            self.queue(node, place, self.late(node, place)).put(node.stamp[place % self.count], node)
+            self.queue(node, place, self.eviction_order(node, place)).put(node.stamp[place % self.count], node)
         if node.root.dead and not place % self.count and self.is_candidate(node, place):
             self.loose.append(node)
 
-    def queue(self, node: Node, place: int, late: int) -> Queue:
-        """Return the queue in which this cell waits, or would wait, in the order ``late`` of its place."""
-        order, c = self.shelves[place].orders[late], place % self.count
-        rest = order.rest
+    def queue(self, node: Node, place: int, order: int) -> Queue:
+        """Return the queue in which this cell waits, or would wait, in ``order``, EARLY or LATE, of its place."""
+        queues, c = self.shelves[place].orders[order], place % self.count
+        rest = queues.rest
         if not rest or node.stamp[c] < 0:
-            return order.first
+            return queues.first
         return rest[self.policy.queue(node, c)] if len(rest) > 1 else rest[0]
 
     def reorder(self, node: Node, place: int) -> None:

@@ -490,6 +490,6 @@ def test_what_goes_with_a_cell_that_was_given_up_is_not_lost_either() -> None:
         if node.state[place] == PRESENT:
             world.vacate(node, place)
     assert [state == PRESENT for state in node.state] == [True] * 4 + [False] * 2
-    run.core._transfers.room._give_up(node, 1)
+    run.core._transfers.room._evict_outdone(node, 1)
     assert [state == PRESENT for state in node.state] == [True, False, False, True, False, False]
     assert world.counters.lost_pages == 0

@@ -39,10 +39,10 @@ UNREACHED = {
     r"EvictionPolicy\.": "what a policy does that says nothing else, which no policy here leaves unsaid",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
-    r"Prefetches\.commit: (self\.revoke\(op\)|return \(\))": "the runtime gives a fetch up before that",
+    r"Prefetches\.commit: (self\.release\(op\)|return \(\))": "the runtime gives a fetch up before that",
     r"_has_room: break|_not_on_host: return More|_saving: return pause|_evict_next: (self\._world\.offer|return SLICE)":
         "a call runs out of steps just there; tests/core/test_core_steps.py has the trees for that",
-    r"RoomMaker\._saving: self\._give_up": "a cell that is not worth a copy comes behind one that is",
+    r"RoomMaker\._saving: self\._evict_outdone": "a cell that is not worth a copy comes behind one that is",
     r"Listing\.some: self\._run = ": "what was listed leaves before the list is made, as in test_core_surveys.py",
     r"World\.cut_off: left\.append": "a batch fails while a live namespace is listed, as in test_core_surveys.py; "
                                      "the runtime forgets what it lists in the same step",
