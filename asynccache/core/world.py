@@ -23,7 +23,7 @@ from typing import Final
 from asynccache.core import components
 from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
-from asynccache.core.ledger import DEVICE, HOST, Ledger, Operation, SlotPool
+from asynccache.core.ledger import DEVICE, HOST, NOWHERE, Ledger, Operation, SlotPool
 from asynccache.core.plan import (
     EMPTY,
     FREED,
@@ -63,8 +63,6 @@ from asynccache.errors import InvariantViolation
 # The two eviction orders of a place: cells in EARLY go before those in LATE.
 EARLY: Final = 0
 LATE: Final = 1
-# The page number that stands for a border which does not exist. It is larger than every other.
-NOWHERE: Final = 1 << 60
 PASSED: Final = 16
 
 # How many bits of ``Node.stored`` are for components. The era stands above them.
