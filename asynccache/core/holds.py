@@ -17,24 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynccache.core.ledger import DEVICE, HOST
+from asynccache.core.ledger import DEVICE, HOST, NOWHERE, Hold
 from asynccache.core.tree import PRESENT, Node
-from asynccache.core.world import NOWHERE, World
-
-
-class Hold:
-    """The pins on ``tier`` for a match that ends in the node ``end``.
-
-    ``lows[c]``: auxiliary component ``c`` is pinned on the nodes from ``end`` upwards that end after page ``lows[c]``,
-    which is a node's border; NOWHERE: on none.
-    """
-
-    __slots__ = ("end", "lows", "tier")
-
-    def __init__(self, end: Node, tier: int, components: int) -> None:
-        self.end = end
-        self.tier = tier
-        self.lows = [NOWHERE] * components
+from asynccache.core.world import World
 
 
 def take_hold(world: World, end: Node, target: int, tier: int = DEVICE, *, floor: int = 0) -> Hold:

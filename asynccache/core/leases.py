@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from asynccache.core.holds import Hold, release_hold, release_until, take_hold
+from asynccache.core.holds import release_hold, release_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, ON_DEVICE, RETIRE, Operation
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, NOWHERE, ON_DEVICE, RETIRE, CoreLease, Operation
 from asynccache.core.match import Ends, Matches
 from asynccache.core.plan import NO_SLOT, SLOT_BYTES, More, Plan, Retire, Wait
 from asynccache.core.room import FREE, SAVING, SHORT, SLICE, Room
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import ABSENT, ARRIVING, PRESENT, Node, walk
-from asynccache.core.world import NOWHERE, PASSED, World, split_at
+from asynccache.core.world import PASSED, World, split_at
 from asynccache.errors import CacheFull
 
 EVERYTHING: Final = 1 << 60
@@ -44,45 +44,6 @@ class LeaseRequest(NamedTuple):
     chunk_swa: int = EVERYTHING
     shorter: bool = True
     shared: int = EVERYTHING
-
-
-class CoreLease:
-    """A lease: the part of the cache that one request holds. The core owns and changes it; others read it. Lengths are
-    in tokens.
-
-    ``hold``: its pins. ``own``, ``own_from``: by component, the slots that belong to this lease alone, and the number
-    of the first page that they hold. ``states``: its MAMBA slots, the working copy first. ``reserved``: FULL pages
-    exist up to here.
-
-    ``cached``: how much was matched at the grant. ``full``: how far FULL alone went at the grant. ``loads``: the
-    operations that must be DONE before the lease's pages may be read. ``loaded_tokens``: how many tokens of FULL the
-    lease's own load brings. ``valid``: None, or how many tokens are still good after a load or a batch of the engine
-    failed. ``length``: how many tokens are committed so far.
-
-    ``forked``: the page at which its text left the texts of earlier requests; 0: at none. ``shared``: the page from
-    which on its text is private to its conversation; NOWHERE: that page is not known. ``border``: the page before which
-    decoding needs no window any more.
-    """
-
-    __slots__ = (
-        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from",
-        "released", "reserved", "shared", "states", "valid",
-    )  # fmt: skip
-
-    def __init__(self, lease_id: int, hold: Hold) -> None:
-        self.id = lease_id
-        self.hold = hold
-        self.own: list[bytes] = []
-        self.own_from: list[int] = []
-        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
-        self.loads: tuple[int, ...] = ()
-        self.shared = NOWHERE
-        self.states = b""
-        self.valid: int | None = None
-        self.released = False
-
-    def __repr__(self) -> str:
-        return f"<Lease {self.id} cached={self.cached} length={self.length} reserved={self.reserved}>"
 
 
 class Grant(NamedTuple):

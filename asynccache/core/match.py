@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.eviction import Judged, is_idle, last_touch
+from asynccache.core.ledger import NOWHERE
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import ABSENT, HERE, LEAVING, NAMES, PRESENT, Gone, Node, Root, walk
-from asynccache.core.world import NOWHERE, World
+from asynccache.core.world import World
 
 
 class Match(NamedTuple):

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Replicated, Sidecar, SlidingWindow
-from asynccache.core.plan import Move, Status, StoredPages
+from asynccache.core.plan import MOST_BYTES, MOST_OPS, Move, Status, StoredPages
 from asynccache.storage import StoreOptions
 from asynccache.worker import messages as m
 from asynccache.worker import remote as r
 from asynccache.worker.group import WorkerGroup
+from asynccache.worker.link import MOST_FRAME
 from asynccache.worker.local import LocalWorker, StoreEntry
 from asynccache.worker.rank_server import ORDERS, OpenedRank, RankServer, decode_orders
 from asynccache.worker.work import CopyKind, ReadOrder, StoredBatch, StoreQuestion, Work, WriteOrder
@@ -35,8 +36,8 @@ ENTRY = StoreEntry(2, StoreOptions(name="x", write=False), shared=True)
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "open": [(CONFIG,)], "all_open": [()], "be_patient": [(True,)], "cancel": [(5,)], "group_lost": [(2, "was silent")],
     "perform": [
-        (Work(CopyKind.BACKUP, [6, 7], MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, [8], MOVES),),
-        (Work(CopyKind.CLONE, [9], MOVES, 8),),
+        (Work(CopyKind.BACKUP, (6, 7), MOVES, 0, (1, 2)),), (Work(CopyKind.LOAD, (8,), MOVES),),
+        (Work(CopyKind.CLONE, (9,), MOVES, 8),),
     ],
     "forget_load": [(8,)], "send_batch": [(3, bytes(range(256)), (8,))], "give_up": [(10,)],
     "store": [([WriteOrder(10, PAGES), WriteOrder(11, ())],)], "ask": [([StoreQuestion("full", bytes(64))],)],
@@ -163,3 +164,9 @@ def test_a_new_call_is_one_method() -> None:
     assert order.fold({0: 3, 1: 4}, 1, [b"a", b"b"]) == 7
     with pytest.raises(RankFailure, match="no message"):
         decode(m.encode([order.message(7, "1", [b"a"])]))
+
+
+def test_the_longest_backup_that_the_core_joins_is_a_short_message() -> None:
+    """An operation that is larger by itself is no part of a longer one."""
+    work = Work(CopyKind.BACKUP, tuple(range(MOST_OPS)), (Move(0, bytes(MOST_BYTES), bytes(MOST_BYTES)),))
+    assert len(m.encode(ORDERS["perform"].message(work))) < MOST_FRAME // 16
