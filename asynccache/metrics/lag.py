@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 
 from asynccache import checks
-from asynccache.worker.stats import BOUNDS_MS, Histogram
+from asynccache.worker.stages import BOUNDS_MS, Histogram
 
 
 class LoopLag:

@@ -12,8 +12,7 @@ from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import Move, Status
 from asynccache.worker.messages import BatchOver, Died, Ended, Message
 from asynccache.worker.pool_layout import FULL
-from asynccache.worker.rank_server import ORDERS
-from asynccache.worker.rank_worker import EngineBatch, SentBatches
+from asynccache.worker.rank_server import ORDERS, EngineBatch, SentBatches
 from asynccache.worker.work import CopyKind, Work
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.loop import SimulatedLoop, simulate

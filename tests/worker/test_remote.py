@@ -14,7 +14,6 @@ from asynccache import CacheConfig, Full, Mamba, PrefetchPolicy, RankFailure, Re
 from asynccache.core.plan import MOST_BYTES, MOST_OPS, Move, Status, StoredPages
 from asynccache.storage import StoreOptions
 from asynccache.worker import messages as m
-from asynccache.worker import remote as r
 from asynccache.worker.group import WorkerGroup
 from asynccache.worker.link import MOST_FRAME
 from asynccache.worker.local import LocalWorker, StoreEntry
@@ -51,7 +50,7 @@ ANSWERS: dict[str, Any] = {
     "open": OpenedRank(4, {"full": 64}, [ENTRY], bytes(32)), "store": StoredBatch(frozenset({7, 8}), 1, 2, 3),
     "ask": [bytes([0, 1, 2, 3]), b""], "read": [b"\1"], "open_store": ENTRY,
 }  # fmt: skip
-decode_news = r.news_decoder(ORDERS)
+decode_news = m.news_decoder(ORDERS)
 
 
 def orders() -> list[Any]:
@@ -145,20 +144,20 @@ def test_a_group_has_every_call_of_a_local_worker_and_takes_it_in_the_same_way()
     for name in calls:
         plain, group = vars(LocalWorker)[name], vars(WorkerGroup)[name]
         assert inspect.iscoroutinefunction(plain) == inspect.iscoroutinefunction(group), name
-    assert r.orders_of(RankServer, LocalWorker).keys() == ORDERS.keys()
+    assert m.orders_of(RankServer, LocalWorker).keys() == ORDERS.keys()
 
 
 def test_a_new_call_is_one_method() -> None:
     class Newer:
-        @r.remote(fold=lambda said, store, keys: sum(said.values()))
+        @m.remote(fold=lambda said, store, keys: sum(said.values()))
         async def count(self, store: int, keys: list[bytes]) -> int:
             """How many of these keys the store has."""
             return store + len(keys)
 
-    (order,) = r.orders_of(Newer).values()
+    (order,) = m.orders_of(Newer).values()
     assert order.answer is not None
     assert order.fold is not None
-    decode = r.order_decoder({"count": order})
+    decode = m.order_decoder({"count": order})
     sent = order.message(7, 1, [b"a", b"b"])
     assert decode(m.encode([sent])) == [sent]
     assert order.fold({0: 3, 1: 4}, 1, [b"a", b"b"]) == 7
