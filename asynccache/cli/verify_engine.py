@@ -232,8 +232,9 @@ class Verification:
                 self.salts = other.cached <= again.cached // 2
         if not any(hits):
             raise EngineError(f"{self.client.url}: a prompt that was sent twice had no cached tokens by "
-                              f"usage.prompt_tokens_details.cached_tokens. Is the cache of prefixes on? vLLM tells "
-                              f"hits with --enable-prompt-tokens-details, SGLang with --enable-cache-report")  # fmt: skip
+                              f"usage.prompt_tokens_details.cached_tokens. Is the cache of prefixes on? vLLM "
+                              f"tells hits with --enable-prompt-tokens-details, SGLang with "
+                              f"--enable-cache-report")  # fmt: skip
         self.page = self.page or gcd(*hits)
         if not self.salts:
             self.notes.append("the server does not keep prompts apart by cache_salt: each prompt was cold once, two "
