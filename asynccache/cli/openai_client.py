@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from asynccache.errors import ConfigError
+from asynccache.errors import AsyncCacheError, ConfigError
 
 TOP = 5
 """How many of the likeliest tokens are asked for: as many as the API has."""
@@ -25,7 +25,7 @@ BUSY = (429, 503)
 AGAIN = 0.5
 
 
-class EngineError(ConfigError):
+class EngineError(AsyncCacheError):
     """The server does not answer, or not as OpenAI's API says. ``status``: that of its answer; 0: there was none."""
 
     def __init__(self, message: str, status: int = 0) -> None:

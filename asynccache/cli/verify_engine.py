@@ -17,7 +17,6 @@ import os
 import secrets
 import signal
 import tempfile
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import gcd, inf
@@ -109,7 +108,7 @@ class Tier:
     prompts_hit: int = 0
     tokens: int = 0
     tokens_hit: int = 0
-    hits_by_tier: Counter[str] = field(default_factory=Counter)
+    hits_by_tier: dict[str, int] = field(default_factory=dict)
     differences: int = 0
     first: dict[str, Any] | None = None
 
@@ -125,7 +124,8 @@ def execute(options: Options) -> int:
     answers as the cold server does; 1 otherwise.
 
     Raises:
-        ConfigError: the server cannot be verified, or a command failed.
+        ConfigError: an option cannot be used, or a command failed.
+        EngineError: the server cannot be verified.
     """
     with progress() as tell:
         report = asyncio.run(Verification(options, tell).report())
@@ -158,7 +158,8 @@ class Verification:
         """Send everything, and return what was found.
 
         Raises:
-            ConfigError: the server cannot be verified, or a command failed.
+            ConfigError: an option cannot be used, or a command failed.
+        EngineError: the server cannot be verified.
         """
         await self._look()
         await self._learn()
@@ -300,7 +301,8 @@ class Verification:
         tier.prompts_hit += said.cached >= min(self.page, 8)
         tier.tokens += said.prompt
         tier.tokens_hit += said.cached
-        tier.hits_by_tier.update(said.tiers)
+        for name, hits in said.tiers.items():
+            tier.hits_by_tier[name] = tier.hits_by_tier.get(name, 0) + hits
         found = apart(probe.cold, said, self.allowed)
         if found.token is None:
             return
@@ -415,7 +417,7 @@ class Verification:
             self.notes.append(f"{unsteady} prompts were left out: two cold runs were more than {UNSTEADY:g} nats apart")
         for tier, other in (("host", "device"), ("storage", "device"), ("storage", "host")):
             for found in self.tiers:
-                if found.tier == tier and (hits := found.hits_by_tier[other]):
+                if found.tier == tier and (hits := found.hits_by_tier.get(other)):
                     self.notes.append(f"{tier}: {number(hits)} of its {number(found.tokens_hit)} tokens came from the "
                                       f"{other} tier, by the server's own count: flush more")  # fmt: skip
         for found in self.tiers:
