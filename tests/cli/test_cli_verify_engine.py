@@ -93,15 +93,15 @@ def load_wrongly(monkeypatch: pytest.MonkeyPatch, spoil: Spoil, pool: str = "") 
         kept = []
         for copy in self._copies(moves):
             if copy.host is not None and copy.host.spec.name.startswith(pool):
-                kept.append((copy, copy.host.array[copy.src]))
+                kept.append((copy.host, copy.src, copy.host.array[copy.src]))
                 pages = copy.host.array[copy.src]
                 spoil(pages)
                 copy.host.array[copy.src] = pages
         events = load(self, moves, after)
         while not events.done.done():
             time.sleep(0.001)
-        for copy, pages in kept:
-            copy.host.array[copy.src] = pages
+        for host, slots, pages in kept:
+            host.array[slots] = pages
         return events
 
     monkeypatch.setattr(Mover, "load", wrong)
