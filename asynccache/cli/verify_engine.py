@@ -313,8 +313,8 @@ class Verification:
                 "model": probe.model, "ends": probe.ends, "together": probe.together, "prompt_tokens": said.prompt,
                 "cached_tokens": said.cached, "position": at, "page": at // self.page,
                 "nats": found.nats if found.nats < inf else None, "kv_page": None,
-                **{name: {"token": one.tokens[found.token], "logprob": one.logprobs[found.token]}
-                   if found.token < len(one.tokens) else None for name, one in (("cold", probe.cold), ("hit", said))},
+                "says": _at(said, found.token), "cold_says": _at(probe.cold, found.token),
+                "logprob": _furthest(probe.cold, said, found.token),
             }  # fmt: skip
             first["kv_page"] = await self._wrong_page(probe, said.cached)
 
@@ -415,15 +415,28 @@ class Verification:
         """Say what a reader of the figures should know."""
         if unsteady := sum(not probe.steady for probe in self.probes):
             self.notes.append(f"{unsteady} prompts were left out: two cold runs were more than {UNSTEADY:g} nats apart")
-        for tier, other in (("host", "device"), ("storage", "device"), ("storage", "host")):
-            for found in self.tiers:
-                if found.tier == tier and (hits := found.hits_by_tier.get(other)):
-                    self.notes.append(f"{tier}: {number(hits)} of its {number(found.tokens_hit)} tokens came from the "
-                                      f"{other} tier, by the server's own count: flush more")  # fmt: skip
         for found in self.tiers:
+            for other, hits in found.hits_by_tier.items():
+                if found.tier in ("device", "host", "storage") and other != found.tier and hits:
+                    self.notes.append(f"{found.tier}: {number(hits)} of its {number(found.tokens_hit)} tokens came "
+                                      f"from the {other} tier, by the server's own count")  # fmt: skip
             if found.tier == "new" and found.tokens_hit >= max(self.page, 8) * max(1, found.prompts):
                 self.notes.append(f"new: {number(found.tokens_hit)} tokens were hit by prompts that it had not seen: "
                                   f"is that the KV of another model or adapter?")  # fmt: skip
+
+
+def _at(said: Answer, token: int) -> str | None:
+    return said.tokens[token] if token < len(said.tokens) else None
+
+
+def _furthest(cold: Answer, said: Answer, token: int) -> dict[str, Any] | None:
+    """The likely token whose log-probability differs most at a place of two answers; None: there is none in both."""
+    if token >= min(len(cold.top), len(said.top)):
+        return None
+    own, its = cold.top[token], said.top[token]
+    shared = sorted(own.keys() & its.keys())
+    most = max(shared, key=lambda text: abs(own[text] - its[text]), default=None)
+    return None if most is None else {"of": most, "cold": own[most], "hit": its[most]}
 
 
 async def _within(seconds: float, work: Awaitable[Any], what: str) -> Any:
@@ -494,13 +507,15 @@ def told(report: dict[str, Any]) -> list[str]:
 
 def _difference(tier: dict[str, Any], page: int, several: bool) -> list[str]:
     first = tier["first"]
-    cold, hit = (f"{one['token']!a} ({one['logprob']:.3f})" if one else "the end"
-                 for one in (first["cold"], first["hit"]))  # fmt: skip
+    says = [repr(one) if one is not None else "the end" for one in (first["says"], first["cold_says"])]
+    what = f"it says {says[0]} instead of {says[1]}" if says[0] != says[1] else "a log-probability is off"
+    if scores := first["logprob"]:
+        what += f"; that of {scores['of']!r} is {scores['hit']:.3f} and was {scores['cold']:.3f}"
     where = first["ends"] if first["ends"].startswith("turn") else f"ends {first['ends']} a page's end"
     model = f"{first['model']}, " if several else ""
-    text = (f"{tier['tier']}: the first difference is at token {first['position']}, in page {first['page']}: {hit} "
-            f"instead of {cold}. The prompt ({model}{first['prompt_tokens']} tokens, {first['cached_tokens']} of them "
-            f"hit, {where}) was sent {'with others' if first['together'] else 'alone'}. ")  # fmt: skip
+    text = (f"{tier['tier']}: the first difference is at token {first['position']}, in page {first['page']}: {what}. "
+            f"The prompt ({model}{first['prompt_tokens']} tokens, {first['cached_tokens']} of them hit, {where}) was "
+            f"sent {'with others' if first['together'] else 'alone'}. ")  # fmt: skip
     if first["kv_page"] is not None:
         begin = first["kv_page"] * page
         text += f"Answers differ from KV page {first['kv_page']} on (tokens {begin} to {begin + page - 1})."
